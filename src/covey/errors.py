@@ -1,0 +1,48 @@
+"""The exception tree.
+
+Every message names the value, the reason and the fix, in that order. The command line prints the message alone, without
+a traceback; anything that is not a `CoveyError` is our own bug and is shown with one.
+"""
+
+from __future__ import annotations
+
+
+class CoveyError(Exception):
+    """Base of everything that Covey raises on purpose."""
+
+
+class ConfigError(CoveyError, ValueError):
+    """A setting is unknown, out of range, or cannot be combined with another one."""
+
+
+class DataError(CoveyError, ValueError):
+    """A dataset cannot be read, is empty, lacks a column, or holds a prompt that does not fit."""
+
+
+class ModelError(CoveyError, ValueError):
+    """A model or adapter cannot be loaded, or does not fit the rest of the run."""
+
+
+class RewardError(CoveyError, RuntimeError):
+    """A reward function raised, hung, or returned something that is no reward.
+
+    The run stops at a resumable point; `function` names the reward function and `sample` is the index of the first
+    offending completion in the call, where one can be named.
+    """
+
+    def __init__(self, message: str, *, function: str = "", sample: int | None = None) -> None:
+        super().__init__(message)
+        self.function = function
+        self.sample = sample
+
+
+class GenerationError(CoveyError, RuntimeError):
+    """Sampling cannot go on: a prompt exceeds the context, or weights of another version were asked for."""
+
+
+class CheckpointError(CoveyError, RuntimeError):
+    """A checkpoint is missing, incomplete, corrupt, or belongs to another run."""
+
+
+class RunFolderError(CoveyError, OSError):
+    """The run folder cannot be created, written or read (permission, full disk, wrong folder)."""

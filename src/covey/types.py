@@ -1,0 +1,237 @@
+"""The values that flow through Covey: prompt -> completions -> groups -> batch.
+
+All are frozen and hold NumPy arrays, so that every room (tasks, engine, learner, JAX) can pass them on without copying
+and without knowing the other's framework. One sequence, drawn:
+
+    Prompt      "2+3="           token_ids [11 12 13 14]
+    Completion  " 5<eos>"        token_ids [21 2]      logprobs [-0.7 -0.1]
+    Episode     prompt + answer  token_ids [11 12 13 14 21  2]
+                                 sampled   [ 0  0  0  0  1  1]
+                                 logprobs  [ 0  0  0  0 -.7 -.1]
+
+An agent's episode has several sampled segments with foreign tokens (observations) between them; it is the same type:
+
+                                 token_ids [11 12 13 14 21 2 31 32 33 22 2]
+                                 sampled   [ 0  0  0  0  1 1  0  0  0  1 1]
+
+In a `Batch`, `[N, T]` arrays count *sampled* tokens: column t is the t-th sampled token of the row, foreign tokens do not
+appear. Row n of the example above has T = 4 entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+FloatArray = NDArray[np.floating[Any]]
+
+Message = dict[str, Any]
+"""One chat message: `{"role": "user", "content": "..."}`."""
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: an end-of-sequence token or a stop string; `length`: the token limit, i.e. the completion is truncated."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """One prompt as the policy sees it, with the dataset row that it came from.
+
+    Attributes:
+        token_ids: `[P]` the rendered prompt. Text is never re-tokenised after this point.
+        content: what reward functions receive as the prompt: a string, or a list of chat messages.
+        columns: the other dataset columns of the row (`answer`, ...), passed to reward functions by name.
+        uid: stable name of the row, e.g. its index in the dataset as text.
+    """
+
+    token_ids: IntArray
+    content: str | list[Message]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    uid: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Support:
+    """The vocabulary ids that top-k/top-p/min-p left for each of T sampled tokens, ragged.
+
+    Token t could have been any of `ids[offsets[t]:offsets[t + 1]]`.
+    """
+
+    ids: IntArray  # [K_0 + K_1 + ... + K_{T-1}]
+    offsets: IntArray  # [T + 1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What a generator returns for one request.
+
+    Attributes:
+        token_ids: `[T]` sampled ids, the end-of-sequence token included where one was sampled.
+        logprobs: `[T]` float32 natural-log probabilities under the *sampling distribution* (temperature applied; the
+            kept support too where `keep_support` was on).
+        finish_reason: see `FinishReason`.
+        policy_version: version of the weights that produced it.
+        support: kept ids for each token, only with `SamplingSettings.keep_support`.
+    """
+
+    token_ids: IntArray
+    logprobs: NDArray[np.float32]
+    finish_reason: FinishReason
+    policy_version: int
+    support: Support | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """A token sequence with a mask of what the policy sampled: the unit that is scored and trained on.
+
+    Attributes:
+        token_ids: `[L]` prompt, then sampled segments, with foreign tokens between them if there are several.
+        sampled: `[L]` True where the policy sampled the token. `sampled[0]` is False.
+        logprobs: `[L]` the sampler's log-probabilities, 0 where `sampled` is False.
+        text: decoded answer without special tokens: what reward functions see.
+        finish_reason: of the last segment.
+        policy_version: the oldest version among its segments.
+        support: kept ids for each *sampled* token in order, or None.
+    """
+
+    token_ids: IntArray
+    sampled: BoolArray
+    logprobs: NDArray[np.float32]
+    text: str
+    finish_reason: FinishReason
+    policy_version: int
+    support: Support | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first sampled one, P."""
+        return int(np.argmax(self.sampled)) if self.sampled.any() else len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of tokens that the policy sampled, T."""
+        return int(self.sampled.sum())
+
+    @classmethod
+    def from_completion(cls, prompt: Prompt, completion: Completion, text: str) -> Episode:
+        """A single-turn episode: the prompt followed by one completion."""
+        before = len(prompt.token_ids)
+        return cls(
+            token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int64),
+            sampled=np.arange(before + len(completion.token_ids)) >= before,
+            logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs]).astype(np.float32),
+            text=text,
+            finish_reason=completion.finish_reason,
+            policy_version=completion.policy_version,
+            support=completion.support,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """All episodes of one prompt, scored.
+
+    Attributes:
+        prompt: the shared prompt.
+        episodes: the G episodes.
+        rewards: `[G]` float64, NaN where no reward function could score the completion (`None`).
+        reward_parts: for each reward function, its unweighted `[G]` rewards (NaN for None).
+    """
+
+    prompt: Prompt
+    episodes: tuple[Episode, ...]
+    rewards: NDArray[np.float64]
+    reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+
+    @property
+    def is_tied(self) -> bool:
+        """True when the rewards carry no relative information: fewer than two scored, or all equal."""
+        scored = self.rewards[~np.isnan(self.rewards)]
+        return len(scored) < 2 or bool(np.all(scored == scored[0]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What one optimiser step trains on. `[N, T]` arrays count sampled tokens (see the module docstring).
+
+    Attributes:
+        episodes: the N episodes.
+        group: `[N]` group id of each row.
+        advantages: `[N, T]` float32.
+        mask: `[N, T]` True where the row has a sampled token that no mask excludes.
+        old_logprobs: `[N, T]` float32, recorded by the sampler; 0 beyond the row's end.
+        excluded: reason -> `[N, T]`, True on the tokens that this mask excluded.
+    """
+
+    episodes: tuple[Episode, ...]
+    group: IntArray
+    advantages: NDArray[np.float32]
+    mask: BoolArray
+    old_logprobs: NDArray[np.float32]
+    excluded: Mapping[str, BoolArray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSettings:
+    """How tokens are drawn. `temperature=0` is greedy, its log-probabilities are those at temperature 1.
+
+    Attributes:
+        temperature: divides the logits before the softmax; 0 = greedy.
+        top_k: keep the k most likely tokens; 0 = all.
+        top_p: keep the smallest set with at least this probability; 1.0 = all. Applied after `top_k`.
+        min_p: keep tokens with at least this fraction of the top token's probability; 0.0 = all.
+        max_tokens: limit for each completion, in tokens.
+        eos_token_ids: sampling stops after any of these; the token stays in the completion.
+        stop_strings: sampling stops when the decoded completion contains any of these.
+        keep_support: record the kept ids of each token and renormalise its log-probability over them.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    eos_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    keep_support: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One completion to sample.
+
+    Requests with equal `token_ids` share one prefill. `stream` keys the counter-based random stream of this completion,
+    usually `(seed, step, prompt index, sample index)`: equal streams draw equal numbers, whatever else is in the batch.
+    """
+
+    token_ids: IntArray
+    stream: tuple[int, ...] = (0,)
+
+
+Progress = Callable[[int, int], None]
+"""Called with (finished, total) while work goes on."""
+
+
+class Generator(Protocol):
+    """Samples completions: the in-process engine, an HTTP client, vLLM and a fake all satisfy it."""
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Return one completion for each request, in order.
+
+        Raises:
+            GenerationError: a prompt does not fit the context, or the weights held are not of `policy_version`.
+        """
+        ...
