@@ -1,0 +1,37 @@
+"""Covey trains language models with Group Relative Policy Optimization.
+
+    from covey import GRPOConfig, GRPOTrainer
+
+Importing this package imports neither torch nor JAX: the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from covey.config import GRPOConfig, GRPOTrainingArgs
+    from covey.training.trainer import GRPOTrainer
+
+__version__ = "0.1.0"
+
+__all__ = ["GRPOConfig", "GRPOTrainer", "GRPOTrainingArgs", "__version__"]
+
+_HOMES = {
+    "GRPOConfig": "covey.config",
+    "GRPOTrainer": "covey.training.trainer",
+    "GRPOTrainingArgs": "covey.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'covey' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,452 @@
+"""Advantages: how much better a completion did than its own group.
+
+`[N]` arrays hold one entry per completion (or per step, or per episode, where said so). A reward that is NaN,
+infinite, or None in a list is *not scorable*: it is left out of its group's statistics and gets advantage 0.
+A group without relative information (fewer than two scorable rewards, or all of them equal) gets exactly 0.
+
+Groups are compared pairwise, in blocks of rows, rather than sorted: the shapes then depend on N alone (so
+that JAX can compile it), and memory stays at block × N numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from array_api_compat import array_namespace
+
+from covey.algorithms.arrays import (
+    Array,
+    as_float,
+    as_mask,
+    expand_rows,
+    group_numbers,
+    lookup,
+    masked,
+    to_library_of,
+    unknown_name,
+)
+from covey.errors import ConfigError, DataError
+
+SCALES = ("group", "batch", "none")
+"""What a centred reward is divided by (`scale_rewards`): its group's std, the batch's std, or nothing."""
+
+_BLOCK = 1024
+
+
+class GroupStatistics(NamedTuple):
+    """Statistics of each row's group, `[N]` each; `tied` is True where the group carries no relative
+    information.
+    """
+
+    count: Array
+    mean: Array
+    std: Array
+    tied: Array
+
+
+def group_statistics(rewards: Array, groups: Array, member: Array, *, correction: int = 1) -> GroupStatistics:
+    """Count, mean and standard deviation of each row's group over the rows where `member` is True.
+
+    Args:
+        rewards: `[N]` floats; values where `member` is False are not looked at.
+        groups: `[N]` integers of the same library.
+        member: `[N]` boolean.
+        correction: 0 population, 1 sample standard deviation.
+    """
+    xp = array_namespace(rewards)
+    rewards = xp.where(member, rewards, xp.zeros_like(rewards))
+    blocks = []
+    for start in range(0, rewards.shape[0], _BLOCK):
+        inside = (groups[start : start + _BLOCK, None] == groups[None, :]) & member[None, :]  # [B, N]
+        weight = xp.astype(inside, rewards.dtype)
+        count = xp.sum(weight, axis=1)
+        mean = xp.sum(weight * rewards[None, :], axis=1) / _at_least_one(count)
+        centred = weight * (rewards[None, :] - mean[:, None])
+        std = xp.sqrt(xp.sum(centred * centred, axis=1) / _at_least_one(count - correction))
+        # Ties are found by comparison, not by std == 0: the mean of three 0.1s is not 0.1 in floating point.
+        highest = xp.max(xp.where(inside, rewards[None, :], xp.full_like(weight, -float("inf"))), axis=1)
+        lowest = xp.min(xp.where(inside, rewards[None, :], xp.full_like(weight, float("inf"))), axis=1)
+        blocks.append((count, mean, std, ~(highest > lowest)))
+    if not blocks:
+        return GroupStatistics(rewards, rewards, rewards, member)
+    return GroupStatistics(*(xp.concat(parts) for parts in zip(*blocks, strict=True)))
+
+
+def group_advantages(
+    rewards: Any, groups: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
+) -> Array:
+    """GRPO: `(r - mean_g) / (std + epsilon)`, for example rewards [0, 0, 1, 1] in one group give ±0.5 /
+    (0.577 + eps).
+
+    Args:
+        rewards: `[N]` floats, NaN or None where a completion could not be scored.
+        groups: `[N]` group ids: completions of the same prompt.
+        scale: `group` (std of the group, arXiv 2402.03300), `batch` (std of all scorable rewards), `none`
+            (Dr. GRPO, arXiv 2503.20783).
+        correction: 1 sample std (the choice of TRL and verl), 0 population std.
+        epsilon: added to the std.
+
+    Returns:
+        `[N]` advantages, never NaN.
+
+    Raises:
+        ConfigError: unknown `scale`.
+        DataError: `rewards` and `groups` differ in length.
+    """
+    rewards, groups, scorable = _prepare(rewards, groups)
+    return _normalise(rewards, groups, scorable, scorable, scale, correction, epsilon)
+
+
+def rloo_advantages(rewards: Any, groups: Any) -> Array:
+    """REINFORCE leave-one-out: `r - mean of the others in the group`; rewards [0, 0, 3] give [-1.5, -1.5, 3].
+
+    Arguments and result are as in `group_advantages`, without a scale (arXiv 2402.14740).
+    """
+    rewards, groups, scorable = _prepare(rewards, groups)
+    xp = array_namespace(rewards)
+    group = group_statistics(rewards, groups, scorable)
+    # r - (n·mean - r) / (n - 1) = (r - mean) · n / (n - 1)
+    advantages = (rewards - group.mean) * group.count / _at_least_one(group.count - 1)
+    return xp.where(scorable & ~group.tied, advantages, xp.zeros_like(advantages))
+
+
+def episode_advantages(
+    rewards: Any,
+    groups: Any,
+    episodes: Any,
+    *,
+    scale: str = "group",
+    correction: int = 1,
+    epsilon: float = 1e-6,
+) -> Array:
+    """Naive GRPO for agents (naive-grpo-agents.md): rows are *steps*, each episode counts once in its group.
+
+    Args:
+        rewards: `[N]` the reward of the whole episode, repeated on each of its rows.
+        groups: `[N]` group of the row's episode.
+        episodes: `[N]` episode of the row; ids need to be unique within a group only.
+        scale: see `group_advantages`.
+        correction: see `group_advantages`.
+        epsilon: see `group_advantages`.
+
+    Returns:
+        `[N]` the episode's advantage on each of its rows.
+
+    Raises:
+        ConfigError: unknown `scale`.
+        DataError: the arguments differ in length.
+    """
+    rewards, groups, scorable = _prepare(rewards, groups)
+    xp = array_namespace(rewards)
+    episodes = group_numbers(episodes, rewards)
+    _same_length(rewards, episodes, "episodes")
+    # One row speaks for each episode: the first that can be scored.
+    row = xp.cumulative_sum(xp.ones_like(groups))
+    first = []
+    for start in range(0, rewards.shape[0], _BLOCK):
+        here = slice(start, start + _BLOCK)
+        same = (groups[here, None] == groups[None, :]) & (episodes[here, None] == episodes[None, :])
+        earlier = same & scorable[None, :] & (row[None, :] < row[here, None])
+        first.append(~xp.any(earlier, axis=1))
+    counted = scorable & xp.concat(first) if first else scorable
+    return _normalise(rewards, groups, scorable, counted, scale, correction, epsilon)
+
+
+def step_scores(token_rewards: Array, step_of_token: Array, num_steps: int) -> Array:
+    """`score_step = sum of the token-level rewards of the step`, for episodes that are one row each.
+
+    Args:
+        token_rewards: `[N, T]` reward given at each sampled token.
+        step_of_token: `[N, T]` step to which the token belongs, counted from 0; -1 where there is no token.
+        num_steps: S, the largest number of steps of an episode.
+
+    Returns:
+        `[N, S]` scores, NaN for a step that an episode does not have.
+    """
+    xp = array_namespace(token_rewards)
+    columns = []
+    for step in range(num_steps):
+        here = step_of_token == step
+        score = xp.sum(masked(token_rewards, here), axis=1)
+        columns.append(xp.where(xp.any(here, axis=1), score, xp.full_like(score, float("nan"))))
+    return xp.stack(columns, axis=1)
+
+
+def step_advantages(
+    scores: Any, groups: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
+) -> Array:
+    """Step-level GRPO for agents (naive-grpo-agents.md, "Standard"): normalise over *all steps* of the group.
+
+    Args:
+        scores: `[N, S]` score of each step of each episode (`step_scores`), NaN where an episode has no such
+            step.
+        groups: `[N]` group of each episode.
+        scale: see `group_advantages`.
+        correction: see `group_advantages`.
+        epsilon: see `group_advantages`.
+
+    Returns:
+        `[N, S]`, 0 where there is no step; `broadcast_steps` spreads it over the tokens.
+    """
+    scores = as_float(scores)
+    xp = array_namespace(scores)
+    groups = group_numbers(groups, scores)
+    if scores.ndim != 2 or scores.shape[0] != groups.shape[0]:
+        raise DataError(
+            f"scores of shape {tuple(scores.shape)} and {groups.shape[0]} groups: one row of scores is "
+            f"needed for each episode; pass scores as [episodes, steps]"
+        )
+    steps = xp.broadcast_to(groups[:, None], scores.shape)
+    flat = group_advantages(
+        xp.reshape(scores, (-1,)),
+        xp.reshape(steps, (-1,)),
+        scale=scale,
+        correction=correction,
+        epsilon=epsilon,
+    )
+    return xp.reshape(flat, scores.shape)
+
+
+def broadcast_steps(values: Array, step_of_token: Array) -> Array:
+    """Spread a value per step `[N, S]` over the tokens of the step `[N, T]`; 0 where `step_of_token` is
+    -1.
+    """
+    xp = array_namespace(values)
+    tokens = xp.zeros_like(values[:, :1]) + xp.zeros_like(step_of_token)
+    for step in range(values.shape[1]):
+        tokens = xp.where(step_of_token == step, values[:, step : step + 1], tokens)
+    return tokens
+
+
+Estimator = Callable[..., Array]
+"""`f(rewards [N], groups [N], *, scale, correction, epsilon) -> advantages [N]`."""
+
+
+def _without_scale(estimate: Callable[..., Array], **fixed: Any) -> Estimator:
+    """An estimator whose definition leaves no choice of scale."""
+
+    def estimator(
+        rewards: Any, groups: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
+    ) -> Array:
+        return estimate(rewards, groups, **fixed)
+
+    return estimator
+
+
+ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
+    "grpo": group_advantages,
+    "naive_grpo": group_advantages,  # one row per episode: episode level is row level
+    "dr_grpo": _without_scale(group_advantages, scale="none"),
+    "rloo": _without_scale(rloo_advantages),
+}
+"""`adv_estimator` -> function, for outcome rewards: one scalar for each completion or episode."""
+
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+"""`multi_objective_aggregation`: what happens first to the rewards of several functions."""
+
+
+def combine_rewards(
+    parts: Any,
+    weights: Any,
+    groups: Any = None,
+    *,
+    aggregation: str = "sum_then_normalize",
+    correction: int = 1,
+    epsilon: float = 1e-6,
+) -> Array:
+    """One reward per completion from several reward functions.
+
+    Args:
+        parts: `[F, N]` unweighted rewards of each function, NaN (None in lists) where it could not score.
+        weights: `[F]`.
+        groups: `[N]`, needed for `normalize_then_sum` only.
+        aggregation: `sum_then_normalize`: the weighted sum, for an advantage estimator to normalise.
+            `normalize_then_sum`: each part is normalised in its groups first, so that a part with a wide
+            range does not drown the others (GDPO, arXiv 2601.05242). The sum then *is* an advantage: scale it
+            by `none` or `batch` (TRL's choice), or use `multi_reward_advantages`.
+        correction: see `group_advantages`.
+        epsilon: see `group_advantages`.
+
+    Returns:
+        `[N]`. A NaN part counts as absent; a completion of which no part could be scored is NaN.
+
+    Raises:
+        ConfigError: unknown `aggregation`, or `normalize_then_sum` without groups.
+        DataError: `parts` and `weights` differ in length.
+    """
+    parts = as_float(parts)
+    xp = array_namespace(parts)
+    weights = xp.astype(to_library_of(parts, weights), parts.dtype)
+    if parts.ndim != 2 or weights.shape != (parts.shape[0],):
+        raise DataError(
+            f"{tuple(weights.shape)} weights for parts of shape {tuple(parts.shape)}: one weight is needed "
+            f"for each reward function; pass parts as [functions, completions] and as many weights"
+        )
+    scored = xp.isfinite(parts)
+    if aggregation == "normalize_then_sum":
+        if groups is None:
+            raise ConfigError(
+                "aggregation='normalize_then_sum': rewards are normalised in their groups; pass groups"
+            )
+        rows = [
+            group_advantages(parts[f, :], groups, correction=correction, epsilon=epsilon)
+            for f in range(parts.shape[0])
+        ]
+        values = xp.stack(rows)
+    elif aggregation == "sum_then_normalize":
+        values = xp.where(scored, parts, xp.zeros_like(parts))
+    else:
+        raise unknown_name(aggregation, AGGREGATIONS, "multi_objective_aggregation")
+    total = xp.sum(weights[:, None] * values, axis=0)
+    return xp.where(xp.any(scored, axis=0), total, xp.full_like(total, float("nan")))
+
+
+def multi_reward_advantages(
+    parts: Any,
+    weights: Any,
+    groups: Any,
+    *,
+    estimator: str = "grpo",
+    aggregation: str = "sum_then_normalize",
+    scale: str = "group",
+    correction: int = 1,
+    epsilon: float = 1e-6,
+) -> Array:
+    """Advantages from the rewards of several functions, in one call.
+
+    `sum_then_normalize` applies the estimator to the weighted sum; `normalize_then_sum` sums the weighted
+    group-normalised parts and, with `scale="batch"`, divides by their std over the batch. Arguments as in
+    `combine_rewards`.
+
+    Returns:
+        `[N]` advantages, never NaN.
+    """
+    settings: dict[str, Any] = {"correction": correction, "epsilon": epsilon}
+    total = combine_rewards(parts, weights, groups, aggregation=aggregation, **settings)
+    if aggregation == "normalize_then_sum":
+        return group_advantages(total, groups, scale="batch" if scale == "batch" else "none", **settings)
+    return lookup(ADVANTAGE_ESTIMATORS, estimator, "adv_estimator")(total, groups, scale=scale, **settings)
+
+
+def compute_grpo_outcome_advantage(
+    token_level_rewards: Array,
+    response_mask: Array,
+    index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    *,
+    correction: int = 1,
+) -> tuple[Array, Array]:
+    """Step-level GRPO in the layout of verl-agent: each row is one step (naive-grpo-agents.md, "Standard").
+
+    Args:
+        token_level_rewards: `[N, T]`; their sum over T is the score of the step.
+        response_mask: `[N, T]` 1 where the policy sampled the token.
+        index: `[N]` group ids, numbers or uid strings.
+        epsilon: added to the std.
+        norm_adv_by_std_in_grpo: divide by the group's std.
+        correction: 1 sample std, 0 population std.
+
+    Returns:
+        `(advantages, returns)`, both `[N, T]` and equal: outcome rewards have no other return.
+    """
+    rewards = as_float(token_level_rewards)
+    scores = array_namespace(rewards).sum(rewards, axis=-1)
+    scale = "group" if norm_adv_by_std_in_grpo else "none"
+    advantages = group_advantages(scores, index, scale=scale, correction=correction, epsilon=epsilon)
+    return _spread(advantages, response_mask)
+
+
+def compute_naive_grpo_outcome_advantage(
+    episode_rewards: Any,
+    response_mask: Array,
+    index: Any,
+    traj_index: Any,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    *,
+    correction: int = 0,
+) -> tuple[Array, Array]:
+    """Episode-level GRPO with the signature of naive-grpo-agents.md: rewards [1, 2] in one group give [-1,
+    +1].
+
+    Args:
+        episode_rewards: `[N]` reward of the row's whole episode.
+        response_mask: `[N, T]` 1 where the policy sampled the token.
+        index: `[N]` group ids, numbers or uid strings.
+        traj_index: `[N]` episode ids; an episode counts once however many rows (steps) it has.
+        epsilon: added to the std.
+        norm_adv_by_std_in_grpo: divide by the group's std.
+        correction: 0 population std, 1 sample std.
+
+    Returns:
+        `(advantages, returns)`, both `[N, T]` and equal, in the library of `response_mask`.
+    """
+    scale = "group" if norm_adv_by_std_in_grpo else "none"
+    advantages = episode_advantages(
+        episode_rewards, index, traj_index, scale=scale, correction=correction, epsilon=epsilon
+    )
+    return _spread(advantages, response_mask)
+
+
+def _prepare(rewards: Any, groups: Any) -> tuple[Array, Array, Array]:
+    rewards = as_float(rewards)
+    groups = group_numbers(groups, rewards)
+    _same_length(rewards, groups, "groups")
+    return rewards, groups, array_namespace(rewards).isfinite(rewards)
+
+
+def _same_length(rewards: Array, other: Array, name: str) -> None:
+    if rewards.ndim != 1 or rewards.shape != other.shape:
+        raise DataError(
+            f"rewards of shape {tuple(rewards.shape)} and {name} of shape {tuple(other.shape)}: one entry "
+            f"is needed for each completion; pass both as [N]"
+        )
+
+
+def _normalise(
+    rewards: Array,
+    groups: Array,
+    scorable: Array,
+    counted: Array,
+    scale: str,
+    correction: int,
+    epsilon: float,
+) -> Array:
+    """Centre `rewards` in their groups and scale them; statistics are taken over the `counted` rows only."""
+    if scale not in SCALES:
+        raise unknown_name(scale, SCALES, "scale_rewards")
+    xp = array_namespace(rewards)
+    group = group_statistics(rewards, groups, counted, correction=correction)
+    advantages = rewards - group.mean
+    if scale == "group":
+        advantages = advantages / (group.std + epsilon)
+    elif scale == "batch":
+        advantages = advantages / (_std(rewards, counted, correction) + epsilon)
+    return xp.where(scorable & ~group.tied, advantages, xp.zeros_like(advantages))
+
+
+def _std(values: Array, member: Array, correction: int) -> Array:
+    xp = array_namespace(values)
+    weight = xp.astype(member, values.dtype)
+    count = xp.sum(weight)
+    values = xp.where(member, values, xp.zeros_like(values))
+    centred = weight * (values - xp.sum(values) / _at_least_one(count))
+    return xp.sqrt(xp.sum(centred * centred) / _at_least_one(count - correction))
+
+
+def _at_least_one(count: Array) -> Array:
+    xp = array_namespace(count)
+    return xp.maximum(count, xp.ones_like(count))
+
+
+def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
+    """`[N]` advantages on the sampled tokens, in the library, float type and on the device of the mask."""
+    xp = array_namespace(response_mask)
+    dtype = response_mask.dtype
+    if not xp.isdtype(dtype, "real floating"):
+        dtype = xp.asarray(0.0).dtype
+    values = xp.astype(to_library_of(response_mask, advantages), dtype)
+    tokens = masked(expand_rows(values), as_mask(response_mask))
+    return tokens, tokens

@@ -1,0 +1,118 @@
+"""From per-token losses to one number, for any split of an optimiser step.
+
+Every aggregation is linear in the per-token losses, so it is a weight for each token: `loss = sum(weights ·
+per_token)`. The weights hold the denominators of the *whole* step, so the losses (and gradients) of
+micro-batches and ranks simply add up to those of the undivided step. A split may cut between rows, not within
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from covey.algorithms.arrays import Array, as_mask, lookup
+from covey.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What the denominators of one optimiser step need. Counts of parts add: `sum(parts, StepCounts())`.
+
+    Attributes:
+        completions: N, rows of the step. A row whose tokens are all masked still counts.
+        active_tokens: tokens of the step that no mask excludes.
+    """
+
+    completions: Any = 0
+    active_tokens: Any = 0
+
+    def __add__(self, other: StepCounts) -> StepCounts:
+        return StepCounts(self.completions + other.completions, self.active_tokens + other.active_tokens)
+
+
+def count_step(mask: Array) -> StepCounts:
+    """Counts of the rows and active tokens of a mask `[N, T]`: of the whole step, or of a part to be added
+    up.
+    """
+    xp = array_namespace(mask)
+    return StepCounts(mask.shape[0], xp.sum(xp.astype(as_mask(mask), xp.int32)))
+
+
+def _sequence_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
+    xp = array_namespace(active)
+    return active / _positive(xp.sum(active, axis=-1, keepdims=True)) / _positive(counts.completions)
+
+
+def _token_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
+    return active / _positive(counts.active_tokens)
+
+
+def _constant_length(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
+    if max_completion_length is None or max_completion_length < 1:
+        raise ConfigError(
+            f"max_completion_length={max_completion_length}: aggregation 'constant_length' (dr_grpo) divides "
+            f"by it; pass the sampling limit, 1 or more"
+        )
+    return active / (_positive(counts.completions) * max_completion_length)
+
+
+def _sequence_sum_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
+    return active / _positive(counts.completions)
+
+
+AGGREGATORS: dict[str, Callable[[Array, StepCounts, int | None], Array]] = {
+    "sequence_mean": _sequence_mean,
+    "token_mean": _token_mean,
+    "constant_length": _constant_length,
+    "sequence_sum_mean": _sequence_sum_mean,
+}
+"""`aggregation` -> `f(active [N, T] as 0/1 floats, counts, max_completion_length) -> weights [N, T]`."""
+
+
+def token_weights(
+    mask: Array,
+    counts: StepCounts,
+    aggregation: str,
+    max_completion_length: int | None = None,
+    *,
+    dtype: Any = None,
+) -> Array:
+    """The weight of each token in the loss of the step.
+
+    ```
+    mask                 [1 1 0]   of a step with 2 completions and 3 active tokens
+                         [1 0 0]
+    sequence_mean        [1/4 1/4 0], [1/2 0 0]   mean over a completion's tokens, then over completions
+    token_mean           [1/3 1/3 0], [1/3 0 0]   mean over the active tokens of the step
+    constant_length      [1/6 1/6 0], [1/6 0 0]   with max_completion_length = 3
+    sequence_sum_mean    [1/2 1/2 0], [1/2 0 0]   sum over a completion's tokens, mean over completions
+    ```
+
+    Args:
+        mask: `[N, T]` of this part of the step, whole rows.
+        counts: of the whole step, all micro-batches and ranks.
+        aggregation: a name in `AGGREGATORS`.
+        max_completion_length: in tokens, for `constant_length`.
+        dtype: float type of the weights; the default one of the mask's library if None.
+
+    Returns:
+        `[N, T]`, 0 where masked. A step without an active token has all weights 0.
+
+    Raises:
+        ConfigError: unknown aggregation, or `constant_length` without a length.
+    """
+    xp = array_namespace(mask)
+    active = xp.astype(as_mask(mask), xp.asarray(0.0).dtype if dtype is None else dtype)
+    return lookup(AGGREGATORS, aggregation, "aggregation")(active, counts, max_completion_length)
+
+
+def _positive(count: Any) -> Any:
+    """`max(count, 1)`: an empty step divides 0 by 1."""
+    if isinstance(count, int):
+        return max(count, 1)
+    xp = array_namespace(count)
+    return xp.maximum(count, xp.ones_like(count))

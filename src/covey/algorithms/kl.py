@@ -1,0 +1,127 @@
+"""Divergence from the reference policy, per token.
+
+With `d = logp - ref` of the *sampled* token:
+
+    k1           d                    unbiased on-policy, may be negative; its gradient as a loss is not that
+    of the KL k2           d² / 2               biased, never negative
+    k3           exp(-d) + d - 1      unbiased on-policy, never negative
+    k3_unbiased  w · k3               unbiased off-policy too, in value and gradient (DeepSeek-V3.2, arXiv
+    2512.02556)
+
+(http://joschu.net/blog/kl-approx.html for the first three.) `exact` and `exact_weighted` need the whole
+distribution over the vocabulary; call them on chunks of tokens, never on all `[N, T, V]` at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from array_api_compat import array_namespace
+
+from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, bounded_exp, stop_gradient
+
+
+def k1(logp: Array, ref: Array, old: Array | None = None) -> Array:
+    """`d = logp - ref`, shapes as given; `old` is not used."""
+    return logp - ref
+
+
+def k2(logp: Array, ref: Array, old: Array | None = None) -> Array:
+    """`d² / 2`, shapes as given; `old` is not used."""
+    d = logp - ref
+    return 0.5 * d * d
+
+
+def k3(logp: Array, ref: Array, old: Array | None = None) -> Array:
+    """`exp(-d) + d - 1`, shapes as given; `old` is not used.
+
+    `expm1` keeps it exact near d = 0. Below d = -20 it is held at its value there with gradient 0, because
+    `exp(-d)` overflows; above, nothing is changed.
+    """
+    xp = array_namespace(logp)
+    d = logp - ref
+    d = xp.where(d < -LOG_RATIO_LIMIT, xp.full_like(d, -LOG_RATIO_LIMIT), d)
+    return xp.expm1(-d) + d
+
+
+def k3_unbiased(logp: Array, ref: Array, old: Array | None = None) -> Array:
+    """`w · k3` with the differentiable importance ratio `w = exp(logp - old)`, shapes as given.
+
+    The expectation under the policy that sampled (`old`) is `KL(policy || reference)`, and the expectation of
+    the gradient is its gradient. Without `old` the ratio has value 1, and its gradient is kept: on-policy
+    sampling.
+    """
+    return bounded_exp(logp - (stop_gradient(logp) if old is None else old)) * k3(logp, ref)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3_unbiased": k3_unbiased,
+}
+"""`kl_estimator` -> `f(logp, ref, old)` on the log-probabilities of the sampled tokens."""
+
+
+def exact_kl(policy: Array, reference: Array) -> Array:
+    """`sum_v p_v (log p_v - log q_v)`: the KL itself.
+
+    Args:
+        policy: `[..., V]` normalised log-probabilities of the policy; -inf where a token has no probability.
+        reference: `[..., V]` the same of the reference.
+
+    Returns:
+        `[...]`. Infinite where the policy gives probability to a token to which the reference gives none.
+    """
+    xp = array_namespace(policy)
+    possible = policy > -float("inf")
+    # Masked before the subtraction: where both are -inf the difference would be NaN.
+    zero = xp.zeros_like(policy)
+    difference = xp.where(possible, policy, zero) - xp.where(possible, reference, zero)
+    return xp.sum(xp.exp(policy) * difference, axis=-1)
+
+
+def exact_weighted_kl(policy: Array, reference: Array) -> Array:
+    """`exact_kl · mean_v(p_v / (q_v + 1e-8))`: what usmle-qa.md prints as its "unbiased" KL. It is not
+    unbiased.
+
+    The mean over the vocabulary is no importance weight: it is not the ratio of the sampled token, and its
+    expectation is not 1. Kept to reproduce that recipe. Arguments and result are as in `exact_kl`.
+    """
+    xp = array_namespace(policy)
+    weight = xp.mean(xp.exp(policy) / (xp.exp(reference) + 1e-8), axis=-1)
+    return exact_kl(policy, reference) * weight
+
+
+VOCABULARY_KL: dict[str, Callable[[Array, Array], Array]] = {
+    "exact": exact_kl,
+    "exact_weighted": exact_weighted_kl,
+}
+"""`kl_estimator` -> `f(policy, reference)` on log-probabilities `[..., V]` over the vocabulary."""
+
+
+def compute_unbiased_kl(current_logits: Array, reference_logits: Array) -> Array:
+    """The function of that name in usmle-qa.md, number for number. Despite its name it is not unbiased.
+
+    It is `exact_weighted` with the document's 1e-8 inside the logarithms too. For an estimate that is
+    unbiased off-policy use `k3_unbiased`; for the divergence without noise, `exact_kl`.
+
+    Args:
+        current_logits: `[..., V]` logits of the policy, not normalised.
+        reference_logits: `[..., V]` logits of the reference.
+
+    Returns:
+        `[...]`.
+    """
+    xp = array_namespace(current_logits)
+    p = xp.exp(log_softmax(current_logits))
+    q = xp.exp(log_softmax(reference_logits))
+    divergence = xp.sum(p * (xp.log(p + 1e-8) - xp.log(q + 1e-8)), axis=-1)
+    return divergence * xp.mean(p / (q + 1e-8), axis=-1)
+
+
+def log_softmax(logits: Array) -> Array:
+    """Normalised log-probabilities over the last axis; -inf logits stay -inf."""
+    xp = array_namespace(logits)
+    shifted = logits - xp.max(logits, axis=-1, keepdims=True)
+    return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))

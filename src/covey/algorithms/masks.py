@@ -1,0 +1,249 @@
+"""Which tokens are left out of the loss, and why.
+
+A mask function returns True where a token (or row) is *kept*. `combine_masks` applies several and records for
+each reason the tokens that it excluded; the reason of a mask is its name in `MASK_REASONS`.
+
+Beware of dropping *every* invalid completion: an invalid completion has a low reward, and that negative
+advantage is the signal that would teach the model to answer in a valid form. Watch the share of tokens that
+is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+from numpy.typing import NDArray
+
+from covey.algorithms.arrays import (
+    Array,
+    as_mask,
+    expand_rows,
+    lookup,
+    masked,
+    masked_difference,
+    row_mean,
+    row_sum,
+    to_library_of,
+)
+from covey.algorithms.kl import log_softmax
+from covey.errors import ConfigError
+
+MASK_REASONS: dict[str, str] = {
+    "off_policy_mask": "negative advantage, and the policy has moved away from the one that sampled it",
+    "reference_drift_mask": "the policy's log-probability of the sequence is too far above the reference's",
+    "validity_mask": "the completion is too short, has no valid answer, or repeats itself",
+    "mask_truncated_completions": "the completion hit the length limit",
+    "top_entropy_quantile": "the policy was not uncertain enough about the token",
+}
+"""Reason -> what it says about the token that it excluded."""
+
+
+def combine_masks(base_mask: Array, keep: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+    """Apply keep-masks and record what each excluded.
+
+    Args:
+        base_mask: `[N, T]` True where a token exists.
+        keep: reason -> `[N]`, `[N, 1]` or `[N, T]`, True where kept.
+
+    Returns:
+        The combined mask `[N, T]`, and for each reason the tokens of `base_mask` that it excludes, `[N, T]`.
+        A token excluded by several masks carries each reason.
+    """
+    base_mask = as_mask(base_mask)
+    combined = base_mask
+    excluded = {}
+    for reason, kept in keep.items():
+        drop = base_mask & ~expand_rows(as_mask(to_library_of(base_mask, kept)))
+        excluded[reason] = drop
+        combined = combined & ~drop
+    return combined, excluded
+
+
+def off_policy_mask(logp: Array, old: Array, advantages: Array, mask: Array, threshold: float) -> Array:
+    """DeepSeek-V3.2 (arXiv 2512.02556): drop where A < 0 and the row's mean of `old - logp` > threshold.
+
+    Args:
+        logp: `[N, T]` under the current policy.
+        old: `[N, T]` under the policy that sampled.
+        advantages: `[N]` or `[N, T]`; negative ones only are dropped: a good completion is worth learning
+            from, stale or not.
+        mask: `[N, T]` active tokens, over which the mean is taken.
+        threshold: in nats per token.
+
+    Returns:
+        `[N, T]` True where kept.
+    """
+    xp = array_namespace(logp)
+    mask = as_mask(mask)
+    stale = row_mean(masked_difference(old, logp, mask), mask) > threshold
+    return xp.broadcast_to(~(stale & (expand_rows(advantages) < 0)), logp.shape)
+
+
+_REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {"per_token_mean": row_mean, "sum": row_sum}
+
+
+def reference_drift_mask(
+    logp: Array, ref: Array, mask: Array, threshold: float = 0.5, reduction: str = "per_token_mean"
+) -> Array:
+    """usmle-qa.md: keep a sequence when its `logp - ref` is below `threshold`, whatever its advantage.
+
+    Args:
+        logp: `[N, T]` under the current policy.
+        ref: `[N, T]` under the reference.
+        mask: `[N, T]` active tokens.
+        threshold: in nats, per token or per sequence according to `reduction`.
+        reduction: `per_token_mean` or `sum` over the row's tokens. The document does not say which; with
+            `sum` the threshold is easily exceeded by long completions.
+
+    Returns:
+        `[N, T]` True where kept.
+
+    Raises:
+        ConfigError: unknown reduction.
+    """
+    mask = as_mask(mask)
+    reduce = lookup(_REDUCTIONS, reduction, "reference_drift_reduction")
+    drift = reduce(masked_difference(logp, ref, mask), mask)
+    return array_namespace(logp).broadcast_to(drift < threshold, logp.shape)
+
+
+def compute_off_policy_mask(
+    current_log_probs: Array, reference_log_probs: Array, threshold: float = 0.5
+) -> Array:
+    """The function of that name in usmle-qa.md: 1.0 where `current - reference < threshold`, else 0.0.
+
+    It compares with the *reference*, not with the policy that sampled, and so measures drift rather than
+    staleness: `reference_drift_mask` is the same rule on token log-probabilities, `off_policy_mask` the one
+        of DeepSeek-V3.2.
+
+    Args:
+        current_log_probs: `[N]` log-probability of each sequence (any shape works, compared entry by entry).
+        reference_log_probs: the same shape.
+        threshold: in nats.
+
+    Returns:
+        Floats of that shape.
+    """
+    xp = array_namespace(current_log_probs)
+    difference = current_log_probs - reference_log_probs
+    return xp.astype(difference < threshold, difference.dtype)
+
+
+def truncated_mask(finish_reasons: Sequence[str]) -> NDArray[np.bool_]:
+    """`mask_truncated_completions`: `[N]` True where the completion ended by itself, False where `length` cut
+    it off.
+    """
+    return np.asarray([reason != "length" for reason in finish_reasons], dtype=np.bool_)
+
+
+def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
+    """Keep the most uncertain share of the step's tokens (arXiv 2506.01939).
+
+    Args:
+        entropy: `[N, T]` entropy of the policy at each token, in nats, of the *whole* step: the quantile is
+            taken over all its active tokens.
+        mask: `[N, T]` active tokens.
+        quantile: share to keep, 0 < quantile <= 1: 0.2 keeps the top fifth, 1.0 everything. Tokens that tie
+            with the boundary are kept.
+
+    Returns:
+        `[N, T]` True where kept.
+
+    Raises:
+        ConfigError: quantile out of range.
+    """
+    if not 0 < quantile <= 1:
+        raise ConfigError(
+            f"top_entropy_quantile={quantile}: it is the share of tokens to keep; choose 0 < q <= 1"
+        )
+    xp = array_namespace(entropy)
+    mask = as_mask(mask)
+    if quantile == 1:
+        return xp.ones_like(mask)
+    # Masked tokens sort to the end, so the first `count` entries are the active ones whatever their number.
+    ordered = xp.sort(xp.reshape(masked(entropy, mask, float("inf")), (-1,)))
+    ordered = xp.where(xp.isinf(ordered), xp.zeros_like(ordered), ordered)
+    last = xp.maximum(xp.sum(xp.astype(mask, entropy.dtype)) - 1, xp.zeros_like(ordered[0]))
+    position = (1 - quantile) * last
+    below = xp.floor(position)
+    low = xp.take(ordered, xp.astype(xp.reshape(below, (1,)), xp.int32), axis=0)
+    high = xp.take(ordered, xp.astype(xp.reshape(xp.ceil(position), (1,)), xp.int32), axis=0)
+    part = position - below
+    return entropy >= low + part * (high - low)
+
+
+def restrict_to_support(logprobs: Array, support: Array) -> Array:
+    """`keep_sampling_mask` (DeepSeek-V3.2): renormalise log-probabilities over the ids that sampling could
+    have drawn.
+
+    Args:
+        logprobs: `[..., V]` log-probabilities or logits.
+        support: `[..., V]` True for the ids left by top-k/top-p/min-p; at least one in each row.
+
+    Returns:
+        `[..., V]`, -inf outside the support.
+    """
+    xp = array_namespace(logprobs)
+    kept = xp.where(support, logprobs, xp.full_like(logprobs, -float("inf")))
+    return log_softmax(kept)
+
+
+# A bare "A" before a lower-case word or a number is an article ("A 45-year-old man"), not an answer.
+_CHOICE = re.compile(r"(?i:answer|option|choice)(?i:\s+is)?[\s:*(]*[A-D]\b|\b[B-D]\b|\bA\b(?!\s+[a-z0-9])")
+
+
+def has_choice_letter(text: str) -> bool:
+    """True when the text names one of the choices A to D; the article "A" does not count."""
+    return _CHOICE.search(text) is not None
+
+
+# A block of up to 20 characters that starts with a letter, ten times in a row: catches text without spaces.
+# Digits and punctuation do not count: 10000000000 and a ruler of dashes are legitimate.
+_LOOP = re.compile(r"([^\W\d_].{0,19}?)\1{9,}", re.DOTALL)
+
+
+def is_repetitive(text: str) -> bool:
+    """True when a completion has degenerated into repetition.
+
+    That is: the same word six times in a row; or, from 16 words on, fewer than half of its three-word
+    sequences are distinct; or a block of up to 20 characters ten times in a row.
+    """
+    words = text.lower().split()
+    run = 1
+    for before, word in pairwise(words):
+        run = run + 1 if word == before and any(map(str.isalnum, word)) else 1
+        if run >= 6:
+            return True
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    if len(words) >= 16 and 2 * len(set(triples)) < len(triples):
+        return True
+    return _LOOP.search(text) is not None
+
+
+def create_sampling_mask(
+    samples: Sequence[str],
+    min_length: int = 10,
+    has_valid_answer: Callable[[str], Any] = has_choice_letter,
+    is_repetitive: Callable[[str], Any] = is_repetitive,
+) -> NDArray[np.bool_]:
+    """`validity_mask` ("Keep Sampling Mask" of usmle-qa.md): `[N]` True where a completion is worth learning
+    from.
+
+    A dropped completion still counts in its group's mean. See the warning at the top of this module.
+
+    Args:
+        samples: N completions as text.
+        min_length: in characters; shorter ones are dropped.
+        has_valid_answer: text -> truthy when an answer can be found; by default a letter A to D.
+        is_repetitive: text -> truthy when the text is degenerate.
+    """
+    keep = [
+        len(text) >= min_length and bool(has_valid_answer(text)) and not is_repetitive(text)
+        for text in samples
+    ]
+    return np.asarray(keep, dtype=np.bool_)

@@ -1,0 +1,78 @@
+"""Sampler and trainer that disagree: truncated importance sampling.
+
+A sampler that is another program (other kernels, other precision) draws from a slightly different policy than
+the one that the trainer differentiates. The factors here, constants for differentiation, multiply the
+surrogate loss; the ratio of the surrogate is then taken against the *trainer's* old log-probabilities. See
+arXiv 2505.24034 and https://fengyao.notion.site/off-policy-rl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from array_api_compat import array_namespace
+
+from covey.algorithms.arrays import (
+    Array,
+    as_mask,
+    bounded_exp,
+    lookup,
+    masked,
+    masked_difference,
+    row_sum,
+    stop_gradient,
+)
+from covey.errors import ConfigError
+
+
+def _truncate(ratio: Array, cap: float) -> Array:
+    xp = array_namespace(ratio)
+    return xp.where(ratio > cap, xp.full_like(ratio, cap), ratio)
+
+
+def _drop(ratio: Array, cap: float) -> Array:
+    xp = array_namespace(ratio)
+    return xp.where(ratio > cap, xp.zeros_like(ratio), ratio)
+
+
+def _tokens(difference: Array, mask: Array) -> Array:
+    return masked(difference, mask)
+
+
+MISMATCH_MODES: dict[str, tuple[Callable[[Array, Array], Array], Callable[[Array, float], Array]]] = {
+    "token_truncate": (_tokens, _truncate),
+    "token_mask": (_tokens, _drop),
+    "sequence_truncate": (row_sum, _truncate),
+    "sequence_mask": (row_sum, _drop),
+}
+"""`importance_sampling_correction` -> (log-ratio of a token or of the sequence, what happens above the
+cap).
+"""
+
+
+def mismatch_correction(trainer_old: Array, sampler_old: Array, mask: Array, mode: str, cap: float) -> Array:
+    """`stopgrad(min(exp(trainer_old - sampler_old), cap))`, or 0 above the cap with the `_mask` modes.
+
+    Args:
+        trainer_old: `[N, T]` log-probabilities that the trainer computes with the weights that sampled.
+        sampler_old: `[N, T]` those that the sampler recorded.
+        mask: `[N, T]` active tokens.
+        mode: `token_truncate`, `token_mask`: each token by its own ratio. `sequence_truncate`,
+            `sequence_mask`: the whole row by the ratio of the sequence, i.e. the exponential of the *sum*
+            over its tokens.
+        cap: C, positive.
+
+    Returns:
+        `[N, T]` for token modes (1 where masked), `[N, 1]` for sequence modes.
+
+    Raises:
+        ConfigError: unknown mode, or a cap that is not positive.
+    """
+    if not cap > 0:
+        raise ConfigError(
+            f"importance_sampling_cap={cap}: it bounds a positive ratio; choose more than 0, usually 2 to 5"
+        )
+    reduce, limit = lookup(MISMATCH_MODES, mode, "importance_sampling_correction")
+    mask = as_mask(mask)
+    log_ratio = reduce(masked_difference(trainer_old, sampler_old, mask), mask)
+    return stop_gradient(limit(bounded_exp(log_ratio), cap))

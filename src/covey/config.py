@@ -1,0 +1,206 @@
+"""`GRPOConfig`: flat for the person who writes it, sectioned for the code that reads it.
+
+    config = GRPOConfig(num_generations=8, learning_rate=2e-5, output_dir="runs/first")
+    config = GRPOConfig(sampling={"num_generations": 8}, optim={"learning_rate": 2e-5})  # sections do too
+    config = GRPOConfig.from_toml("recipe.toml", overrides=["sampling.num_generations=8"])
+    config.sampling.num_generations, config.num_generations  # both read 8
+
+A field name is unique over all sections, so that the flat form is unambiguous. (`model` is a section and a
+field in it: `GRPOConfig(model="folder")` sets the field, `config.model` reads the section.) Synonyms and
+TRL's names are accepted on input (`covey.config_names`, `covey.config_trl`) and never written.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from covey.algorithms.config import AlgorithmConfig
+from covey.config_names import FIELDS, SECTIONS, canonical_names
+from covey.config_text import FieldHelp, explain, explain_error, parse_overrides, render_explain, to_toml
+from covey.errors import ConfigError
+from covey.observe.config import RunConfig
+from covey.rewards.config import RewardConfig
+from covey.rollout.config import ModelConfig, SamplingConfig
+from covey.tasks.config import DataConfig
+from covey.training.config import EvaluationConfig, OptimConfig, PhaseConfig, ScheduleConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "FieldHelp",
+    "GRPOConfig",
+    "GRPOTrainingArgs",
+    "ModelConfig",
+    "OptimConfig",
+    "PhaseConfig",
+    "RewardConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "explain",
+    "render_explain",
+]
+
+
+class GRPOConfig(BaseModel):
+    """All settings of a run, immutable. `covey config --explain` lists every field with its meaning, unit and
+    range.
+
+    Batch vocabulary: `data.prompts_per_step` prompts times `sampling.num_generations` completions make one
+    optimiser step. TRL's names (`per_device_train_batch_size`, ...) are translated to these with TRL's
+    meaning for one process; where a script gives those and no `num_generations`, TRL's default of 8 holds.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The policy network and its adapter.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="What is optimised.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Where prompts come from.")
+    rewards: RewardConfig = Field(default_factory=RewardConfig, description="How rewards are combined.")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its learning rate.")
+    schedule: ScheduleConfig = Field(
+        default_factory=ScheduleConfig, description="How long a run is, in phases."
+    )
+    evaluation: EvaluationConfig = Field(
+        default_factory=EvaluationConfig, description="When the policy is measured."
+    )
+    run: RunConfig = Field(default_factory=RunConfig, description="Folder, seed, logging, checkpoints.")
+
+    def __init__(self, **settings: Any) -> None:
+        """Take settings by field name, by section (a mapping or a section object), by synonym or by TRL's
+        name.
+
+        Raises:
+            ConfigError: one message with every unknown name or every bad value, one a line.
+        """
+        sections = _build_sections(canonical_names(settings))
+        super().__init__(**sections)
+        _check_across_sections(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a field without naming its section."""
+        section = self.__dict__.get(FIELDS.get(name, ""))
+        if section is not None:
+            return getattr(section, name)
+        close = get_close_matches(name, FIELDS, n=1)
+        raise AttributeError(
+            f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else "")
+        )
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions that one optimiser step trains on: `prompts_per_step * num_generations`."""
+        return self.data.prompts_per_step * self.sampling.num_generations
+
+    @classmethod
+    def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
+        """Read a TOML file whose tables are sections, then apply overrides such as
+        `sampling.num_generations=8`.
+
+        An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The
+        section may be left out (`beta=0.02`), and synonyms and TRL's names do as well.
+
+        Raises:
+            ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
+        """
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error}); give the path of a TOML file") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: is not valid TOML ({error}); correct it there") from error
+        written = canonical_names(table)
+        return cls(**(written | canonical_names(parse_overrides(overrides), base=written)))
+
+    @classmethod
+    def from_overrides(cls, overrides: Iterable[str]) -> Self:
+        """The defaults with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
+
+        Raises:
+            ConfigError: unknown names or bad values.
+        """
+        return cls(**canonical_names(parse_overrides(overrides)))
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) ==
+        config`.
+        """
+        return self.model_dump(mode="json")
+
+    def to_toml(self) -> str:
+        """All settings as TOML, defaults too, so that a run stays what it was when a default changes.
+
+        Settings that are None are left out; they read back as None.
+        """
+        return to_toml(self.to_dict())
+
+    def replace(self, **settings: Any) -> Self:
+        """A copy with other settings, given in any form that the constructor accepts, and validated.
+
+        What nobody has set keeps following its default, also where that depends on another setting.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        written: dict[str, Any] = {}
+        for name in SECTIONS:
+            section = getattr(self, name)
+            written.update({field: getattr(section, field) for field in section.model_fields_set})
+        current = {field: getattr(getattr(self, section), field) for field, section in FIELDS.items()}
+        return type(self)(**(written | canonical_names(settings, base=current)))
+
+
+GRPOTrainingArgs = GRPOConfig
+
+
+def _build_sections(values: Mapping[str, Any]) -> dict[str, BaseModel]:
+    sections: dict[str, BaseModel] = {}
+    problems: list[str] = []
+    for name, section in SECTIONS.items():
+        given = {field: values[field] for field in section.model_fields if field in values}
+        try:
+            sections[name] = section(**given)
+        except ValidationError as error:
+            problems.extend(explain_error(name, error, given))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return sections
+
+
+def _check_across_sections(config: GRPOConfig) -> None:
+    """Combinations over several sections. What a section can see by itself is checked there."""
+    algorithm, sampling = config.algorithm, config.sampling
+    problems = []
+    if algorithm.keep_sampling_mask and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
+        problems.append(
+            "algorithm.keep_sampling_mask=True: no token is ever cut, so there is nothing to keep; "
+            "set sampling.top_k, sampling.top_p or sampling.min_p, or algorithm.keep_sampling_mask to false"
+        )
+    if config.rewards.soft_overlong_cache >= sampling.max_completion_length:
+        problems.append(
+            f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: it is the last part of "
+            f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; "
+            "lower it"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    uses_reference = (
+        algorithm.beta > 0
+        or algorithm.reference_drift_threshold is not None
+        or any(phase.beta for phase in config.schedule.phases)
+    )
+    if algorithm.reference_update != "none" and not uses_reference:
+        warnings.warn(
+            f"algorithm.reference_update={algorithm.reference_update!r} has no effect: with "
+            "algorithm.beta=0 and no reference_drift_threshold nothing looks at the reference",
+            stacklevel=3,
+        )

@@ -1,0 +1,275 @@
+"""Files that are never half-written: write aside, fsync, rename, then announce.
+
+A killed process leaves at most a name containing `.tmp-` beside the real file; `remove_leftovers` clears
+those and `is_leftover` keeps readers from mistaking one for data. A published folder carries a file
+`COMPLETE`: the SHA-256 and size of every other file in it, written before the folder gets its final name.
+
+Limits: POSIX file systems (Linux, macOS), where a rename within one folder is atomic.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from covey.errors import RunFolderError
+
+COMPLETE = "COMPLETE"
+_LEFTOVER = re.compile(r"^(?P<final>.+)\.tmp-\d+-[0-9a-f]{8}(?P<replaced>-replaced)?$")
+
+_FIXES = {
+    errno.ENOSPC: ("the disk is full", "free some space, then continue with `covey resume`"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space, then continue with `covey resume`"),
+    errno.EFBIG: ("the file is larger than the system allows", "raise the file size limit (`ulimit -f`)"),
+    errno.EACCES: ("permission denied", "make the folder writable or choose another run.output_dir"),
+    errno.EPERM: ("operation not permitted", "make the folder writable or choose another run.output_dir"),
+    errno.EROFS: ("the file system is read-only", "choose another run.output_dir"),
+    errno.ENOTDIR: ("a part of the path is a file, not a folder", "choose another run.output_dir"),
+    errno.EEXIST: ("something of that name is in the way", "remove it or choose another run.output_dir"),
+    errno.ENOENT: ("it does not exist", "check the path; it may have been moved or deleted"),
+    errno.EMFILE: ("too many open files", "raise the limit (`ulimit -n`)"),
+    errno.EIO: ("the device reports an input/output error", "check the disk or the network mount"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter run.output_dir"),
+}
+
+
+def folder_error(path: str | os.PathLike[str], error: OSError, doing: str = "write") -> RunFolderError:
+    """Turn an `OSError` into a `RunFolderError` that names the path, the reason and the fix (`errno` is
+    kept).
+    """
+    reason, fix = _FIXES.get(
+        error.errno or 0, (error.strerror or str(error), "check the folder or choose another run.output_dir")
+    )
+    result = RunFolderError(f"{path}: cannot {doing}: {reason}; {fix}")
+    result.errno = error.errno
+    return result
+
+
+@contextmanager
+def explained(path: str | os.PathLike[str], doing: str = "write") -> Iterator[None]:
+    """Raise every `OSError` of the block as a `RunFolderError` about `path`."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        raise folder_error(path, error, doing) from error
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write a file so that a reader sees the old content or the new, never a part, whatever kills the
+    process.
+
+    Args:
+        path: the file; its folder must exist.
+        data: bytes, or text that is written as UTF-8.
+
+    Raises:
+        RunFolderError: the file cannot be written; the old content is untouched.
+    """
+    target = Path(path)
+    content = data.encode("utf-8", errors="replace") if isinstance(data, str) else data
+    aside = _aside(target)
+    with explained(target):
+        try:
+            with aside.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, target)
+            _fsync(target.parent)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+
+
+def is_leftover(path: str | os.PathLike[str]) -> bool:
+    """True for the remains of a killed write (`NAME.tmp-PID-HEX`), which are not data."""
+    return _LEFTOVER.match(Path(path).name) is not None
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
+    """Clear the remains of killed writes from one folder (not its sub-folders), and return what was there.
+
+    A folder that was moved out of the way by a replacement that never finished gets its name back. Call this
+    only where no other process is writing, i.e. while holding the run folder's lock.
+    """
+    removed = []
+    with explained(folder, "clean up"):
+        for path in sorted(Path(folder).iterdir()):
+            match = _LEFTOVER.match(path.name)
+            if match is None:
+                continue
+            final = path.with_name(match["final"])
+            if match["replaced"] and not final.exists():
+                os.rename(path, final)
+            elif path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            removed.append(path)
+        if removed:
+            _fsync(Path(folder))
+    return removed
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / COMPLETE)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str]) -> Path:
+    """Give a finished folder its final name: manifest, fsync, rename; an older folder of that name is
+    replaced.
+
+    Args:
+        aside: a folder beside `final` (same parent) with everything in it; see `publishing`.
+        final: the name to publish under.
+
+    Returns:
+        `final` as a path.
+
+    Raises:
+        RunFolderError: a file cannot be written; what was published under `final` before is still there.
+    """
+    source, target = Path(aside), Path(final)
+    with explained(target, "publish"):
+        manifest = {
+            path.relative_to(source).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            for path in _files_below(source)
+        }
+        for path in _files_below(source):
+            _fsync(path)
+        write_atomically(source / COMPLETE, json.dumps({"files": manifest}, indent=1) + "\n")
+        for path in sorted(source.rglob("*")):
+            if path.is_dir():
+                _fsync(path)
+        _fsync(source)
+        replaced = None
+        if target.exists():
+            # Two renames, since POSIX cannot swap folders; `remove_leftovers` undoes the first if we die
+            # between.
+            replaced = _aside(target).with_name(_aside(target).name + "-replaced")
+            os.rename(target, replaced)
+        try:
+            os.rename(source, target)
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, target)
+            raise
+        _fsync(target.parent)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+    return target
+
+
+@contextmanager
+def publishing(final: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield an empty folder to fill; publish it under `final` when the block ends, remove it when the block
+    raises.
+
+    Raises:
+        RunFolderError: the disk is full, the folder is not writable, ...
+    """
+    target = Path(final)
+    aside = _aside(target)
+    with explained(target):
+        aside.mkdir(parents=True)
+    try:
+        with explained(target):
+            yield aside
+        publish_folder(aside, target)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True) -> str:
+    """Say what is wrong with a published folder, or "" when it is whole.
+
+    Args:
+        path: the folder.
+        hashes: compare SHA-256 too; False checks names and sizes only, which is quick.
+    """
+    folder = Path(path)
+    if is_leftover(folder):
+        return "it is the remains of a killed write"
+    if not folder.is_dir():
+        return "there is no such folder"
+    try:
+        manifest = json.loads((folder / COMPLETE).read_text())["files"]
+        for name, entry in manifest.items():
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != entry["bytes"]:
+                return f"{name} has {file.stat().st_size} bytes, not the {entry['bytes']} that were written"
+            if hashes and _sha256(file) != entry["sha256"]:
+                return f"{name} has changed since it was written (its SHA-256 differs)"
+    except FileNotFoundError:
+        return f"it has no {COMPLETE} file, so it was not written to the end"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror or error})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"its {COMPLETE} file is damaged"
+    return ""
+
+
+def remove_folder(path: str | os.PathLike[str]) -> None:
+    """Delete a published folder; a kill half-way leaves a leftover, never a folder that looks whole."""
+    target = Path(path)
+    with explained(target, "delete"):
+        aside = _aside(target)
+        os.rename(target, aside)
+        shutil.rmtree(aside)
+
+
+def require_free_space(path: str | os.PathLike[str], needed_bytes: int, purpose: str) -> None:
+    """Raise while nothing is lost yet, if the disk of `path` has less than `needed_bytes` free.
+
+    Raises:
+        RunFolderError: too little space; the message names both amounts.
+    """
+    existing = Path(path).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    with explained(path, "look at"):
+        free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        error = RunFolderError(
+            f"{path}: {_readable(free)} free, but {purpose} needs about {_readable(needed_bytes)}; "
+            "free some space, lower run.save_total_limit, or choose another run.output_dir"
+        )
+        error.errno = errno.ENOSPC
+        raise error
+
+
+def _readable(size: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size / 1e3:.0f} kB"

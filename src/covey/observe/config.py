@@ -1,0 +1,53 @@
+"""The `run` section: where a run is recorded and how much of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+
+class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """Folder, seed, logging, checkpoints."""
+
+    output_dir: str = Field(
+        default="runs/covey",
+        min_length=1,
+        description="Folder of the run: metrics, completions, checkpoints, config.",
+    )
+    run_name: str | None = Field(default=None, description="Name in reports; none = the folder's name.")
+    seed: int = Field(
+        default=42, ge=0, description="Seed of everything random: data order, adapter, sampled completions."
+    )
+    logging_steps: int = Field(default=1, ge=1, description="Optimiser steps between lines of metrics.")
+    save_steps: int = Field(
+        default=50, ge=0, description="Optimiser steps between checkpoints; 0 = only at the end of the run."
+    )
+    save_total_limit: int | None = Field(
+        default=None, ge=1, description="Keep this many checkpoints, deleting the oldest; none = all."
+    )
+    report_to: Annotated[tuple[Tracker, ...], Field(strict=False)] = Field(
+        default=(), description="Also send metrics to these trackers. The run folder always has them."
+    )
+    log_completions: bool = Field(default=True, description="Record sampled completions with their rewards.")
+    progress: bool = Field(default=True, description="Show progress on the screen (standard error).")
+    num_completions_to_print: int | None = Field(
+        default=None,
+        ge=0,
+        description="Completions shown on the screen each time metrics are; none = automatic.",
+    )
+
+    @field_validator("output_dir", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_or_none(cls, value: Any) -> Any:
+        if value is None or value == "none" or value == ["none"]:
+            return ()
+        return (value,) if isinstance(value, str) else value

@@ -1,0 +1,177 @@
+"""Progress on the screen: a live bar on a terminal, one plain line every few steps elsewhere."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from covey.observe.observers import BaseObserver, Metrics
+
+_SHOWN = (
+    ("reward", "reward"),
+    ("eval/accuracy", "accuracy"),
+    ("kl", "KL"),
+    ("completions/mean_length", "length"),
+)
+
+
+def visible(text: str, limit: int = 400) -> str:
+    """Completions are untrusted: keep newlines, show other control characters as `?`, cut after `limit`
+    characters.
+
+    An escape sequence in a completion could otherwise rewrite the user's terminal.
+    """
+    kept = "".join(char if char.isprintable() or char == "\n" else "?" for char in text[: limit + 1])
+    return kept if len(text) <= limit else kept[:limit] + " [...]"
+
+
+def format_number(value: Any) -> str:
+    """A number for people: 3 significant digits; `-` for None, NaN and what is no number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "-"
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:d}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
+
+
+class ConsoleProgress(BaseObserver):
+    """Shows step, reward, held-out accuracy, KL and the time left."""
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        logging_steps: int = 1,
+        num_completions_to_print: int | None = None,
+        live: bool | None = None,
+    ) -> None:
+        """Set up; nothing is shown before the run starts.
+
+        Args:
+            console: where to; None = standard error, so that standard output stays free for results.
+            logging_steps: without a terminal, one line every this many steps.
+            num_completions_to_print: completions shown with each of those lines; None = none.
+            live: a moving bar; None = where the console is a terminal.
+        """
+        self._console = Console(stderr=True) if console is None else console
+        self._every = max(1, logging_steps)
+        self._num_completions = num_completions_to_print or 0
+        self._live = self._console.is_terminal if live is None else live
+        self._latest: dict[str, Any] = {}
+        self._total: int | None = None
+        self._start_step = 0
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+
+    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`."""
+        self._total = info.get("total_steps")
+        self._start_step = int(info.get("start_step") or 0)
+        self._started = time.monotonic()
+        name = visible(str(info.get("name") or "run"), 80)
+        length = f"{self._total} steps" if self._total else "no fixed number of steps"
+        resumed = f", from step {self._start_step}" if self._start_step else ""
+        self._say(f"{name}: {length}{resumed}")
+        if self._live:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[numbers]}", markup=False),
+                TextColumn("{task.fields[activity]}", style="dim", markup=False),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task(
+                "train", total=self._total, completed=self._start_step, numbers="", activity=""
+            )
+            self._bar.start()
+
+    def on_step(self, step: int, metrics: Metrics) -> None:
+        """Move the bar, or print a line."""
+        self._remember(metrics)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, numbers=self._numbers(), activity="")
+        elif step % self._every == 0 or step == self._total:
+            of_total = f"/{self._total}" if self._total else ""
+            self._say(f"step {step}{of_total}  {self._numbers()}{self._time_left(step)}")
+
+    def on_eval(self, step: int, metrics: Metrics) -> None:
+        """Print the accuracy with its interval."""
+        self._remember(metrics)
+        low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
+        interval = (
+            "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
+        )
+        values = [
+            f"{label} {format_number(metrics[name])}{interval if name == 'eval/accuracy' else ''}"
+            for name, label in (("eval/accuracy", "accuracy"), ("eval/reward", "reward"))
+            if name in metrics
+        ]
+        self._say(f"evaluation at step {step}: {', '.join(values) or 'done'}")
+
+    def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Print the first few."""
+        if step % self._every:
+            return
+        for row in rows[: self._num_completions]:
+            reward = format_number(row.get("reward", row.get("total_reward")))
+            self._say(f"  reward {reward}: {visible(str(row.get('completion', '')))}")
+
+    def on_progress(self, activity: str, done: int, total: int) -> None:
+        """Show it beside the bar; without a terminal nothing is printed."""
+        if self._bar is not None:
+            self._bar.update(self._task, activity=f"{activity} {done}/{total}" if done < total else "")
+
+    def on_event(self, kind: str, message: str) -> None:
+        """Print it."""
+        self._say(f"{kind}: {visible(message, 2000)}")
+
+    def on_run_end(self, status: str) -> None:
+        """Stop the bar and say how it ended."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        self._say(f"{status} after {_duration(time.monotonic() - self._started)}")
+
+    def _remember(self, metrics: Metrics) -> None:
+        self._latest.update({name: metrics[name] for name, _ in _SHOWN if name in metrics})
+
+    def _numbers(self) -> str:
+        return "  ".join(
+            f"{label} {format_number(self._latest[name])}" for name, label in _SHOWN if name in self._latest
+        )
+
+    def _time_left(self, step: int) -> str:
+        done = step - self._start_step
+        if not self._total or done <= 0:
+            return ""
+        return f"  left {_duration((time.monotonic() - self._started) / done * max(0, self._total - step))}"
+
+    def _say(self, text: str) -> None:
+        # A live bar belongs to its console, so printing there keeps the bar below the text.
+        self._console.print(Text.from_markup(escape(text)), soft_wrap=True, highlight=False)
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,344 @@
+"""Says in words why a run does not learn, from its metrics alone.
+
+`diagnose` is a pure function of recent metrics; `Doctor` follows a run and speaks once for each episode of
+trouble. The thresholds are rules of thumb, gathered in `Thresholds`, and every message names the numbers that
+it judges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One reason why a run does not learn.
+
+    Attributes:
+        code: short stable name, e.g. `groups_all_wrong`.
+        message: what is the matter, with the numbers.
+        fix: what to do about it.
+    """
+
+    code: str
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        """Message and fix in one sentence."""
+        return f"{self.message}. {self.fix}."
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Where trouble begins."""
+
+    window: int = 10
+    """Steps that are looked at; most checks need `min_steps` of them."""
+    min_steps: int = 5
+    tied_groups: float = 0.7
+    solved_reward: float = 0.9
+    failed_reward: float = 0.1
+    clipped_completions: float = 0.3
+    kl: float = 0.5
+    """usmle-qa.md, Tips for Success: KL "should stay < 0.5"."""
+    clip_fraction: float = 0.3
+    entropy: float = 0.02
+    short_completion: float = 2.5
+    logp_difference: float = 0.05
+    none_rewards: float = 0.2
+    masked_tokens: float = 0.5
+    still_kl: float = 1e-6
+    still_steps: int = 30
+
+
+class _Window:
+    """The last steps, oldest first, with means over the finite values of a metric."""
+
+    def __init__(self, steps: Sequence[Record]) -> None:
+        self.steps = steps
+
+    def values(self, name: str) -> list[float]:
+        found = (step.get(name) for step in self.steps)
+        return [
+            float(v)
+            for v in found
+            if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
+        ]
+
+    def mean(self, name: str) -> float | None:
+        values = self.values(name)
+        return sum(values) / len(values) if values else None
+
+    def above(self, name: str, threshold: float) -> float | None:
+        """The mean if it is above the threshold."""
+        mean = self.mean(name)
+        return mean if mean is not None and mean > threshold else None
+
+    def bad_steps(self, name: str) -> int:
+        """Steps at which the metric was recorded as NaN or infinite (null in `metrics.jsonl`)."""
+        return sum(
+            name in step
+            and (step[name] is None or (isinstance(step[name], float) and not math.isfinite(step[name])))
+            for step in self.steps
+        )
+
+
+def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) -> list[Diagnosis]:
+    """Look at a run's last steps and name what keeps it from learning.
+
+    Args:
+        history: metrics of training steps, oldest first: lines of `metrics.jsonl`, or what observers are
+            told. Lines without any of the names in `covey.observe.metric_names.METRICS` that are judged here
+            count for nothing; evaluations (only `eval/` names) are skipped.
+        thresholds: where trouble begins.
+
+    Returns:
+        Diagnoses, the most basic first; empty when nothing is wrong or too few steps are known.
+    """
+    limits = thresholds or Thresholds()
+    steps = [step for step in history if _is_step(step)]
+    recent = _Window(steps[-limits.window :])
+    found = list(_broken_numbers(recent))
+    if len(recent.steps) >= limits.min_steps:
+        found += _rewards(recent, limits)
+        found += _gradient(recent, steps, limits, explained=bool(found))
+        found += _completions(recent, limits)
+        found += _policy(recent, limits)
+    return found
+
+
+def _is_step(record: Record) -> bool:
+    return any(name != "step" and not name.startswith("eval/") for name in record)
+
+
+def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
+    total = len(recent.steps)
+    for name in ("loss", "grad_norm"):
+        bad = recent.bad_steps(name)
+        if bad:
+            yield Diagnosis(
+                "not_finite",
+                f"{name} was NaN or infinite in {bad} of the last {total} steps",
+                "Lower optim.learning_rate, and if model.dtype is float16, use bfloat16 or float32",
+            )
+            return
+
+
+def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    total = len(recent.steps)
+    unscored = recent.above("frac_reward_none", limits.none_rewards)
+    if unscored is not None:
+        yield Diagnosis(
+            "rewards_none",
+            f"no reward function could score {unscored:.0%} of the completions (last {total} steps); these "
+            "teach nothing",
+            "Let the reward function return 0.0 for a wrong or unreadable answer, and None only where it "
+            "does not apply",
+        )
+    rewards = recent.values("reward")
+    spread = recent.mean("reward_std")
+    if (
+        len(rewards) >= limits.min_steps
+        and max(rewards) - min(rewards) < 1e-9
+        and (spread is None or spread < 1e-9)
+    ):
+        value = rewards[0]
+        if value == 0:
+            yield Diagnosis(
+                "reward_never_nonzero",
+                f"the reward was 0 for every completion of the last {total} steps",
+                "Look at completions/ in the run folder: if right answers are there, the reward function "
+                "does not recognise "
+                "them; if not, start from easier prompts, show an example in data.system_prompt, or add a "
+                "reward for "
+                "partial success",
+            )
+        else:
+            yield Diagnosis(
+                "reward_constant",
+                f"every completion of the last {total} steps got the same reward, {value:g}",
+                "Reward something that completions differ in: GRPO learns only from differences within a "
+                "group",
+            )
+        return
+    tied = recent.above("frac_reward_zero_std", limits.tied_groups)
+    reward = recent.mean("reward")
+    if tied is None:
+        return
+    about = f"in {tied:.0%} of the groups all completions got the same reward (last {total} steps)"
+    if reward is not None and reward >= limits.solved_reward:
+        yield Diagnosis(
+            "groups_all_right",
+            f"{about}, and the mean reward is {reward:.2f}: the prompts are too easy by now",
+            "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true to skip what is solved",
+        )
+    elif reward is not None and reward <= limits.failed_reward:
+        yield Diagnosis(
+            "groups_all_wrong",
+            f"{about}, and the mean reward is {reward:.2f}: the prompts are too hard so far",
+            "Use easier prompts, raise sampling.num_generations so that some completion succeeds, or add a "
+            "reward for "
+            "partial success",
+        )
+    else:
+        known = "" if reward is None else f", with a mean reward of {reward:.2f}"
+        yield Diagnosis(
+            "groups_tied",
+            f"{about}{known}: little is left to learn from",
+            "Set algorithm.dynamic_sampling=true, raise sampling.num_generations or sampling.temperature, or "
+            "drop prompts "
+            "that are always or never solved",
+        )
+
+
+def _gradient(
+    recent: _Window, steps: Sequence[Record], limits: Thresholds, *, explained: bool
+) -> Iterator[Diagnosis]:
+    norms = recent.values("grad_norm")[-limits.min_steps :]
+    if len(norms) == limits.min_steps and max(norms) == 0 and not explained:
+        yield Diagnosis(
+            "gradient_zero",
+            f"the gradient was exactly 0 in the last {len(norms)} steps although rewards differ",
+            "See which mask/<reason> excludes the tokens, and that model.use_peft or the weights really are "
+            "trainable",
+        )
+    rates = recent.values("learning_rate")
+    if len(rates) >= limits.min_steps and max(rates) == 0:
+        yield Diagnosis(
+            "learning_rate_zero",
+            f"the learning rate was 0 in the last {len(rates)} steps",
+            "The schedule has run out: raise schedule.max_steps, or set optim.lr_scheduler_type to constant",
+        )
+        return
+    divergence = recent.values("kl")
+    rate = recent.mean("learning_rate")
+    if (
+        len(steps) >= limits.still_steps
+        and len(divergence) >= limits.min_steps
+        and max(divergence) < limits.still_kl
+        and norms
+        and max(norms) > 0
+        and rate is not None
+    ):
+        yield Diagnosis(
+            "policy_does_not_move",
+            f"after {len(steps)} steps the KL from the reference is below {limits.still_kl:g} at a learning "
+            "rate of "
+            f"{rate:.1e}: the policy hardly moves",
+            "Raise optim.learning_rate (1e-5 to 1e-4 is usual with LoRA, 1e-6 without)",
+        )
+
+
+def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    total = len(recent.steps)
+    clipped = recent.above("completions/clipped_ratio", limits.clipped_completions)
+    if clipped is not None:
+        longest = recent.values("completions/max_length")
+        at = f" at {max(longest):.0f} tokens" if longest else ""
+        yield Diagnosis(
+            "completions_truncated",
+            f"{clipped:.0%} of the completions were cut off{at} before they ended (last {total} steps)",
+            "Raise sampling.max_completion_length, ask for shorter answers, or set "
+            "algorithm.mask_truncated_completions=true",
+        )
+    length = recent.mean("completions/mean_length")
+    if length is not None and length < limits.short_completion:
+        yield Diagnosis(
+            "completions_short",
+            f"completions have {length:.1f} tokens on average (last {total} steps): nearly empty",
+            "Check the prompt and the chat template in completions/ of the run folder, and that no reward "
+            "favours brevity",
+        )
+    for name in sorted({name for step in recent.steps for name in step if name.startswith("mask/")}):
+        share = recent.above(name, limits.masked_tokens)
+        if share is not None:
+            reason = name.removeprefix("mask/")
+            yield Diagnosis(
+                f"masked_{reason}",
+                f"{reason} excluded {share:.0%} of the sampled tokens from the loss (last {total} steps)",
+                f"Loosen or switch off {reason}; masking every bad completion also removes what would teach "
+                "better ones",
+            )
+
+
+def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    total = len(recent.steps)
+    divergence = recent.above("kl", limits.kl)
+    if divergence is not None:
+        yield Diagnosis(
+            "kl_high",
+            f"the KL from the reference is {divergence:.2f} nats for each token (last {total} steps), above "
+            f"{limits.kl:g}",
+            "Raise algorithm.beta or lower optim.learning_rate",
+        )
+    clip = recent.above("clip_ratio/region_mean", limits.clip_fraction)
+    if clip is not None:
+        yield Diagnosis(
+            "clip_fraction_high",
+            f"{clip:.0%} of the tokens were held back by the clip (last {total} steps): updates are too "
+            "large",
+            "Lower optim.learning_rate or algorithm.num_iterations",
+        )
+    entropy = recent.mean("entropy")
+    if entropy is not None and entropy < limits.entropy:
+        yield Diagnosis(
+            "entropy_collapse",
+            f"the entropy is {entropy:.4f} nats for each token (last {total} steps): all completions of a "
+            "group are alike",
+            "Raise sampling.temperature, algorithm.epsilon_high or algorithm.entropy_coef, or go back to an "
+            "earlier "
+            "checkpoint with a larger algorithm.beta",
+        )
+    mismatch = recent.above("sampling/sampling_logp_difference/mean", limits.logp_difference)
+    if mismatch is not None:
+        yield Diagnosis(
+            "sampler_mismatch",
+            f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the "
+            "trained "
+            "objective is not that of the sampled completions",
+            "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same "
+            "model.dtype",
+        )
+
+
+class Doctor:
+    """Follows a run and names each trouble once, when it begins; again only after it has been gone for a
+    while.
+    """
+
+    def __init__(self, thresholds: Thresholds | None = None, *, history: Iterable[Record] = ()) -> None:
+        """Start, or take up a resumed run.
+
+        Args:
+            thresholds: where trouble begins.
+            history: metrics of the steps before, which are taken in without a word.
+        """
+        self._limits = thresholds or Thresholds()
+        self._steps: deque[Record] = deque(maxlen=max(self._limits.window, self._limits.still_steps))
+        self._quiet: dict[str, int] = {}
+        for record in history:
+            self.check(record)
+
+    def check(self, metrics: Record) -> list[Diagnosis]:
+        """Take in the metrics of one training step and return the diagnoses that are new.
+
+        A record of an evaluation only is passed over.
+        """
+        if not _is_step(metrics):
+            return []
+        self._steps.append(metrics)
+        found = {diagnosis.code: diagnosis for diagnosis in diagnose(list(self._steps), self._limits)}
+        new = [diagnosis for code, diagnosis in found.items() if code not in self._quiet]
+        for code in list(self._quiet):
+            self._quiet[code] += 1
+            if self._quiet[code] > self._limits.window:  # well for a whole window: the episode is over
+                del self._quiet[code]
+        self._quiet.update(dict.fromkeys(found, 0))
+        return new

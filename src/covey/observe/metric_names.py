@@ -1,0 +1,116 @@
+"""Every metric that Covey writes: its unit and its one definition.
+
+Names are TRL's where the meaning is TRL's. A name with `<...>` is a family: `rewards/<function>/mean` stands
+for one metric for each reward function.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDefinition:
+    """Unit ("" = a plain number) and meaning of a metric."""
+
+    unit: str
+    meaning: str
+
+
+def _table(rows: str) -> dict[str, MetricDefinition]:
+    """One row each: name | unit | meaning. An indented line continues the row before."""
+    table = {}
+    for row in rows.strip().replace("\n    ", " ").splitlines():
+        name, unit, meaning = (cell.strip() for cell in row.split("|"))
+        table[name] = MetricDefinition(unit, meaning)
+    return table
+
+
+METRICS: dict[str, MetricDefinition] = _table(
+    """
+step | steps | steps finished when the line was written; the line describes the step that made this number
+epoch | epochs | passes over the training data so far, with fraction
+num_tokens | tokens | prompt and sampled tokens of all steps so far, a prompt counted for each completion
+policy_version | | version of the weights that sampled this step's completions (the oldest, if several)
+phase | | position of the phase in schedule.phases, from 0
+loss | | loss of the whole step, KL and entropy terms included; its size says little, its gradient counts
+policy_loss | | the surrogate's part of the loss, without KL and entropy terms
+learning_rate | | learning rate of this step
+grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm
+reward | | mean over completions of the weighted sum of rewards, without those that no function scored
+reward_std | | standard deviation of the reward within a group, mean over groups
+rewards/<function>/mean | | mean of this function's unweighted reward over the completions that it scored
+rewards/<function>/std | | standard deviation of the same over all completions of the step
+rewards/<function>/none | fraction | completions for which this function returned None
+frac_reward_none | fraction | completions that no reward function scored; they get advantage 0
+frac_reward_zero_std | fraction | groups whose rewards are all equal: nothing to learn from, advantage 0
+completions/mean_length | tokens | mean number of sampled tokens of a completion, the end token included
+completions/min_length | tokens | the shortest completion
+completions/max_length | tokens | the longest completion
+completions/clipped_ratio | fraction | completions cut off at sampling.max_completion_length
+completions/mean_terminated_length | tokens | mean length of the completions that ended by themselves
+completions/min_terminated_length | tokens | the shortest completion that ended by itself
+completions/max_terminated_length | tokens | the longest completion that ended by itself
+kl | nats | divergence from the reference by algorithm.kl_estimator, mean over unmasked sampled tokens
+entropy | nats | entropy of the policy's next-token distribution, mean over unmasked sampled tokens
+clip_ratio/low_mean | fraction | unmasked tokens held back by the lower clip
+    (ratio below 1 - epsilon, advantage negative)
+clip_ratio/high_mean | fraction | unmasked tokens held back by the upper clip
+    (ratio above 1 + epsilon_high, advantage positive)
+clip_ratio/region_mean | fraction | unmasked tokens held back by either clip
+clip_ratio/low_min | fraction | the smallest clip_ratio/low_mean among the updates of the step
+clip_ratio/high_max | fraction | the largest clip_ratio/high_mean among the updates of the step
+ratio/mean | | importance ratio exp(new - old log-probability), mean over unmasked sampled tokens
+ratio/min | | the smallest importance ratio
+ratio/max | | the largest importance ratio
+sampling/sampling_logp_difference/mean | nats | absolute difference of log-probability between trainer and
+    sampler with the same weights, mean over sampled tokens
+sampling/sampling_logp_difference/max | nats | the same, largest over sampled tokens
+sampling/importance_sampling_ratio/min | | smallest correction factor exp(trainer - sampler)
+sampling/importance_sampling_ratio/mean | | mean correction factor
+sampling/importance_sampling_ratio/max | | largest correction factor
+mask/<reason> | fraction | sampled tokens that this mask excluded from the loss
+dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling replaced
+step_time | seconds | wall-clock time of the whole step
+time/sampling | seconds | of it, sampling completions
+time/scoring | seconds | of it, reward functions
+time/reference | seconds | of it, log-probabilities under the reference
+time/update | seconds | of it, forward, backward and optimiser
+memory/peak_gb | GB (10^9 bytes) | largest resident memory of the process so far
+memory/peak_cuda_gb | GB (10^9 bytes) | largest memory that torch allocated on the CUDA device so far
+eval/accuracy | fraction | evaluation completions that are right
+eval/accuracy_low | fraction | lower end of the 95 % Wilson interval of eval/accuracy
+eval/accuracy_high | fraction | upper end of the same interval
+eval/reward | | as `reward`, on the evaluation prompts
+eval/num_completions | completions | completions that the evaluation judged
+eval/seconds | seconds | time that the evaluation took
+eval/<metric> | | as <metric>, on the evaluation prompts, sampled at evaluation.eval_temperature
+"""
+)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(
+        "".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
+    )
+
+
+_FAMILIES = [(_pattern(name), definition) for name, definition in METRICS.items() if "<" in name]
+
+
+def describe_metric(name: str) -> MetricDefinition | None:
+    """Definition of a metric by its full name, families included; None for a name that is not Covey's.
+
+    `eval/<metric>` is only a definition where `<metric>` itself has one.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    if name.startswith("eval/"):
+        inner = describe_metric(name.removeprefix("eval/"))
+        return (
+            None
+            if inner is None
+            else MetricDefinition(inner.unit, inner.meaning + ", on the evaluation prompts")
+        )
+    return next((definition for pattern, definition in _FAMILIES if pattern.fullmatch(name)), None)

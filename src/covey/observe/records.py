@@ -1,0 +1,180 @@
+"""What goes into the run folder's files, in plain values: JSON lines and Parquet tables.
+
+Completions are untrusted text: nothing in them may stop a run from being written or read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from covey.errors import RunFolderError
+from covey.files import explained, write_atomically
+
+Record = dict[str, Any]
+
+
+def plain(value: Any) -> Any:
+    """A JSON-able copy: NumPy and torch values become Python's, NaN and infinities become None."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy and torch, scalars and arrays
+        return plain(value.tolist())
+    return str(value)
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one on each line, that survives a kill and a full disk.
+
+    A line is written whole or, when the disk is full, not at all; a line torn by a kill is removed on the
+    next open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending.
+
+        Raises:
+            RunFolderError: the file cannot be written.
+        """
+        self.path = path
+        self._open()
+
+    def _open(self) -> None:
+        with explained(self.path):
+            if self.path.exists():
+                content = self.path.read_bytes()
+                whole = content[: content.rfind(b"\n") + 1]
+                if whole != content:
+                    write_atomically(self.path, whole)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one line; it is with the operating system when this returns (see `sync` for the disk).
+
+        Raises:
+            RunFolderError: full disk, ...; the file ends with the line before.
+        """
+        line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
+        with explained(self.path):
+            start = os.fstat(self._file).st_size
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+            except OSError:
+                os.ftruncate(self._file, start)
+                raise
+
+    def keep(self, wanted: Any) -> None:
+        """Drop the records for which `wanted(record)` is false, atomically."""
+        records = [record for record in read_json_lines(self.path) if wanted(record)]
+        os.close(self._file)
+        write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in records))
+        self._open()
+
+    def sync(self) -> None:
+        """Wait until everything appended is on the disk."""
+        with explained(self.path):
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_json_lines(path: Path) -> list[Record]:
+    """Read the records of a file that may be growing; an unfinished last line is left out.
+
+    Raises:
+        RunFolderError: the file cannot be read, or a line before the last is no JSON object.
+    """
+    if not path.exists():
+        return []
+    with explained(path, "read"):
+        content = path.read_bytes()
+    records = []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise RunFolderError(f"{path}: line {number} is no JSON object; remove that line and try again")
+        records.append(record)
+    return records
+
+
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as one Parquet file, atomically.
+
+    A nested mapping becomes columns `outer/inner`. Values that are neither text, number nor bool (chat
+    messages, lists), and columns that mix kinds, are written as JSON text. Text that is no valid Unicode is
+    repaired with `?`.
+
+    Raises:
+        RunFolderError: the file cannot be written.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    flat = [_flatten(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    columns = {name: _column(pa, name, [row.get(name) for row in flat]) for name in names}
+    buffer = io.BytesIO()
+    pq.write_table(pa.table(columns), buffer, compression="zstd")
+    write_atomically(path, buffer.getvalue())
+
+
+def read_table(path: Path) -> list[Record]:
+    """Read the rows that `write_table` wrote.
+
+    Raises:
+        RunFolderError: the file cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with explained(path, "read"):
+        content = path.read_bytes()
+    try:
+        rows: list[Record] = pq.read_table(io.BytesIO(content)).to_pylist()
+    except pa.ArrowException as error:
+        raise RunFolderError(f"{path} is no readable Parquet file ({error}); delete it") from error
+    return rows
+
+
+def _flatten(row: Mapping[str, Any]) -> Record:
+    flat: Record = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{name}/{inner}": plain(item) for inner, item in value.items()})
+        else:
+            flat[name] = plain(value)
+    return flat
+
+
+def _column(pa: Any, name: str, values: list[Any]) -> Any:
+    kinds = {type(value) for value in values if value is not None}
+    if not kinds:
+        return pa.array(values, pa.float64() if name.startswith(("reward", "advantage")) else pa.string())
+    if kinds <= {int, float} and float in kinds:
+        return pa.array([None if value is None else float(value) for value in values], pa.float64())
+    if kinds == {bool}:
+        return pa.array(values, pa.bool_())
+    if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in values):
+        return pa.array(values, pa.int64())
+    texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    return pa.array(
+        [None if text is None else text.encode("utf-8", "replace").decode() for text in texts], pa.string()
+    )

@@ -1,0 +1,401 @@
+"""The run folder: all that a run leaves behind, and all that a resume needs.
+
+    config.toml             what was asked for
+    versions.json           run id, programs, machine
+    metrics.jsonl           one line for each step and each evaluation
+    completions/            step_000012.parquet: what was sampled, with rewards and advantages;
+                            eval_000012.parquet: the same for an evaluation
+    checkpoints/            step_000010/: see covey.training.checkpoint
+    best/ adapter/          the best and the final policy, for use elsewhere
+    learning_curve.png      drawn from metrics.jsonl
+    events.jsonl log.txt    what happened, for programs and for people
+    run.lock                held by the process that writes
+
+Everything but the appended files is written aside and renamed, so a kill leaves nothing half-written.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from covey import files
+from covey.errors import RunFolderError
+from covey.observe.lock import FolderLock
+from covey.observe.records import JsonLines, Record, read_json_lines, read_table, write_table
+
+DEFAULT_FREE_BYTES = 200_000_000
+_TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
+_IGNORED = {FolderLock.NAME, ".DS_Store"}
+# What `create` makes before the caller writes anything.
+_FRESH = {"versions.json", "metrics.jsonl", "events.jsonl", "completions", "checkpoints"}
+
+
+class RunFolder:
+    """A run on disk. Make one with `create` (new run), `open` (resume) or `read` (look only).
+
+    A context manager: leaving the block closes it and gives the lock back.
+    """
+
+    def __init__(self, path: Path, *, writable: bool) -> None:
+        """Use `create`, `open` or `read` instead."""
+        self.path = path
+        self._lock: FolderLock | None = None
+        if writable:
+            self._lock = FolderLock(path)
+            try:
+                for folder in (path, self.checkpoints, self.completions):
+                    if folder.is_dir():
+                        files.remove_leftovers(folder)
+                self._metrics = JsonLines(self.metrics_path)
+                self._events = JsonLines(self.events_path)
+            except BaseException:
+                self._lock.release()
+                raise
+
+    @classmethod
+    def create(
+        cls, path: str | os.PathLike[str], *, resume: bool = False, needed_bytes: int = DEFAULT_FREE_BYTES
+    ) -> RunFolder:
+        """Make a folder for a new run, finding out now, not after an hour, whether it can be written.
+
+        Args:
+            path: the folder (`run.output_dir`); parents are created.
+            resume: open the run that is already there, if there is one.
+            needed_bytes: refuse when less than this is free: an estimate of what the run will write.
+
+        Raises:
+            RunFolderError: another run or other files are in it, it cannot be written, the disk is too full,
+                or another process is writing it.
+        """
+        folder = Path(path).expanduser().absolute()
+        if resume and cls.is_run(folder):
+            return cls.open(folder, needed_bytes=needed_bytes)
+        cls.check_new(path, needed_bytes=needed_bytes)
+        with files.explained(folder, "create the run folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+        _probe(folder, needed_bytes)
+        run = cls(folder, writable=True)
+        try:
+            with files.explained(folder):
+                run.completions.mkdir(exist_ok=True)
+                run.checkpoints.mkdir(exist_ok=True)
+            files.write_atomically(
+                run.versions_path, _as_json({"run_id": uuid.uuid4().hex[:12], **collect_versions()})
+            )
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def check_new(cls, path: str | os.PathLike[str], *, needed_bytes: int = DEFAULT_FREE_BYTES) -> None:
+        """Find out whether `create` would work, before a model is loaded. Changes nothing.
+
+        Raises:
+            RunFolderError: as `create`.
+        """
+        folder = Path(path).expanduser().absolute()
+        if cls.is_run(folder) and not _is_unused(folder):
+            raise RunFolderError(
+                f"{path} holds another run; continue it with `covey resume {path}`, "
+                "or choose another run.output_dir"
+            )
+        with files.explained(folder, "create the run folder"):
+            present = [entry.name for entry in folder.iterdir()] if folder.exists() else []
+        foreign = sorted(
+            name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name)
+        )
+        if foreign:
+            raise RunFolderError(
+                f"{path} is not empty (it holds {', '.join(foreign[:3])}) and is no Covey run; "
+                "choose another run.output_dir"
+            )
+        existing = folder
+        while not existing.exists():
+            existing = existing.parent
+        if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+            raise files.folder_error(existing, PermissionError(errno.EACCES, "permission denied"))
+        files.require_free_space(folder, needed_bytes, "the run")
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, needed_bytes: int = DEFAULT_FREE_BYTES) -> RunFolder:
+        """Open an existing run to write on: take the lock, clear what a kill left behind.
+
+        Raises:
+            RunFolderError: there is no run, it cannot be written, or another process is writing it.
+        """
+        folder = cls._existing(path)
+        _probe(folder, needed_bytes)
+        run = cls(folder, writable=True)
+        try:
+            with files.explained(folder):
+                run.completions.mkdir(exist_ok=True)
+                run.checkpoints.mkdir(exist_ok=True)
+            now, before = collect_versions(), run.versions()
+            changed = {name: value for name, value in now.items() if before.get(name) != value}
+            if changed:
+                was = ", ".join(
+                    f"{name} {before.get(name)} -> {value}" for name, value in sorted(changed.items())
+                )
+                run.append_event("versions", f"resumed with other versions: {was}")
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> RunFolder:
+        """Open an existing run to look at; it may be running. No lock is taken and nothing is changed.
+
+        Raises:
+            RunFolderError: there is no run.
+        """
+        return cls(cls._existing(path), writable=False)
+
+    @classmethod
+    def is_run(cls, path: str | os.PathLike[str]) -> bool:
+        """True when the folder holds a Covey run."""
+        return (Path(path).expanduser() / "versions.json").is_file()
+
+    @classmethod
+    def _existing(cls, path: str | os.PathLike[str]) -> Path:
+        if not cls.is_run(path):
+            raise RunFolderError(
+                f"{path} holds no run (it has no versions.json); check the path, or start a run with `covey "
+                "train`"
+            )
+        return Path(path).expanduser().absolute()
+
+    # ------------------------------------------------------------------ where things are
+    @property
+    def config_path(self) -> Path:
+        """`config.toml`."""
+        return self.path / "config.toml"
+
+    @property
+    def versions_path(self) -> Path:
+        """`versions.json`."""
+        return self.path / "versions.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        """`metrics.jsonl`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events_path(self) -> Path:
+        """`events.jsonl`."""
+        return self.path / "events.jsonl"
+
+    @property
+    def log_path(self) -> Path:
+        """`log.txt`."""
+        return self.path / "log.txt"
+
+    @property
+    def curve_path(self) -> Path:
+        """`learning_curve.png`."""
+        return self.path / "learning_curve.png"
+
+    @property
+    def completions(self) -> Path:
+        """Folder of completion tables."""
+        return self.path / "completions"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        """The best policy so far."""
+        return self.path / "best"
+
+    @property
+    def adapter(self) -> Path:
+        """The final policy."""
+        return self.path / "adapter"
+
+    @property
+    def run_id(self) -> str:
+        """Twelve hex digits that name this run for good; a copied folder keeps them."""
+        return str(self.versions().get("run_id", ""))
+
+    # ------------------------------------------------------------------ writing
+    def write_config(self, toml: str) -> None:
+        """Write `config.toml`.
+
+        Raises:
+            RunFolderError: it cannot be written. The same holds for every method below.
+        """
+        files.write_atomically(self.config_path, toml)
+
+    def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append `{"step": step, **metrics}` to `metrics.jsonl`; NaN and infinities are written as null."""
+        self._metrics.append({"step": step, **metrics})
+
+    def append_event(self, kind: str, message: str) -> None:
+        """Append to `events.jsonl`, with the time (seconds since 1970), and to `log.txt`."""
+        now = time.time()
+        self._events.append({"time": now, "kind": kind, "message": message})
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+        with (
+            files.explained(self.log_path),
+            self.log_path.open("a", encoding="utf-8", errors="replace") as file,
+        ):
+            file.write(f"{stamp} {kind}: {message}\n")
+
+    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
+        """Write `completions/step_000012.parquet` (see `write_table`); without rows nothing is written."""
+        return self._write_rows(self.completions / f"step_{step:06d}.parquet", rows)
+
+    def write_evaluation(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
+        """Write `completions/eval_000012.parquet`: what was answered in the evaluation at this step."""
+        return self._write_rows(self.completions / f"eval_{step:06d}.parquet", rows)
+
+    @staticmethod
+    def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
+        if not rows:
+            return None
+        write_table(path, rows)
+        return path
+
+    def publishing(self, final: Path) -> AbstractContextManager[Path]:
+        """Fill a folder such as `best` or `adapter`: yields it empty, publishes it when the block ends."""
+        return files.publishing(final)
+
+    def sync(self) -> None:
+        """Wait until metrics and events are on the disk. Call it before a checkpoint is written."""
+        self._metrics.sync()
+        self._events.sync()
+
+    def truncate_after(self, step: int) -> None:
+        """Forget metrics and completions later than `step`: those of the steps that a resume does again."""
+        self._metrics.keep(lambda record: record.get("step", 0) <= step)
+        with files.explained(self.completions, "clean up"):
+            for _, number, path in self._tables():
+                if number > step:
+                    path.unlink()
+
+    def close(self) -> None:
+        """Close the files and give the lock back. Calling it again does nothing."""
+        if self._lock is not None:
+            self._metrics.close()
+            self._events.close()
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        """Return the folder itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the folder."""
+        self.close()
+
+    # ------------------------------------------------------------------ reading
+    def versions(self) -> Record:
+        """What `versions.json` holds."""
+        with files.explained(self.versions_path, "read"):
+            text = self.versions_path.read_text(encoding="utf-8")
+        try:
+            versions = json.loads(text)
+        except ValueError:
+            versions = None
+        if not isinstance(versions, dict):
+            raise RunFolderError(
+                f"{self.versions_path} is damaged: it is no JSON object; restore it from a backup"
+            )
+        return versions
+
+    def read_metrics(self) -> list[Record]:
+        """All lines of `metrics.jsonl`, oldest first; null stands for NaN or infinity."""
+        return read_json_lines(self.metrics_path)
+
+    def read_events(self) -> list[Record]:
+        """All lines of `events.jsonl`."""
+        return read_json_lines(self.events_path)
+
+    def read_completions(self, step: int) -> list[Record]:
+        """The rows of one step's table."""
+        return read_table(self.completions / f"step_{step:06d}.parquet")
+
+    def read_evaluation(self, step: int) -> list[Record]:
+        """The rows of one evaluation's table."""
+        return read_table(self.completions / f"eval_{step:06d}.parquet")
+
+    def completion_steps(self) -> list[int]:
+        """Steps that have a table of completions, ascending."""
+        return sorted(number for kind, number, _ in self._tables() if kind == "step")
+
+    def evaluation_steps(self) -> list[int]:
+        """Steps at which an evaluation left a table, ascending."""
+        return sorted(number for kind, number, _ in self._tables() if kind == "eval")
+
+    def _tables(self) -> Iterator[tuple[str, int, Path]]:
+        if self.completions.is_dir():
+            for path in list(self.completions.iterdir()):
+                match = _TABLE.match(path.name)
+                if match:
+                    yield match[1], int(match[2]), path
+
+
+def _is_unused(folder: Path) -> bool:
+    """True for a run that was killed before it wrote its config: nothing in it is worth keeping."""
+    return all(
+        entry.name in _IGNORED
+        or entry.name == "versions.json"
+        or files.is_leftover(entry)
+        or (entry.name in _FRESH and _is_empty(entry))
+        for entry in folder.iterdir()
+    )
+
+
+def _is_empty(path: Path) -> bool:
+    return not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+
+
+def collect_versions() -> Record:
+    """Programs and machine, for `versions.json`. Reads package metadata; imports nothing heavy."""
+    versions: Record = {"python": platform.python_version()}
+    for name in ("covey", "torch", "transformers", "peft", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    versions |= {"platform": platform.platform(), "machine": platform.machine(), "cpu_count": os.cpu_count()}
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_num_threads"):
+        versions["threads"] = torch.get_num_threads()
+        if torch.cuda.is_available():
+            versions["cuda_device"] = torch.cuda.get_device_name()
+    return versions
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=1) + "\n"
+
+
+def _probe(folder: Path, needed_bytes: int) -> None:
+    """Fail now if the folder cannot be written."""
+    probe = folder / "probe"
+    files.write_atomically(probe, "")
+    with files.explained(probe, "delete"):
+        probe.unlink()
+    files.require_free_space(folder, needed_bytes, "the run")

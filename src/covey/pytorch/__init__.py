@@ -1,0 +1,8 @@
+"""The PyTorch room: the policy and what it is made of."""
+
+from covey.pytorch.loading import LoadedModel, load_model
+from covey.pytorch.logprobs import TokenScores
+from covey.pytorch.policy import Policy
+from covey.pytorch.reference import Reference
+
+__all__ = ["LoadedModel", "Policy", "Reference", "TokenScores", "load_model"]

@@ -1,0 +1,149 @@
+"""The weights that a policy computes with, adapters included, without touching the policy.
+
+`EffectiveWeights(model)["model.layers.0.self_attn.q_proj.weight"]` is `W + scaling * B @ A` for a layer with
+an active LoRA adapter and `W` itself for every other layer, under the name that the parameter has in the bare
+transformers model. Each is computed when asked for, so a copy of the model is filled with one layer's worth
+of extra memory.
+
+Plain LoRA on linear layers is added here. Every other PEFT layer (DoRA, LoRA on embeddings, IA3, ...) is
+deep-copied and merged by PEFT's own code, one layer at a time: slower, and right by definition.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from covey.errors import ModelError
+
+
+class EffectiveWeights:
+    """Parameters by their name in the bare model, adapters added. Reads the model anew at each access.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+
+    Raises:
+        ModelError: the adapter changes the computation in another way than through weights (prompt tuning).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.base = bare_model(model)
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        for name, module in _walk(self.base, ""):
+            parameters = _effective_module(module).named_parameters(recurse=False)
+            for leaf, _ in parameters:
+                self._owners[f"{name}{leaf}"] = (module, leaf)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owners
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        """The weight `name`; where no adapter changes it, the model's own memory: do not write to it."""
+        module, leaf = self._owners[name]
+        if not isinstance(module, BaseTunerLayer):
+            return _parameter(_effective_module(module), leaf)
+        weight = _parameter(module.get_base_layer(), leaf)
+        adapters = _unmerged_adapters(module)
+        if not adapters:
+            return weight
+        if _is_plain_lora(module, adapters):
+            if leaf != "weight":
+                return weight
+            for adapter in adapters:
+                weight = weight.float() + module.get_delta_weight(adapter).float()
+            return weight
+        merged = copy.deepcopy(module)
+        merged.merge(safe_merge=False, adapter_names=list(adapters))
+        return _parameter(merged.get_base_layer(), leaf)
+
+    def shares(self, one: str, other: str) -> bool:
+        """True when both names are one tensor (tied embeddings) and no adapter separates them."""
+        return one in self and other in self and self[one].data_ptr() == self[other].data_ptr()
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT model, PEFT's layers in place; a bare model as it is."""
+    if isinstance(model, PeftModel):
+        if model.active_peft_config.is_prompt_learning:
+            kind = model.active_peft_config.peft_type
+            raise ModelError(f"adapter of type {kind}: it adds virtual tokens, not weights; use LoRA")
+        base: nn.Module = model.get_base_model()
+        return base
+    return model
+
+
+def copy_without_adapters(model: nn.Module) -> nn.Module:
+    """A deep copy of the bare model, without hooks, each PEFT layer replaced by the layer that it wraps."""
+    base = bare_model(model)
+    memo: dict[int, object] = {}
+    for _, module in _walk(base, ""):
+        if isinstance(module, BaseTunerLayer):
+            memo[id(module)] = copy.deepcopy(module.get_base_layer())
+    for wrapper in base.modules():
+        if isinstance(wrapper, AuxiliaryTrainingWrapper):
+            memo[id(wrapper)] = copy.deepcopy(_unwrapped(wrapper))
+    twin = copy.deepcopy(base, memo)
+    for module in twin.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    return twin.eval().requires_grad_(False)
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with the prefix of their parameters' names in the bare model; PEFT's own stay hidden."""
+    if isinstance(module, AuxiliaryTrainingWrapper):
+        module = _unwrapped(module)
+    yield prefix, module
+    if isinstance(module, BaseTunerLayer):
+        return
+    for name, child in module.named_children():
+        yield from _walk(child, f"{prefix}{name}.")
+
+
+def _unwrapped(wrapper: AuxiliaryTrainingWrapper) -> nn.Module:
+    module: nn.Module
+    if isinstance(wrapper, ModulesToSaveWrapper):
+        adapters = [] if wrapper.disable_adapters else wrapper.active_adapters
+        module = wrapper.modules_to_save[adapters[0]] if adapters else wrapper.original_module
+    elif hasattr(wrapper, "token_adapter"):
+        module = wrapper.token_adapter
+    else:
+        raise ModelError(
+            f"adapter part {type(wrapper).__name__}: its effect on the weights is not known; use LoRA, "
+            "with modules_to_save where whole modules are trained"
+        )
+    return module
+
+
+def _effective_module(module: nn.Module) -> nn.Module:
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
+def _unmerged_adapters(layer: BaseTunerLayer) -> list[str]:
+    if layer.disable_adapters:
+        return []
+    present = {name for part in layer.adapter_layer_names for name in getattr(layer, part, {})}
+    return [a for a in layer.active_adapters if a in present and a not in layer.merged_adapters]
+
+
+def _is_plain_lora(layer: BaseTunerLayer, adapters: list[str]) -> bool:
+    return type(layer) is LoraLinear and not any(
+        a in layer.lora_variant or layer.lora_bias.get(a, False) for a in adapters
+    )
+
+
+def _parameter(module: nn.Module, leaf: str) -> Tensor:
+    tensor: Tensor = getattr(module, leaf)
+    return tensor.detach()

@@ -1,0 +1,178 @@
+"""From logits to tokens: temperature -> top_k -> top_p -> min_p -> inverse CDF, in transformers' order.
+
+A token is drawn by inverting the cumulative distribution of its row at one given number u, so the draw
+depends on the row and u alone. The CDF is taken in two levels: float32 sums of blocks of 256 probabilities,
+their running sum in float64, then a float64 running sum inside the chosen block. No float64 `[B, V]` array
+exists, nothing is sorted, and probabilities are resolved to float32's relative error (about 1e-7 of each
+block), which is that of the softmax itself. A token of probability 0 cannot be drawn: the first position
+whose running sum *exceeds* the target never has an empty step.
+
+top_p takes growing top-k candidate sets (64, 512, 4096, ...), for the rows that need them, until the mass is
+covered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from covey.errors import ConfigError
+from covey.types import IntArray, SamplingSettings
+
+_BLOCK = 256
+_FIRST_CANDIDATES = 64
+_GROWTH = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """One token for each of B rows.
+
+    Attributes:
+        token_ids: `[B]`.
+        logprobs: `[B]` float32 under the sampling distribution; NaN where the logits were not finite.
+        support: for each row the kept ids, ascending; None where support is not kept or nothing was cut off.
+    """
+
+    token_ids: IntArray
+    logprobs: NDArray[np.float32]
+    support: list[IntArray] | None
+
+
+def check_settings(settings: SamplingSettings) -> None:
+    """Refuse settings that describe no distribution.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    rules = (
+        (
+            "temperature",
+            settings.temperature >= 0,
+            "it divides the logits; use 0 for greedy, 1 for the model's own",
+        ),
+        ("top_k", settings.top_k >= 0, "it counts tokens; use 0 to keep all"),
+        ("top_p", 0 < settings.top_p <= 1, "it is a probability; use 1.0 to keep all"),
+        ("min_p", 0 <= settings.min_p <= 1, "it is a fraction of the top probability; use 0.0 to keep all"),
+        ("max_tokens", settings.max_tokens >= 1, "a completion has at least one token; use 1 or more"),
+        ("stop_strings", all(settings.stop_strings), "every text contains the empty string; remove it"),
+    )
+    for name, holds, why in rules:
+        if not holds:
+            raise ConfigError(f"{name}={getattr(settings, name)!r}: {why}")
+
+
+def sample(logits: Tensor, settings: SamplingSettings, u: NDArray[np.float64]) -> Draw:
+    """Draw one token for each row of `logits` `[B, V]`, which may be overwritten, at the numbers `u` `[B]` in
+    [0, 1).
+
+    With `keep_support` the log-probability is renormalised over the kept ids. Greedy (`temperature=0`) takes
+    the most likely token of the distribution at temperature 1 and ignores `u`.
+    """
+    greedy = settings.temperature == 0
+    scaled = logits.float()
+    if not greedy and settings.temperature != 1:
+        scaled = scaled.div_(settings.temperature)
+    probs = torch.softmax(scaled, dim=-1)
+    vocab = probs.shape[1]
+    top_k = settings.top_k if 0 < settings.top_k < vocab else 0
+    cuts = bool(top_k or settings.top_p < 1 or settings.min_p > 0)
+    targets = torch.from_numpy(u).to(probs.device)
+    if not cuts or (greedy and not settings.keep_support):
+        tokens = probs.argmax(-1) if greedy else _invert(probs, targets)[0]
+        return _draw(tokens, probs.gather(1, tokens[:, None])[:, 0], None)
+    if top_k or settings.top_p < 1:
+        mass, ids = _candidates(probs, top_k, settings.top_p)
+        if settings.min_p > 0:
+            mass = mass.masked_fill(mass < settings.min_p * mass[:, :1], 0)
+    else:
+        mass = probs.masked_fill(probs < settings.min_p * probs.amax(-1, keepdim=True), 0)
+        ids = None
+    if greedy:
+        choice, total = mass.argmax(-1), mass.sum(-1, dtype=torch.float64)
+    else:
+        choice, total = _invert(mass, targets)
+    chosen = mass.gather(1, choice[:, None])[:, 0]
+    tokens = choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
+    if not settings.keep_support:
+        return _draw(tokens, chosen, None)
+    return _draw(tokens, chosen / total, _support(mass, ids))
+
+
+def _draw(tokens: Tensor, probability: Tensor, support: list[IntArray] | None) -> Draw:
+    # float64 holds both exactly: one transfer, hence one wait for the device, instead of two
+    host = torch.stack([tokens.double(), probability.double().log()]).cpu().numpy()
+    return Draw(host[0].astype(np.int64), host[1].astype(np.float32), support)
+
+
+def _candidates(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """What top_k, then top_p keep: probabilities `[B, K]`, descending, 0 where cut off, and their ids."""
+    if top_k:
+        values, ids = probs.topk(top_k)
+    else:
+        values, ids = _covering(probs, top_p)
+    if top_p < 1:
+        running = values.cumsum(-1, dtype=torch.float64)
+        total = running[:, -1:] if top_k else 1.0
+        # keep a token while the mass *before* it is below top_p: the smallest set that reaches it
+        before = torch.cat([torch.zeros_like(running[:, :1]), running[:, :-1]], dim=-1)
+        values = values.masked_fill(before >= top_p * total, 0)
+    return values, ids
+
+
+def _covering(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The most likely ids of each row, as many as it takes for the widest row to reach `top_p`."""
+    rows, vocab = probs.shape
+    width = min(_FIRST_CANDIDATES, vocab)
+    values, ids = probs.topk(width)
+    while width < vocab:
+        short = (values.sum(-1, dtype=torch.float64) < top_p).nonzero()[:, 0]
+        if len(short) == 0:
+            break
+        wider = min(width * _GROWTH, vocab)
+        grown_values = values.new_zeros(rows, wider)
+        grown_ids = ids.new_zeros(rows, wider)
+        grown_values[:, :width], grown_ids[:, :width] = values, ids
+        grown_values[short], grown_ids[short] = probs[short].topk(wider)
+        values, ids, width = grown_values, grown_ids, wider
+    return values, ids
+
+
+def _invert(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse CDF of each row of `mass` `[B, V]` at `u` `[B]`: positions `[B]`, row totals `[B]`."""
+    rows, width = mass.shape
+    blocks = width // _BLOCK
+    sums = (
+        mass[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK).sum(-1) if blocks else mass.new_empty(rows, 0)
+    )
+    if blocks * _BLOCK < width:
+        sums = torch.cat([sums, mass[:, blocks * _BLOCK :].sum(-1, keepdim=True)], dim=-1)
+    running = sums.cumsum(-1, dtype=torch.float64)
+    total = running[:, -1]
+    target = u * total
+    block = _first_above(running, target)
+    before = torch.where(block > 0, running.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = block * _BLOCK + torch.arange(_BLOCK, device=mass.device)
+    values = mass.gather(1, inside.clamp(max=width - 1)).masked_fill(inside >= width, 0)
+    offset = _first_above(values.cumsum(-1, dtype=torch.float64), target - before[:, 0])
+    return (block * _BLOCK + offset)[:, 0], total
+
+
+def _first_above(running: Tensor, target: Tensor) -> Tensor:
+    """`[B, 1]` first position whose running sum exceeds the target; the last step up if none does."""
+    position = torch.searchsorted(running, target[:, None].contiguous(), right=True)
+    last = torch.searchsorted(running, running[:, -1:].contiguous())
+    return torch.minimum(position, last).clamp_(max=running.shape[1] - 1)
+
+
+def _support(mass: Tensor, ids: Tensor | None) -> list[IntArray]:
+    kept = mass > 0
+    where = kept.nonzero()
+    flat = where[:, 1] if ids is None else ids[kept]
+    host = flat.cpu().numpy()
+    ends = np.cumsum(kept.sum(-1).cpu().numpy())
+    return [np.sort(row) for row in np.split(host, ends[:-1])]

@@ -1,0 +1,325 @@
+"""The PyTorch learner: log-probabilities, gradients of a whole optimiser step, and the optimiser.
+
+A step is split into packs of at most `tokens_per_micro_batch` tokens. Token weights carry the denominators of the whole
+step (`covey.algorithms.aggregation`), so the split changes memory and time, never the gradient. When memory runs out the
+budget is halved and the same step is computed again from zero gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from covey.algorithms import (
+    VOCABULARY_KL,
+    Objective,
+    add_metrics,
+    count_step,
+    mismatch_correction,
+    policy_loss,
+    token_weights,
+)
+from covey.errors import ModelError
+from covey.pytorch.logprobs import ExactKL, TokenScores
+from covey.pytorch.policy import Policy
+from covey.rollout.packing import Pack, pack_episodes
+from covey.types import Batch, BoolArray, Episode
+
+log = logging.getLogger(__name__)
+
+FloatNT = NDArray[np.float32]
+Kept = TypeVar("Kept")
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Truncated importance sampling for a sampler that is another program: mode and cap of `mismatch_correction`."""
+
+    mode: str
+    cap: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradients:
+    """What one pass over the step left behind, besides the gradients themselves.
+
+    Attributes:
+        metrics: sums over the step, see `covey.algorithms.objective.LossTerms`.
+        logp: `[N, T]` log-probabilities before the optimiser step, 0 where a token was not scored.
+        scored: `[N, T]` the tokens that were.
+    """
+
+    metrics: dict[str, float]
+    logp: FloatNT
+    scored: BoolArray
+
+
+def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
+    """Rows whose gradient can differ from zero; the others are not run at all.
+
+    A row without an active token adds nothing. A row with advantage 0 (a tied group) adds nothing unless a KL or entropy
+    term acts on it.
+    """
+    active = batch.mask.any(axis=1)
+    if objective.beta == 0 and objective.entropy_coef == 0:
+        active &= ((batch.advantages != 0) & batch.mask).any(axis=1)
+    return np.flatnonzero(active)
+
+
+class Learner:
+    """Trains a `Policy` with AdamW.
+
+    Attributes:
+        steps: optimiser steps taken; the reference follows the policy by this count.
+        tokens_per_micro_batch: packed tokens in one forward and backward pass; shrinks when memory runs out.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        learning_rate: float,
+        embedding_lr: float | None = None,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        max_grad_norm: float = 1.0,
+        tokens_per_micro_batch: int = 2048,
+    ) -> None:
+        self.policy = policy
+        self.max_grad_norm = max_grad_norm
+        self.tokens_per_micro_batch = tokens_per_micro_batch
+        self.steps = 0
+        groups = policy.parameter_groups(learning_rate, embedding_lr, weight_decay)
+        # Fused on CPU too: one pass over each parameter in place of a dozen, with the same numbers on every run.
+        self.optimizer = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._base_rate = learning_rate
+
+    # ------------------------------------------------------------------ log-probabilities
+
+    @torch.no_grad()
+    def scores(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        *,
+        temperature: float,
+        reference: bool = False,
+        entropy: bool = False,
+    ) -> tuple[FloatNT, FloatNT | None]:
+        """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere."""
+
+        def run() -> tuple[FloatNT, FloatNT | None]:
+            logp = np.zeros(batch.mask.shape, np.float32)
+            uncertainty = np.zeros(batch.mask.shape, np.float32) if entropy else None
+            for pack in self._packs(batch.episodes, rows):
+                found = self._score(pack, batch.episodes, temperature, reference=reference, entropy=entropy)
+                pack.put(found.logp.float().cpu().numpy(), logp)
+                if uncertainty is not None and found.entropy is not None:
+                    pack.put(found.entropy.float().cpu().numpy(), uncertainty)
+            return logp, uncertainty
+
+        return self._within_memory(run)
+
+    # ------------------------------------------------------------------ gradients
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        objective: Objective,
+        *,
+        temperature: float,
+        max_completion_length: int,
+        reference: FloatNT | None = None,
+        trainer_old: FloatNT | None = None,
+        correction: Correction | None = None,
+    ) -> Gradients:
+        """Accumulate the gradient of the whole step in the policy's parameters.
+
+        Args:
+            batch: the step; its mask gives every denominator.
+            rows: the rows to run, from `rows_with_gradient`.
+            objective: what is minimised.
+            temperature: of the sampling distribution.
+            max_completion_length: in tokens, for `dr_grpo`.
+            reference: `[N, T]` log-probabilities under the reference, for sampled-token KL estimators.
+            trainer_old: `[N, T]` the learner's own log-probabilities under the weights that sampled; None on the first
+                pass over a batch, where the current ones are these.
+            correction: truncated importance sampling against the sampler's log-probabilities; then the ratio is taken
+                against `trainer_old`, else against the sampler's.
+        """
+        weights = np.asarray(
+            token_weights(batch.mask, count_step(batch.mask), objective.aggregation, max_completion_length)
+        )
+
+        exact = None
+        if objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL:
+            exact = cast(ExactKL, objective.kl_estimator)
+
+        def run() -> Gradients:
+            self.policy.train()
+            try:
+                return accumulate()
+            finally:
+                self.policy.eval()
+
+        def accumulate() -> Gradients:
+            self.optimizer.zero_grad(set_to_none=True)
+            parts = []
+            logp = np.zeros(batch.mask.shape, np.float32)
+            scored = np.zeros(batch.mask.shape, np.bool_)
+            for pack in self._packs(batch.episodes, rows):
+                found = self._score(
+                    pack,
+                    batch.episodes,
+                    temperature,
+                    entropy=True,
+                    entropy_grad=objective.entropy_coef > 0,
+                    exact_kl=exact,
+                )
+                rows_NT = _RowView(pack, self.policy.device)
+                current = rows_NT.scatter(found.logp)
+                mask = rows_NT.of(batch.mask)
+                old = rows_NT.of(batch.old_logprobs)
+                factor = None
+                if correction is not None:
+                    trainer = current.detach() if trainer_old is None else rows_NT.of(trainer_old)
+                    factor = mismatch_correction(trainer, old, mask, correction.mode, correction.cap)
+                    old = trainer
+                terms = policy_loss(
+                    current,
+                    old,
+                    rows_NT.of(batch.advantages),
+                    mask,
+                    rows_NT.of(weights.astype(np.float32)),
+                    objective,
+                    ref=None if reference is None else rows_NT.of(reference),
+                    kl=None if found.exact_kl is None else rows_NT.scatter(found.exact_kl),
+                    entropy=None if found.entropy is None else rows_NT.scatter(found.entropy),
+                    correction=factor,
+                )
+                terms.loss.backward()  # type: ignore[no-untyped-call]
+                parts.append({name: float(value) for name, value in terms.metrics.items()})
+                pack.put(found.logp.detach().float().cpu().numpy(), logp)
+                pack.put(np.ones(pack.num_targets, np.bool_), scored)
+            return Gradients(add_metrics_float(parts), logp, scored)
+
+        return self._within_memory(run)
+
+    def optim_step(self, learning_rate: float) -> float:
+        """Clip the gradient, take one AdamW step, drop the gradient.
+
+        Args:
+            learning_rate: of this step; groups with a rate of their own keep their ratio to it.
+
+        Returns:
+            The gradient's norm before clipping. When it is not finite, no step is taken.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        limit = self.max_grad_norm if self.max_grad_norm > 0 else float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit)) if parameters else 0.0
+        if parameters and np.isfinite(norm):
+            for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = base * learning_rate / self._base_rate
+            self.optimizer.step()
+            self.steps += 1
+            self.policy.reference.after_step(self.steps)
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    # ------------------------------------------------------------------ parts
+
+    def _packs(self, episodes: Sequence[Episode], rows: NDArray[np.int64]) -> Iterator[Pack]:
+        return iter(pack_episodes(episodes, rows.tolist(), self.tokens_per_micro_batch))
+
+    def _score(
+        self,
+        pack: Pack,
+        episodes: Sequence[Episode],
+        temperature: float,
+        *,
+        reference: bool = False,
+        entropy: bool = False,
+        entropy_grad: bool = False,
+        exact_kl: ExactKL | None = None,
+    ) -> TokenScores:
+        return self.policy.score(
+            pack,
+            temperature=temperature,
+            reference=reference,
+            entropy=entropy,
+            entropy_grad=entropy_grad,
+            supports=pack.support(episodes),
+            exact_kl=exact_kl,
+        )
+
+    def _within_memory(self, run: Callable[[], Kept]) -> Kept:
+        """Run; on out-of-memory halve the token budget and run again from the start."""
+        while True:
+            try:
+                return run()
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                if self.tokens_per_micro_batch <= 64:
+                    raise ModelError(
+                        f"tokens_per_micro_batch={self.tokens_per_micro_batch}: memory runs out even so; use a smaller "
+                        "model or shorter completions, or set model.gradient_checkpointing to true"
+                    ) from error
+                reason = str(error).splitlines()[0]
+            # Outside the except block, so that the traceback no longer holds the failed pass's tensors.
+            self.optimizer.zero_grad(set_to_none=True)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.tokens_per_micro_batch //= 2
+            log.warning(
+                "out of memory (%s): the step is computed again with tokens_per_micro_batch=%d; its loss is the same",
+                reason,
+                self.tokens_per_micro_batch,
+            )
+
+
+class _RowView:
+    """Moves between a pack's `[S]` values, its `[n, T]` rows and the batch's `[N, T]` arrays."""
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        self._rows = pack.rows
+        self._width = int(pack.column.max()) + 1
+        self._device = device
+        flat = pack.row * self._width + pack.column
+        self._index = torch.from_numpy(flat).to(device)
+
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """`[S]` -> `[n, T]`, differentiable; 0 where the row has no token."""
+        empty = values.new_zeros(len(self._rows) * self._width)
+        return empty.index_copy(0, self._index, values).view(len(self._rows), self._width)
+
+    def of(self, values_NT: NDArray[np.generic]) -> torch.Tensor:
+        """The pack's rows of a batch array, as a tensor `[n, T]`."""
+        return torch.from_numpy(np.ascontiguousarray(values_NT[self._rows, : self._width])).to(self._device)
+
+
+def add_metrics_float(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`covey.algorithms.add_metrics` over plain numbers."""
+    return {name: float(value) for name, value in add_metrics([_arrays(part) for part in parts]).items()}
+
+
+def _arrays(part: Mapping[str, float]) -> dict[str, NDArray[np.float64]]:
+    return {name: np.asarray(value, np.float64) for name, value in part.items()}
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return "out of memory" in text or "can't allocate memory" in text or "not enough memory" in text

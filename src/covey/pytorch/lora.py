@@ -1,0 +1,286 @@
+"""LoRA adapters through PEFT: attach, save, load, switch off; and a leaner linear layer for training them.
+
+Adapters are PEFT's in every respect (names, config, files), so anything that reads PEFT adapters reads ours. Only the
+forward of plain LoRA linear layers is replaced, because PEFT's makes avoidable copies:
+
+    PEFT     out = base(x) + B(A(x)) * scaling        three [M, out] buffers; with a bfloat16 base and float32 adapters a
+                                                     float32 copy of x is kept for each layer
+    here     out = base(x); out += scaling * (x A') B'     in place; small A and B are cast instead of the large x
+
+Files are read as safetensors only: a pickled adapter would run code.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.lora.layer import Linear as PeftLoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from covey.errors import ModelError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_BASE_PREFIX = "base_model.model."
+
+
+class _LoraFunction(torch.autograd.Function):
+    """`x W' + b + scaling (x A') B'` with a frozen base; x `[M, in]`, A `[r, in]`, B `[out, r]` -> `[M, out]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
+        low = x @ a_cast.T
+        ctx.save_for_backward(x, weight, a_cast, b_cast, low)
+        ctx.scaling, ctx.dtypes = scaling, (a.dtype, b.dtype)
+        return F.linear(x, weight, bias).addmm_(low, b_cast.T, alpha=scaling)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None, None]:
+        x, weight, a, b, low = ctx.saved_tensors
+        grad_low = (grad @ b).mul_(ctx.scaling)  # [M, r]
+        grad_x = grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_low, a)
+        if ctx.needs_input_grad[3]:
+            grad_a = (grad_low.T @ x).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[4]:
+            grad_b = (grad.T @ low).mul_(ctx.scaling).to(ctx.dtypes[1])
+        return grad_x, None, None, grad_a, grad_b, None
+
+
+class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
+    """PEFT's LoRA linear layer with a leaner forward where one plain adapter is active, else PEFT's own."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        name = self._plain_adapter(x)
+        if name is None or args or kwargs:
+            out: Tensor = super().forward(x, *args, **kwargs)
+            return out
+        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        flat = x.reshape(-1, x.shape[-1])
+        base = self.base_layer
+        lean: Tensor = _LoraFunction.apply(flat, base.weight, base.bias, a, b, self.scaling[name])  # type: ignore[no-untyped-call]
+        return lean.view(*x.shape[:-1], lean.shape[-1])
+
+    def _plain_adapter(self, x: Tensor) -> str | None:
+        """The one active adapter, if this layer is exactly `base + scaling * B A`; None otherwise."""
+        names = self.active_adapters
+        if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
+            return None
+        name: str = names[0]
+        base, dropout = self.base_layer, self.lora_dropout[name]
+        plain = (
+            type(base) is nn.Linear
+            and not base.weight.requires_grad
+            and base.weight.dtype == x.dtype
+            and name not in self.lora_variant
+            and not self.lora_bias[name]
+            and (not dropout.training or isinstance(dropout, nn.Identity))
+            and not torch.is_autocast_enabled(x.device.type)
+        )
+        return name if plain else None
+
+
+def attach_lora(
+    model: nn.Module,
+    *,
+    r: int = 16,
+    alpha: int = 32,
+    dropout: float = 0.0,
+    target_modules: str | Sequence[str] = "all-linear",
+    config: LoraConfig | None = None,
+    seed: int = 0,
+) -> PeftModel:
+    """Put a fresh LoRA adapter on a model; its weights are frozen. A PEFT model keeps the adapter that it has.
+
+    Args:
+        model: a causal LM, changed in place, or a `PeftModel`.
+        r: rank.
+        alpha: the adapter is scaled by `alpha / r`.
+        dropout: on the adapter's input, in training mode only.
+        target_modules: "all-linear" (every linear layer but the output head), or names of modules.
+        config: a PEFT config that replaces all of the above.
+        seed: of the adapter's random half; equal seeds give equal adapters, whatever was drawn before.
+
+    Raises:
+        ModelError: no module has the names given, or PEFT refuses the config.
+    """
+    if isinstance(model, PeftModel):
+        return _lean(model)
+    if config is None:
+        targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+        config = LoraConfig(
+            r=r,
+            lora_alpha=alpha,
+            lora_dropout=dropout,
+            target_modules=targets,
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # e.g. that Conv1D layers need fan_in_fan_out, which PEFT then sets
+        torch.manual_seed(seed)
+        try:
+            return _lean(get_peft_model(model, config))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ModelError(
+                f"model.lora_target_modules={config.target_modules!r}: PEFT cannot attach the adapter ({error}); "
+                "use all-linear or names of linear layers of this model"
+            ) from error
+
+
+def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
+    """Put a saved PEFT adapter on a model, trainable. Nothing is changed unless it fits.
+
+    Raises:
+        ModelError: it cannot be read, or belongs to a model of other shapes.
+    """
+    config, weights = _read(path)
+    problem = _misfit(model, weights)
+    if problem:
+        raise ModelError(
+            f"{path}: is an adapter for another model ({problem}); give the adapter's own base model"
+        )
+    config.inference_mode = False
+    peft_model = attach_lora(model, config=config)
+    _fill(peft_model, weights, path)
+    return peft_model
+
+
+def load_adapter(model: PeftModel, path: str | Path) -> None:
+    """Replace the weights of the attached adapter by saved ones. Nothing is changed unless all of them fit.
+
+    Raises:
+        ModelError: they cannot be read, or the saved adapter has other modules, shapes or scaling.
+    """
+    config, weights = _read(path)
+    own = _config(model)
+    for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+        mine, theirs = getattr(own, field, None), getattr(config, field, None)
+        if mine != theirs:
+            raise ModelError(
+                f"{path}: its {field} is {theirs}, the attached adapter has {mine}; attach it afresh"
+            )
+    _fill(model, weights, path)
+
+
+def save_adapter(model: PeftModel, path: str | Path) -> None:
+    """Write the adapter into folder `path` as PEFT does: `adapter_config.json`, `adapter_model.safetensors`."""
+    # "auto" would ask the hub whether the vocabulary was resized.
+    model.save_pretrained(str(path), save_embedding_layers=False)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The base model's own weights inside the block. Does not touch `requires_grad`, unlike PEFT's own switch."""
+    layers = [
+        module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
+    ]
+    before = [layer._disable_adapters for layer in layers]
+    try:
+        for layer in layers:
+            layer._disable_adapters = True
+        yield
+    finally:
+        for layer, state in zip(layers, before, strict=True):
+            layer._disable_adapters = state
+
+
+def _lean(model: PeftModel) -> PeftModel:
+    # Changing the class, not the method, keeps layers copyable; the attributes are the same.
+    for module in model.modules():
+        if type(module) is PeftLoraLinear:
+            module.__class__ = LeanLoraLinear
+    return model
+
+
+def _config(model: PeftModel) -> PeftConfig:
+    return model.peft_config[model.active_adapter]
+
+
+def _read(path: str | Path) -> tuple[PeftConfig, dict[str, Tensor]]:
+    folder = Path(path)
+    if not (folder / CONFIG_FILE).is_file():
+        raise ModelError(f"{path}: holds no {CONFIG_FILE}; give the folder of a saved PEFT adapter")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ModelError(
+            f"{path}: holds no {WEIGHTS_FILE} (pickled .bin adapters are not read); save it with safetensors"
+        )
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+        weights = load_file(folder / WEIGHTS_FILE)
+    except (
+        SafetensorError,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ) as error:
+        raise ModelError(f"{path}: the adapter is damaged ({error}); save or fetch it again") from error
+    return config, weights
+
+
+def _misfit(model: nn.Module, weights: dict[str, Tensor]) -> str:
+    """Why adapter weights do not fit a bare model, or ""."""
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    for key, value in weights.items():
+        name = key.removeprefix(_BASE_PREFIX)
+        if ".lora_" not in name:
+            if name not in parameters:
+                return f"the model has no {name}"
+            if parameters[name].shape != value.shape:
+                return f"{name} is {list(value.shape)}, the model's is {list(parameters[name].shape)}"
+            continue
+        module_name, _, part = name.partition(".lora_")
+        module = modules.get(module_name)
+        if module is None:
+            return f"the model has no {module_name}"
+        weight = getattr(module, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not part.startswith(("A.", "B.")):
+            continue
+        is_transposed = not isinstance(module, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
+        outputs, inputs = reversed(weight.shape) if is_transposed else weight.shape
+        expected, got = (inputs, value.shape[1]) if part.startswith("A.") else (outputs, value.shape[0])
+        if part.endswith("weight") and expected != got:
+            side = "inputs" if part.startswith("A.") else "outputs"
+            return f"{module_name} has {expected} {side}, the adapter's {got}"
+    return ""
+
+
+def _fill(model: PeftModel, weights: dict[str, Tensor], path: str | Path) -> None:
+    own = get_peft_model_state_dict(model, save_embedding_layers=False)
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    if missing or unexpected:
+        which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
+        raise ModelError(
+            f"{path}: does not fit the attached adapter (it {which}; {len(missing)} keys missing, "
+            f"{len(unexpected)} unexpected); use the target modules that it was trained with"
+        )
+    for key, value in own.items():
+        if value.shape != weights[key].shape:
+            raise ModelError(
+                f"{path}: {key} is {list(weights[key].shape)}, the model's is {list(value.shape)}; "
+                "the adapter belongs to another model or rank"
+            )
+    set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)

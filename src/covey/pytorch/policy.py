@@ -1,0 +1,435 @@
+"""The policy: a causal LM with its trainable weights, its reference, and the scoring of packs.
+
+Scoring runs the transformer without its output head, picks the hidden states that predict sampled tokens, and turns only
+those into log-probabilities. A pack's prompts are computed once where the model's attention allows it
+(`prefix_attention`); whether it does is found out by a probe that compares a small pack with the model's own logits.
+Models that fail it are scored sequence by sequence in one padded batch, with the same result.
+
+Dropout stays off unless LoRA dropout was asked for: the log-probabilities of a policy that samples without dropout are
+those without dropout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from covey.errors import ModelError
+from covey.pytorch.heads import causal_lm, output_head, transformer
+from covey.pytorch.loading import LoadedModel, load_model
+from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
+from covey.pytorch.lora import attach_adapter, attach_lora, load_adapter, save_adapter
+from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
+from covey.pytorch.probe import check_scores, find_obstacle
+from covey.pytorch.reference import Reference, ReferenceUpdate, check_fits
+from covey.rollout.packing import Pack
+from covey.types import Support
+
+logger = logging.getLogger("covey.pytorch")
+
+
+class Policy:
+    """A model that is being trained, as the learner sees it.
+
+    Attributes:
+        model: the transformers model, or the `PeftModel` around it.
+        tokenizer: its tokenizer.
+        eos_token_ids: ids that end a completion.
+        source: where the model came from.
+        reference: see `Reference`.
+        prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        prefix_sharing: bool = True,
+        gradient_checkpointing: bool = False,
+        reference_update: ReferenceUpdate = "none",
+        reference_update_steps: int = 1,
+        reference_ema_decay: float = 0.99,
+        reference_from_current: bool = False,
+    ) -> None:
+        """Take a loaded model whose `requires_grad` flags say what is trained.
+
+        Args:
+            loaded: the model, adapters attached if there are any.
+            prefix_sharing: compute shared prompts once, if the model allows it.
+            gradient_checkpointing: keep only each layer's input and recompute the rest in the backward pass.
+            reference_update: rule of `Reference`.
+            reference_update_steps: steps between updates of the reference.
+            reference_ema_decay: weight of the old reference in an "ema" update.
+            reference_from_current: with LoRA: hold on to the present adapter, not to the base model.
+
+        Raises:
+            ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its parts.
+        """
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.eos_token_ids, self.source = loaded.eos_token_ids, loaded.source
+        self._lm = causal_lm(self.model)
+        self._transformer = transformer(self._lm)
+        if not self.trainable_parameters():
+            raise ModelError(
+                f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model"
+            )
+        _switch_dropout_off(self.model)
+        self.eval()
+        check_scores(self.source, self._lm, self._probe_padded)
+        self.prefix_sharing_obstacle: str | None = "model.prefix_sharing is off"
+        if prefix_sharing:
+            self.prefix_sharing_obstacle = find_obstacle(self._lm, self._probe_packed)
+            if self.prefix_sharing_obstacle is not None:
+                logger.warning(
+                    "%s: prompts are not shared when scoring, which is slower: %s",
+                    self.source,
+                    self.prefix_sharing_obstacle,
+                )
+        if gradient_checkpointing:
+            self._checkpoint_layers()
+        self.reference = Reference(
+            self.model,
+            update=reference_update,
+            every=reference_update_steps,
+            ema_decay=reference_ema_decay,
+            from_current=reference_from_current,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | nn.Module,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        use_peft: bool = True,
+        lora_r: int = 16,
+        lora_alpha: int = 32,
+        lora_dropout: float = 0.0,
+        lora_target_modules: str | Sequence[str] = "all-linear",
+        lora_config: LoraConfig | None = None,
+        adapter: str | Path | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Policy:
+        """Load a model, attach what is to be trained, and make a policy of it. The names are the config's.
+
+        Args:
+            model: see `load_model`.
+            tokenizer: see `load_model`.
+            dtype: see `load_model`.
+            device: see `load_model`.
+            trust_remote_code: see `load_model`.
+            use_peft: train a LoRA adapter; False trains all weights.
+            lora_r: rank.
+            lora_alpha: scaling is `lora_alpha / lora_r`.
+            lora_dropout: on the adapter's input while training.
+            lora_target_modules: "all-linear" or module names.
+            lora_config: a PEFT config that replaces the four above.
+            adapter: folder of a PEFT adapter to start from; the reference then holds on to it.
+            seed: of a fresh adapter.
+            options: passed on to `Policy`.
+
+        Raises:
+            ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `Policy`.
+        """
+        loaded = load_model(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        trained = loaded.model
+        if adapter is not None:
+            if isinstance(trained, PeftModel):
+                load_adapter(trained, adapter)
+            else:
+                trained = attach_adapter(trained, adapter)
+        elif use_peft and not isinstance(trained, PeftModel):
+            trained = attach_lora(
+                trained,
+                r=lora_r,
+                alpha=lora_alpha,
+                dropout=lora_dropout,
+                target_modules=lora_target_modules,
+                config=lora_config,
+                seed=seed,
+            )
+        elif isinstance(trained, PeftModel):
+            trained = attach_lora(trained)
+        # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
+        from_current = adapter is not None or isinstance(loaded.model, PeftModel)
+        ready = LoadedModel(trained, loaded.tokenizer, loaded.source, loaded.eos_token_ids)
+        return cls(ready, **{"reference_from_current": from_current, **options})
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._lm.device
+
+    @property
+    def uses_peft(self) -> bool:
+        """True when an adapter is trained, False when the model itself is."""
+        return isinstance(self.model, PeftModel)
+
+    def score(
+        self,
+        pack: Pack,
+        *,
+        temperature: float = 1.0,
+        reference: bool = False,
+        entropy: bool = False,
+        entropy_grad: bool = False,
+        supports: Support | None = None,
+        exact_kl: ExactKL | None = None,
+    ) -> TokenScores:
+        """Score the S sampled tokens of a pack, in its order, under the sampling distribution.
+
+        Args:
+            pack: one micro-batch.
+            temperature: that the tokens were sampled at.
+            reference: score under the reference policy, without gradients.
+            entropy: return entropies too.
+            entropy_grad: make them differentiable.
+            supports: kept ids of each target (`pack.support(episodes)`).
+            exact_kl: return the exact divergence from the reference too; runs the reference once.
+
+        Returns:
+            Differentiable scores `[S]`; under `torch.no_grad()` nothing is kept for a backward pass.
+        """
+        if reference:
+            with self.reference.active():
+                return self._score(pack, temperature, entropy, False, supports, None)
+        compared = None
+        if exact_kl is not None:
+            with self.reference.active():
+                compared = ReferenceDistribution(
+                    self._hidden(pack).detach(),
+                    self._reference_logits(output_head(self._lm).frozen()),
+                    exact_kl,
+                )
+        return self._score(pack, temperature, entropy, entropy_grad, supports, compared)
+
+    def _score(
+        self,
+        pack: Pack,
+        temperature: float,
+        entropy: bool,
+        entropy_grad: bool,
+        supports: Support | None,
+        compared: ReferenceDistribution | None,
+    ) -> TokenScores:
+        return score_tokens(
+            self._hidden(pack),
+            torch.from_numpy(pack.targets).to(self.device),
+            output_head(self._lm),
+            temperature=temperature,
+            entropy=entropy,
+            entropy_grad=entropy_grad,
+            support=supports,
+            reference=compared,
+        )
+
+    def _reference_logits(self, head: Head) -> Any:
+        if head.weight is not None:
+            return head.logits  # bound to the reference's weights as they are now
+
+        def logits(hidden: Tensor) -> Tensor:
+            with self.reference.active():
+                return head.logits(hidden)
+
+        return logits
+
+    def _hidden(self, pack: Pack) -> Tensor:
+        """`[S, d]` the hidden states that predict the pack's targets."""
+        return (
+            self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)
+        )
+
+    def _hidden_packed(self, pack: Pack, layout: PrefixLayout | None = None) -> Tensor:
+        device = self.device
+        out = self._transformer(
+            input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
+            position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
+            # transformers takes a 4-dimensional mask as prepared and builds none; packed attention does not read it.
+            attention_mask=torch.zeros(1, 1, 1, 1, device=device, dtype=self._lm.dtype),
+            use_cache=False,
+            **{LAYOUT_ARGUMENT: layout or PrefixLayout.from_blocks(pack.blocks, device)},
+        )
+        return _pick(out[0][0], torch.from_numpy(pack.score_at).to(device))
+
+    def _hidden_padded(self, pack: Pack) -> Tensor:
+        sequences = _sequences(pack)
+        longest = max((len(sequence) for sequence in sequences), default=1)
+        pad = cast(int, self.tokenizer.pad_token_id)
+        tokens = np.full((len(sequences), longest), pad, dtype=np.int64)
+        mask = np.zeros((len(sequences), longest), dtype=np.int64)
+        for n, sequence in enumerate(sequences):
+            tokens[n, : len(sequence)] = sequence
+            mask[n, : len(sequence)] = 1
+        device = self.device
+        out = self._transformer(
+            input_ids=torch.from_numpy(tokens).to(device),
+            attention_mask=torch.from_numpy(mask).to(device),
+            position_ids=torch.arange(longest, device=device).expand(len(sequences), -1),
+            use_cache=False,
+        )
+        at = pack.row * longest + pack.position_ids[pack.score_at]
+        return _pick(out[0].flatten(0, 1), torch.from_numpy(at).to(device))
+
+    def _probe_packed(self, pack: Pack, layout: PrefixLayout) -> Tensor:
+        return self._probe(pack, self._hidden_packed(pack, layout))
+
+    def _probe_padded(self, pack: Pack) -> Tensor:
+        return self._probe(pack, self._hidden_padded(pack))
+
+    def _probe(self, pack: Pack, hidden: Tensor) -> Tensor:
+        return score_tokens(
+            hidden, torch.from_numpy(pack.targets).to(self.device), output_head(self._lm)
+        ).logp
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Every parameter that is trained, in the model's order."""
+        return [parameter for _, parameter in self.named_trainable_parameters()]
+
+    def named_trainable_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with names; tied weights appear once."""
+        return ((name, p) for name, p in self.model.named_parameters() if p.requires_grad)
+
+    def parameter_groups(
+        self, learning_rate: float, embedding_lr: float | None = None, weight_decay: float = 0.0
+    ) -> list[dict[str, Any]]:
+        """Groups for a PyTorch optimizer.
+
+        Args:
+            learning_rate: of everything else.
+            embedding_lr: of trained input and output embeddings; None = `learning_rate`.
+            weight_decay: of matrices; norms and biases (one-dimensional parameters) get none.
+
+        Returns:
+            Up to four groups with "params", "lr", "weight_decay" and "name" (also in torch's checkpoints).
+        """
+        embeddings = {
+            id(parameter)
+            for module in (self._lm.get_input_embeddings(), self._lm.get_output_embeddings())
+            if module is not None
+            for parameter in module.parameters()
+        }
+        groups: dict[str, dict[str, Any]] = {}
+        for _, parameter in self.named_trainable_parameters():
+            embedding, flat = id(parameter) in embeddings, parameter.dim() < 2
+            name = ("embeddings" if embedding else "weights") + ("_without_decay" if flat else "")
+            rate = embedding_lr if embedding and embedding_lr is not None else learning_rate
+            group = groups.setdefault(
+                name, {"params": [], "lr": rate, "weight_decay": 0.0 if flat else weight_decay, "name": name}
+            )
+            group["params"].append(parameter)
+        return list(groups.values())
+
+    def train(self) -> None:
+        """Switch LoRA dropout on, if the adapter has any; the rest of the model stays as it is for sampling."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Dropout) and ".lora_dropout." in name:
+                module.training = True
+
+    def eval(self) -> None:
+        """Switch every dropout off."""
+        checkpointed = [
+            m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer) and m.training
+        ]
+        self.model.eval()
+        for layer in checkpointed:
+            layer.training = True  # of the layer alone: transformers checkpoints only layers in training mode
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """The model without gradient checkpointing, for anything that wants a key-value cache."""
+        checkpointed = [
+            m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer) and m.training
+        ]
+        try:
+            for layer in checkpointed:
+                layer.training = False
+            yield self.model
+        finally:
+            for layer in checkpointed:
+                layer.training = True
+
+    def _checkpoint_layers(self) -> None:
+        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers or not self._lm.supports_gradient_checkpointing:
+            raise ModelError(
+                f"{self.source}: {type(self._lm).__name__} does not support gradient checkpointing; "
+                "set model.gradient_checkpointing=false"
+            )
+        self._lm.activation_checkpointing_enable({"use_reentrant": False})
+        # Only reentrant checkpoints need inputs that require gradients; here they would cost a backward pass through
+        # the first layer's input.
+        self._lm.disable_input_require_grads()
+        for layer in layers:
+            layer.training = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the trained tensors by name."""
+        return {name: p.detach().clone() for name, p in self.named_trainable_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ModelError: names or shapes differ; nothing was changed.
+        """
+        own = dict(self.named_trainable_parameters())
+        check_fits(own, state, f"{self.source}: the saved policy")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state[name])
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the adapter in PEFT's format, or the whole model in transformers', with the tokenizer."""
+        if isinstance(self.model, PeftModel):
+            save_adapter(self.model, path)
+        else:
+            self._lm.save_pretrained(str(path))
+        self.tokenizer.save_pretrained(str(path))
+
+
+def _pick(hidden: Tensor, index: Tensor) -> Tensor:
+    """Rows of hidden `[M, d]`; several tokens may share one row (a prompt's last token predicts G first tokens)."""
+    return hidden.index_select(0, index)
+
+
+def _sequences(pack: Pack) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
+    """Each row of a pack as the plain model would get it: prefix and suffix."""
+    sequences = []
+    for block in pack.blocks:
+        prefix = pack.token_ids[block.start : block.start + block.prefix_len]
+        start = block.start + block.prefix_len
+        for length in block.suffix_lens:
+            sequences.append(np.concatenate([prefix, pack.token_ids[start : start + length]]))
+            start += length
+    return sequences
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """Set every dropout but LoRA's to 0, since checkpointed layers run in training mode."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:
+            module.p = 0.0
+        elif isinstance(module, GradientCheckpointingLayer):
+            for attribute in (
+                "dropout",
+                "hidden_dropout",
+                "activation_dropout",
+                "attention_dropout",
+                "resid_dropout",
+            ):
+                if isinstance(getattr(module, attribute, None), float):
+                    setattr(module, attribute, 0.0)

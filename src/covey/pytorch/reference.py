@@ -1,0 +1,153 @@
+"""The reference policy, without a second model in memory.
+
+Three states, told apart by the snapshot:
+
+    LoRA, no snapshot       the base model: the same network with its adapters off. Costs nothing
+    LoRA, with snapshot     an earlier adapter; its tensors take the place of the current ones for a moment
+    full fine-tuning        a frozen copy of the trained weights, used in the same way
+
+Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a graph that
+was built before and is walked backward after sees its own tensors.
+
+The exponential moving average is over the trainable tensors. For LoRA that is over A and B separately, whose product is
+not the average of the products; with the usual decays of 0.9 and more the difference is small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from covey.errors import ConfigError, ModelError
+from covey.pytorch.lora import adapters_off
+
+ReferenceUpdate = Literal["none", "copy", "ema"]
+
+
+class Reference:
+    """The policy that the KL term holds on to, with its updates.
+
+    Example:
+        >>> with reference.active():
+        ...     hidden = model(input_ids)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        update: ReferenceUpdate = "none",
+        every: int = 1,
+        ema_decay: float = 0.99,
+        from_current: bool = False,
+    ) -> None:
+        """Make a reference that equals the policy as it is now.
+
+        Args:
+            model: the policy's model.
+            update: "none", "copy" (take the current weights) or "ema" (move towards them).
+            every: update after every so many optimiser steps.
+            ema_decay: weight of the old reference in each "ema" update.
+            from_current: LoRA only: keep a snapshot of the current adapter instead of switching adapters off. Needed
+                where training starts from an adapter that is not zero.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        if update not in ("none", "copy", "ema"):
+            raise ConfigError(f"algorithm.reference_update={update!r}: is no rule; use none, copy or ema")
+        if every < 1:
+            raise ConfigError(f"algorithm.reference_update_steps={every}: must be 1 or more")
+        if not 0.0 <= ema_decay < 1.0:
+            raise ConfigError(f"algorithm.reference_ema_decay={ema_decay}: must be at least 0 and below 1")
+        self._model = model
+        self._update, self._every, self._ema_decay = update, every, ema_decay
+        self._snapshot: dict[str, Tensor] = {}
+        if not isinstance(model, PeftModel) or from_current or update == "ema":
+            self.copy_current()
+
+    @property
+    def is_base_model(self) -> bool:
+        """True while the reference is the base model with its adapters off."""
+        return not self._snapshot
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the block the model computes with the reference's weights, without gradients."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.is_base_model:
+                stack.enter_context(adapters_off(self._model))
+            else:
+                stack.enter_context(self._exchanged())
+            yield
+
+    @contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        current = [(parameter, parameter.data) for parameter in self._trainable().values()]
+        try:
+            for name, parameter in self._trainable().items():
+                parameter.data = self._snapshot[name]
+            yield
+        finally:
+            for parameter, data in current:
+                parameter.data = data
+
+    def after_step(self, step: int) -> bool:
+        """Update by the rule, after optimiser step number `step` (1 is the first). Returns whether it changed."""
+        if self._update == "none" or step % self._every:
+            return False
+        if self._update == "copy":
+            self.copy_current()
+        else:
+            for name, parameter in self._trainable().items():
+                self._snapshot[name].lerp_(parameter.detach(), 1.0 - self._ema_decay)
+        return True
+
+    def copy_current(self) -> None:
+        """Make the reference equal to the policy as it is now."""
+        self._snapshot = {name: p.detach().clone() for name, p in self._trainable().items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The snapshot, empty for the base model: all that a resumed run needs."""
+        return {name: value.clone() for name, value in self._snapshot.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ModelError: the tensors are not those of this model's trainable parameters; nothing was changed.
+        """
+        own = self._trainable()
+        if not state and isinstance(self._model, PeftModel):
+            self._snapshot = {}
+            return
+        check_fits(own, state, "the saved reference")
+        self._snapshot = {
+            name: state[name].to(device=p.device, dtype=p.dtype, copy=True) for name, p in own.items()
+        }
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+
+
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
+    """Raise `ModelError` unless `saved` has the names and shapes of `own`."""
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if missing or unexpected:
+        which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
+        raise ModelError(
+            f"{what}: belongs to another model (it {which}; {len(missing)} tensors missing, {len(unexpected)} "
+            "unexpected); use the model and adapter settings that it was saved with"
+        )
+    for name, value in own.items():
+        if value.shape != saved[name].shape:
+            raise ModelError(
+                f"{what}: {name} is {list(saved[name].shape)}, the model's is {list(value.shape)}; use the model and "
+                "adapter settings that it was saved with"
+            )

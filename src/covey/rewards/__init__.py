@@ -1,0 +1,35 @@
+"""Rewards that can be verified: what a completion is worth."""
+
+from covey.rewards.extract import (
+    boxed_content,
+    completion_text,
+    final_number,
+    last_number,
+    parse_number,
+    prompt_text,
+)
+from covey.rewards.text import exact_match, format_reward, numeric_match
+from covey.rewards.verifier import (
+    RewardFunction,
+    SupportsBatchVerify,
+    Verifier,
+    reward_name,
+    verifier_from_reward,
+)
+
+__all__ = [
+    "RewardFunction",
+    "SupportsBatchVerify",
+    "Verifier",
+    "boxed_content",
+    "completion_text",
+    "exact_match",
+    "final_number",
+    "format_reward",
+    "last_number",
+    "numeric_match",
+    "parse_number",
+    "prompt_text",
+    "reward_name",
+    "verifier_from_reward",
+]

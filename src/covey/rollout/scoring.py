@@ -1,0 +1,373 @@
+"""Call reward functions on completions: numbers come out, or an error that names the culprit.
+
+Functions have TRL's signature, `f(prompts, completions, **dataset_columns) -> list[float | None]`, sync or
+async, or are verifiers (`batch_verify`). Synchronous functions run one after the other in the order given,
+asynchronous ones concurrently after them; results are read in that order too, so they do not depend on what
+finishes first.
+
+Limits: a time-out abandons the thread that a hung function runs in (a daemon: the process can still exit), it
+cannot end it. C code that holds the interpreter lock, such as a regular expression that backtracks for ever,
+cannot be timed out at all. Untrusted *code* in completions is not what this file protects from.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards.verifier import RewardFunction, as_pairs, reward_name
+from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, is_async
+from covey.rollout.returned import as_list, describe_error, read_rewards, shorten
+from covey.types import Episode, Message, Prompt
+
+_log = logging.getLogger(__name__)
+
+RewardLike = Any
+"""A reward function or an object with `batch_verify`."""
+
+_NO_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "completion_ids"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RewardSpec:
+    """One reward with its weight.
+
+    Attributes:
+        function: called with `prompts=`, `completions=` and what else it accepts.
+        name: unique key of its rewards in logs and in `Group.reward_parts`.
+        weight: factor in the total.
+        accepts: names of the arguments that it takes, None if it takes any (`**kwargs`).
+        required: names of the arguments without a default, `required_columns` of Covey's own rewards
+            included.
+        positional: names of arguments that can only be passed by position, in order.
+    """
+
+    function: RewardFunction
+    name: str
+    weight: float
+    accepts: frozenset[str] | None
+    required: tuple[str, ...]
+    positional: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logged:
+    """What reward functions reported through `log_metric` and `log_extra` since it was last taken.
+
+    Attributes:
+        metrics: name -> mean of the reported values.
+        columns: name -> values, in the order reported.
+    """
+
+    metrics: dict[str, float]
+    columns: dict[str, list[Any]]
+
+
+class Scorer:
+    """Scores episodes with one or several weighted reward functions.
+
+    Args:
+        reward_funcs: one reward or several: functions with TRL's signature, sync or async, or verifiers.
+        weights: one for each reward; default 1.0 each.
+        timeout: seconds that one call of one function may take. None waits for ever and calls synchronous
+            functions in the caller's thread, which those that use signals need.
+
+    Attributes:
+        specs: the rewards with their unique names and weights.
+        trainer_state: passed on to functions that take `trainer_state`; the trainer sets it.
+
+    Raises:
+        ConfigError: no reward, something that cannot be called, or weights that do not fit.
+    """
+
+    def __init__(
+        self,
+        reward_funcs: RewardLike | Sequence[RewardLike],
+        weights: Sequence[float] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        functions = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+        if not functions:
+            raise ConfigError("reward_funcs=[]: nothing to learn from; pass at least one reward function")
+        if weights is None:
+            weights = [1.0] * len(functions)
+        if len(weights) != len(functions):
+            raise ConfigError(
+                f"reward_weights={list(weights)}: {len(weights)} weights for {len(functions)} reward "
+                "functions; give one weight for each function, in the same order"
+            )
+        for weight in weights:
+            if not math.isfinite(weight):
+                raise ConfigError(f"reward_weights={list(weights)}: {weight} is not a finite number; use one")
+        if timeout is not None and not timeout > 0:
+            raise ConfigError(
+                f"reward_timeout={timeout}: must be above 0 seconds; leave it out to wait for ever"
+            )
+        names = _unique_names([reward_name(function) for function in functions])
+        self.specs: tuple[RewardSpec, ...] = tuple(
+            _describe(function, name, float(weight))
+            for function, name, weight in zip(functions, names, weights, strict=True)
+        )
+        self.timeout = timeout
+        self.trainer_state: Any = None
+        self._runner = AsyncRunner()
+        self._warned = False
+        self._columns: dict[str, None] = {}  # an ordered set
+        self._metrics: dict[str, list[float]] = {}
+        self._extras: dict[str, list[Any]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Unique names of the reward functions, in order."""
+        return tuple(spec.name for spec in self.specs)
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """`[F]` weights in the order of `names`."""
+        return np.array([spec.weight for spec in self.specs], dtype=np.float64)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Make sure before training that every argument that a function requires exists.
+
+        Columns named here are passed to functions from now on, as None where a row lacks them.
+
+        Args:
+            columns: names of the dataset columns besides the prompt; where rows differ, of all of them.
+
+        Raises:
+            ConfigError: a function requires an argument that is neither a column nor one that Covey passes.
+        """
+        self._columns |= dict.fromkeys(name for name in columns if name not in _NO_COLUMNS)
+        present = self._columns
+        for spec in self.specs:
+            for name in spec.required:
+                if name not in present and name not in _PROVIDED:
+                    raise ConfigError(
+                        f"reward function {spec.name!r} needs the argument {name!r}, which is no column of "
+                        f"the dataset (columns: {', '.join(sorted(present)) or 'none'}); rename one of the "
+                        "two, or give the argument a default value"
+                    )
+
+    def score(
+        self, prompts: Sequence[Prompt], episodes: Sequence[Episode]
+    ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
+        """Score N episodes, each with the prompt it belongs to.
+
+        Functions see `episode.text`: for a conversational prompt as `[{"role": "assistant", "content":
+        text}]`, for a plain one as a string; every dataset column as a list of N (None where a row lacks it);
+        `completion_ids` (the sampled token ids), `trainer_state`, `log_metric` and `log_extra` as in TRL. A
+        function without `**kwargs` gets only what it names. Lists and messages are fresh for each function;
+        column values are shared.
+
+        Args:
+            prompts: N prompts, repeated within a group.
+            episodes: N episodes.
+
+        Returns:
+            `[N]` float64 weighted sums over the functions that scored the sample (NaN where none did), and
+            for each function's name its unweighted `[N]` rewards (NaN for None).
+
+        Raises:
+            RewardError: a function raised, took longer than `timeout`, or returned something that is no
+                reward.
+            ConfigError: a function requires an argument that does not exist.
+        """
+        if len(prompts) != len(episodes):
+            raise ValueError(
+                f"{len(prompts)} prompts for {len(episodes)} episodes; pass one prompt for each episode"
+            )
+        count = len(episodes)
+        rows = [prompt.uid for prompt in prompts]
+        self.check_columns(name for prompt in prompts for name in prompt.columns)
+        shared: dict[str, Any] = {
+            **{name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns},
+            "trainer_state": self.trainer_state,
+            "log_metric": self._log_metric,
+            "log_extra": self._log_extra,
+        }
+        results: dict[str, NDArray[np.float64]] = {}
+        pending: list[tuple[RewardSpec, Awaitable[Any]]] = []
+        try:
+            # Asynchronous functions last: none is under way while a synchronous one may still fail.
+            for spec in sorted(self.specs, key=lambda spec: is_async(spec.function)):
+                positional, named = _arguments(spec, prompts, episodes, shared)
+                returned = self._call(spec, count, positional, named)
+                if inspect.isawaitable(returned):
+                    pending.append((spec, returned))
+                else:
+                    results[spec.name] = read_rewards(spec.name, returned, rows)
+        except BaseException:
+            for _, awaitable in pending:
+                if inspect.iscoroutine(awaitable):
+                    awaitable.close()
+            raise
+        outcomes = self._runner.run([awaitable for _, awaitable in pending], self.timeout)
+        for (spec, _), outcome in zip(pending, outcomes, strict=True):
+            values = self._materialise(spec, self._unwrap(spec, outcome), count)
+            results[spec.name] = read_rewards(spec.name, values, rows)
+        parts = {name: results[name] for name in self.names}
+        rewards = self._total(parts, count)
+        self._warn_unscored(rewards, prompts, episodes)
+        return rewards, parts
+
+    def take_logged(self) -> Logged:
+        """What functions reported through `log_metric` and `log_extra`; afterwards it is forgotten."""
+        logged = Logged(
+            {name: math.fsum(values) / len(values) for name, values in sorted(self._metrics.items())},
+            self._extras,
+        )
+        self._metrics, self._extras = {}, {}
+        return logged
+
+    def close(self) -> None:
+        """Stop the event loop of asynchronous rewards. A later call of `score` starts a new one."""
+        self._runner.close()
+
+    def _call(self, spec: RewardSpec, count: int, positional: list[Any], named: dict[str, Any]) -> Any:
+        def work() -> Any:
+            return as_list(spec.function(*positional, **named), count)
+
+        return self._unwrap(spec, call_with_timeout(work, self.timeout))
+
+    def _materialise(self, spec: RewardSpec, values: Any, count: int) -> Any:
+        return self._unwrap(spec, call_with_timeout(lambda: as_list(values, count), self.timeout))
+
+    def _unwrap(self, spec: RewardSpec, outcome: Any) -> Any:
+        if not isinstance(outcome, Failure):
+            return outcome
+        error = outcome.error
+        if error is None:
+            raise RewardError(
+                f"reward function {spec.name!r} did not return within reward_timeout={self.timeout} seconds; "
+                "make it faster, bound what it waits for, or raise rewards.reward_timeout",
+                function=spec.name,
+            )
+        sample = error.sample if isinstance(error, RewardError) else None
+        where = "" if sample is None else f" for sample {sample}"
+        message = str(error) if isinstance(error, RewardError) else describe_error(error)
+        raise RewardError(
+            f"reward function {spec.name!r} failed{where}: {message}; for a completion that it cannot judge "
+            "it should return 0.0 or None instead of raising",
+            function=spec.name,
+            sample=sample,
+        ) from error
+
+    def _total(self, parts: Mapping[str, NDArray[np.float64]], count: int) -> NDArray[np.float64]:
+        matrix_FN = np.stack([parts[name] for name in self.names]).reshape(len(self.specs), count)
+        total = np.nansum(matrix_FN * self.weights[:, None], axis=0)
+        return np.where(np.isnan(matrix_FN).all(axis=0), np.nan, total)
+
+    def _warn_unscored(
+        self, rewards: NDArray[np.float64], prompts: Sequence[Prompt], episodes: Sequence[Episode]
+    ) -> None:
+        unscored = np.flatnonzero(np.isnan(rewards))
+        if self._warned or not len(unscored):
+            return
+        self._warned = True
+        first = int(unscored[0])
+        _log.warning(
+            "sample %d (row %s): every reward function returned None, so this completion teaches nothing "
+            "(%d of %d in this call); at least one function should score every row. Completion: %s",
+            first,
+            prompts[first].uid,
+            len(unscored),
+            len(rewards),
+            shorten(episodes[first].text),
+        )
+
+    def _log_metric(self, name: str, value: float) -> None:
+        self._metrics.setdefault(name, []).append(float(value))
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self._extras.setdefault(column, []).extend(values)
+
+
+_PROVIDED = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+)
+
+
+def _unique_names(names: Sequence[str]) -> list[str]:
+    """`[f, g, f]` -> `[f, g, f_2]`, also when an `f_2` exists already."""
+    unique: list[str] = []
+    for name in names:
+        candidate, number = name, 1
+        while candidate in unique or (number > 1 and candidate in names):
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique
+
+
+def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
+    if not callable(function) and hasattr(function, "batch_verify"):
+        function = _verifier_call(function)
+    if isinstance(function, str) or hasattr(function, "state_dict"):
+        raise ConfigError(
+            f"reward function {function!r:.300}: a reward model is not called directly; wrap it in a "
+            "function f(prompts, completions, **columns) that returns one number for each completion"
+        )
+    if not callable(function):
+        raise ConfigError(
+            f"reward function {function!r}: a {type(function).__name__} cannot be called; pass a function "
+            "f(prompts, completions, **columns), or an object with batch_verify"
+        )
+    declared = tuple(getattr(function, "required_columns", ()))
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some C functions have no signature
+        return RewardSpec(function, name, weight, None, declared)
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
+    return RewardSpec(
+        function,
+        name,
+        weight,
+        None if takes_any else frozenset(parameter.name for parameter in named),
+        tuple(dict.fromkeys(required + declared)),
+        tuple(parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_ONLY),
+    )
+
+
+def _verifier_call(verifier: Any) -> RewardFunction:
+    def call(prompts: list[Any], completions: list[Any]) -> Any:
+        return verifier.batch_verify(as_pairs(prompts, completions))
+
+    return call
+
+
+def _arguments(
+    spec: RewardSpec, prompts: Sequence[Prompt], episodes: Sequence[Episode], shared: Mapping[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What this function is called with. Fresh lists: no function changes what the next one sees."""
+    contents = [_copied(prompt.content) for prompt in prompts]
+    completions: list[str | list[Message]] = [
+        episode.text if isinstance(prompt.content, str) else [{"role": "assistant", "content": episode.text}]
+        for prompt, episode in zip(prompts, episodes, strict=True)
+    ]
+    named = {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
+    named |= {"prompts": contents, "completions": completions}
+    if spec.accepts is None or "completion_ids" in spec.accepts:
+        named["completion_ids"] = [episode.token_ids[episode.sampled].tolist() for episode in episodes]
+    if spec.accepts is not None:
+        named = {name: value for name, value in named.items() if name in spec.accepts}
+    positional = []
+    for name in spec.positional:
+        if name not in named:
+            break
+        positional.append(named.pop(name))
+    return positional, named
+
+
+def _copied(content: str | list[Message]) -> str | list[Message]:
+    return content if isinstance(content, str) else [dict(message) for message in content]

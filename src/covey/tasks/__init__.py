@@ -1,0 +1,20 @@
+"""Where prompts come from and how their answers are checked."""
+
+from covey.tasks.arithmetic import Arithmetic
+from covey.tasks.base import Task
+from covey.tasks.dataset import DataOrder, Row, build_prompts, load_rows
+from covey.tasks.gsm8k import GSM8K
+from covey.tasks.registry import get_task, register_task, task_names
+
+__all__ = [
+    "GSM8K",
+    "Arithmetic",
+    "DataOrder",
+    "Row",
+    "Task",
+    "build_prompts",
+    "get_task",
+    "load_rows",
+    "register_task",
+    "task_names",
+]

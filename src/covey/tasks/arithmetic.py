@@ -1,0 +1,190 @@
+"""Procedural arithmetic with exact answers: no data to fetch, as much of it as wanted, several difficulties.
+
+A question belongs to the held-out set when the hash of its text says so (one in `HELD_OUT_ONE_IN`). Training
+and held-out questions are therefore disjoint for every seed and size, also where only a hundred questions
+exist. "3 + 5" and "5 + 3" are different texts and may lie on different sides.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from covey.errors import ConfigError
+from covey.rewards.extract import Marker
+from covey.rewards.text import numeric_match
+from covey.rewards.verifier import RewardFunction
+from covey.tasks.base import Task, as_prompt, question_hash
+from covey.tasks.dataset import Row
+
+HELD_OUT_ONE_IN = 5
+_EVAL_SEED = 20_240_229
+_MARKERS: tuple[Marker, ...] = ("####", "boxed", "answer", "=")
+# So many draws in a row without a new question: the space is used up.
+_PATIENCE = 2_000
+
+# fmt: off
+_WORDS = (
+    "apple", "arrow", "banana", "beetle", "bottle", "butter", "candle", "carrot", "cheese", "cherry",
+    "coffee", "cotton", "dinner", "engine", "falcon", "feather", "flower", "forest", "garden", "ginger",
+    "goose", "guitar", "hammer", "hollow", "island", "jacket", "kettle", "ladder", "lemon", "letter",
+    "lesson", "mirror", "monkey", "needle", "onion", "orange", "paper", "parrot", "pepper", "pillow",
+    "planet", "potato", "puzzle", "rabbit", "ribbon", "river", "rocket", "saddle", "sandal", "season",
+    "shadow", "silver", "spoon", "street", "summer", "tennis", "ticket", "tomato", "tunnel", "valley",
+    "velvet", "window", "winter", "yellow",
+)
+# fmt: on
+
+
+def _operand(rng: random.Random, digits: int) -> int:
+    """A number with `digits` digits; zero counts as a one-digit number."""
+    return rng.randint(0 if digits == 1 else 10 ** (digits - 1), 10**digits - 1)
+
+
+def _sum(rng: random.Random, digits: int) -> tuple[str, int]:
+    a, b = _operand(rng, digits), _operand(rng, digits)
+    return f"What is {a} + {b}?", a + b
+
+
+def _difference(rng: random.Random, digits: int) -> tuple[str, int]:
+    low, high = sorted((_operand(rng, digits), _operand(rng, digits)))
+    return f"What is {high} - {low}?", high - low
+
+
+def _chain(rng: random.Random, digits: int) -> tuple[str, int]:
+    total = _operand(rng, digits)
+    text = str(total)
+    for _ in range(2):
+        sign, term = rng.choice((1, -1)), _operand(rng, digits)
+        text += f" {'+' if sign > 0 else '-'} {term}"
+        total += sign * term
+    return f"What is {text}?", total
+
+
+def _product(rng: random.Random, digits: int) -> tuple[str, int]:
+    a, b = _operand(rng, digits), _operand(rng, digits)
+    return f"What is {a} times {b}?", a * b
+
+
+def _gcd(rng: random.Random, digits: int) -> tuple[str, int]:
+    top = max(12, 10**digits - 1)
+    a, b = rng.randint(2, top), rng.randint(2, top)
+    return f"What is the greatest common divisor of {a} and {b}?", math.gcd(a, b)
+
+
+def _compare(rng: random.Random, digits: int) -> tuple[str, int]:
+    a = b = _operand(rng, digits)
+    while a == b:
+        b = _operand(rng, digits)
+    return f"Which number is larger, {a} or {b}?", max(a, b)
+
+
+def _count_letters(rng: random.Random, digits: int) -> tuple[str, int]:
+    word = rng.choice(_WORDS)
+    letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnopqrstuvwxyz")
+    return f'How many times does the letter "{letter}" appear in the word "{word}"?', word.count(letter)
+
+
+def _minimum(rng: random.Random, digits: int) -> tuple[str, int]:
+    numbers = [_operand(rng, digits) for _ in range(4)]
+    return f"What is the smallest of the numbers {', '.join(map(str, numbers))}?", min(numbers)
+
+
+def _next_in_sequence(rng: random.Random, digits: int) -> tuple[str, int]:
+    start, step = _operand(rng, digits), rng.randint(1, 9)
+    terms = [start + step * index for index in range(4)]
+    return f"What is the next number in the sequence {', '.join(map(str, terms))}?", start + 4 * step
+
+
+KINDS: Mapping[str, Callable[[random.Random, int], tuple[str, int]]] = {
+    "sum": _sum,
+    "difference": _difference,
+    "chain": _chain,
+    "product": _product,
+    "gcd": _gcd,
+    "compare": _compare,
+    "count_letters": _count_letters,
+    "minimum": _minimum,
+    "next_in_sequence": _next_in_sequence,
+}
+"""Kind of question -> (random numbers, digits) -> (question, answer)."""
+
+
+class Arithmetic(Task):
+    """Questions with one integer as the answer: `{"prompt": [...], "answer": "7", "kind": "sum", "uid":
+    ...}`.
+
+    Args:
+        kinds: one of `KINDS` or several, as a list or joined by "+"; they alternate.
+        digits: digits of the operands, 1 to 12. `gcd` takes numbers from 2 to 12 for 1 digit; `count_letters`
+            has a fixed list of words.
+        num_train: training rows. All are different questions, so a small space gives fewer.
+        num_eval: held-out rows, the same holds.
+        strict: True rewards only a completion that is the number and nothing else; False takes the number
+            after `####`, in a box, after "answer", after "=", or else the last one.
+        system_prompt: put before each question; None = none.
+
+    Raises:
+        ConfigError: an unknown kind or a number out of range.
+    """
+
+    name: ClassVar[str] = "arithmetic"
+
+    def __init__(
+        self,
+        kinds: str | Sequence[str] = "chain",
+        digits: int = 1,
+        num_train: int = 2_000,
+        num_eval: int = 200,
+        strict: bool = False,
+        system_prompt: str | None = "Answer with the number only.",
+    ) -> None:
+        self.kinds = tuple(kinds.split("+") if isinstance(kinds, str) else kinds)
+        for kind in self.kinds or ("",):
+            if kind not in KINDS:
+                raise ConfigError(f"kinds={kind!r}: no such kind of question; use {', '.join(KINDS)}")
+        if not 1 <= digits <= 12:
+            raise ConfigError(f"digits={digits}: operands have 1 to 12 digits; choose a number in between")
+        if min(num_train, num_eval) < 1:
+            raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
+        self.digits = digits
+        self.num_train = num_train
+        self.num_eval = num_eval
+        self.strict = strict
+        self.system_prompt = system_prompt
+        self.max_completion_length = 32
+        self._reward = numeric_match("answer", strict=strict, markers=_MARKERS)
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        """1.0 for the exact number, else 0.0."""
+        return [self._reward]
+
+    def train_rows(self, seed: int) -> list[Row]:
+        """Up to `num_train` different questions, none of them held out."""
+        return self._draw(random.Random(f"train-{seed}"), self.num_train, held_out=False)
+
+    def eval_rows(self) -> list[Row]:
+        """Up to `num_eval` different held-out questions."""
+        return self._draw(random.Random(f"eval-{_EVAL_SEED}"), self.num_eval, held_out=True)
+
+    def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
+        """True where the reward is 1."""
+        return self._reward(completions=[text], answer=[row["answer"]]) == [1.0]
+
+    def _draw(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
+        rows: dict[str, Row] = {}
+        misses = 0
+        while len(rows) < count and misses < _PATIENCE:
+            # By draws, not by rows: a kind with few questions does not hold up the others.
+            kind = self.kinds[(len(rows) + misses) % len(self.kinds)]
+            question, answer = KINDS[kind](rng, self.digits)
+            if question in rows or (question_hash(question) % HELD_OUT_ONE_IN == 0) != held_out:
+                misses += 1
+                continue
+            misses = 0
+            uid = f"{kind}-{question_hash(question):016x}"
+            rows[question] = {"prompt": as_prompt(question), "answer": str(answer), "kind": kind, "uid": uid}
+        return list(rows.values())

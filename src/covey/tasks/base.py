@@ -1,0 +1,68 @@
+"""What a task is: where prompts come from, how completions are scored, when an answer counts as correct."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from covey.rewards.verifier import RewardFunction
+from covey.tasks.dataset import Row
+
+
+class Task(ABC):
+    """Prompts with verifiable answers.
+
+    Rows have the column `prompt` (a conversation) and whatever the rewards read, e.g. `answer`. Held-out rows
+    share no question with training rows, whatever the seed.
+
+    Attributes:
+        name: what `get_task` knows it by.
+        system_prompt: put before each prompt unless the user sets another; None = none.
+        max_completion_length: tokens that an answer needs; a default that users override.
+    """
+
+    name: ClassVar[str]
+    system_prompt: str | None = None
+    max_completion_length: int = 256
+
+    @property
+    @abstractmethod
+    def reward_funcs(self) -> list[RewardFunction]:
+        """The rewards to train with when the user gives none."""
+
+    @abstractmethod
+    def train_rows(self, seed: int) -> list[Row]:
+        """Training rows; the same seed gives the same rows.
+
+        Raises:
+            DataError: the data cannot be read.
+        """
+
+    @abstractmethod
+    def eval_rows(self) -> list[Row]:
+        """Held-out rows, always the same ones.
+
+        Raises:
+            DataError: the data cannot be read.
+        """
+
+    @abstractmethod
+    def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
+        """Does this completion solve this row? Defines `eval/accuracy`; hostile text is just wrong."""
+
+
+def question_hash(question: str) -> int:
+    """A stable 64-bit number for a question's text, on which splits into training and held-out rows rest."""
+    return int.from_bytes(hashlib.sha256(question.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def as_prompt(question: str) -> list[dict[str, str]]:
+    """A conversation with one user message."""
+    return [{"role": "user", "content": question}]
+
+
+def distinct(rows: Sequence[Row], column: str) -> list[Row]:
+    """The rows without those whose `column` an earlier row has."""
+    return list({row[column]: row for row in reversed(rows)}.values())[::-1]

@@ -1,0 +1,266 @@
+"""From what users pass as a dataset to rows, prompts and an order: everything that can be wrong is found
+here.
+
+Reading fails before training, with the row, the reason and the fix, never in the middle of a run. A prompt
+that does not fit is an error, not silently cut: a truncated question has another answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from covey.errors import DataError
+from covey.tasks.readers import as_entries, data_format, pick_split, read_file, read_hub, shown
+from covey.types import IntArray, Message, Prompt
+
+Row = dict[str, Any]
+"""One dataset row: column name -> value."""
+
+_USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
+
+
+def load_rows(source: Any, *, split: str = "train") -> list[Row]:
+    """Read a dataset into a list of rows.
+
+    Args:
+        source: a list of dicts; a Hugging Face `Dataset`, or a dict of splits; the path of a .jsonl, .json,
+            .csv or .parquet file (.gz of the first three too); or the id of a dataset on the hub,
+            `owner/name` or `owner/name:configuration`, which needs the package `datasets`.
+        split: which split to take where there are several.
+
+    Returns:
+        The rows, at least one.
+
+    Raises:
+        DataError: the source is empty, cannot be read, or holds something that is no row.
+    """
+    if isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        path = Path(name)
+        if data_format(path) or path.exists():
+            entries: Iterable[Any] = read_file(path)
+        else:
+            entries = read_hub(name, split)
+    elif isinstance(source, Mapping):
+        name = "dataset"
+        entries = pick_split(source, split)
+    else:
+        name = type(source).__name__ if not isinstance(source, list | tuple) else "dataset"
+        entries = as_entries(source)
+    rows = []
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            raise DataError(
+                f"{name}: row {index} is {shown(entry)}, not an object with named columns; "
+                'every row must look like {"prompt": ..., ...}'
+            )
+        rows.append(dict(entry))
+    if not rows:
+        raise DataError(
+            f"{name}: no rows; training needs at least one prompt, so give a dataset that has some"
+        )
+    return rows
+
+
+def build_prompts(
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    prompt_column: str = "prompt",
+    system_prompt: str | None = None,
+    max_prompt_length: int | None = None,
+    context_length: int | None = None,
+    max_completion_length: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """Render and tokenise the prompt of every row.
+
+    A conversation goes through the tokenizer's chat template with the generation prompt added. A plain string
+    is tokenised as it is, without the template. With `system_prompt`, a conversation that does not start with
+    a system message gets one, and a plain string becomes a conversation (system, user) where the tokenizer
+    has a template; reward functions then see that conversation.
+
+    Args:
+        rows: from `load_rows`.
+        tokenizer: a transformers tokenizer: callable on text, with `apply_chat_template` and `chat_template`.
+        prompt_column: column that holds the prompt, a string or a list of `{"role": ..., "content": ...}`.
+        system_prompt: see above.
+        max_prompt_length: longest prompt, in tokens; None = what the context allows.
+        context_length: tokens that the model can attend to; None = not checked.
+        max_completion_length: tokens that a prompt must leave free in the context; None = 1.
+        chat_template_kwargs: further arguments of the chat template, such as `enable_thinking`.
+
+    Returns:
+        One prompt for each row, in order. `columns` holds the row without `prompt_column`; `uid` is the row's
+        `uid` or `id` as text where every row has one and no two share it, otherwise the row's index.
+
+    Raises:
+        DataError: a row has no prompt, or one that is malformed, empty or too long.
+    """
+    _check_column(rows, prompt_column)
+    uids = _uids(rows)
+    prompts = []
+    for index, row in enumerate(rows):
+        content = _content(row[prompt_column], index, system_prompt, tokenizer)
+        token_ids = _tokenize(content, index, tokenizer, dict(chat_template_kwargs or {}))
+        columns = {name: value for name, value in row.items() if name != prompt_column}
+        prompts.append(Prompt(token_ids, content, columns, uids[index]))
+    _check_lengths(prompts, max_prompt_length, context_length, max_completion_length or 1)
+    return prompts
+
+
+class DataOrder:
+    """The infinite order in which rows are visited, as a pure function of (seed, position).
+
+    Epoch e is a permutation of the n rows keyed by (seed, e), so a resumed run needs only its position. It
+    sorts Philox's raw 64-bit output, which NumPy keeps stable between versions (its `permutation` it does
+    not).
+
+    Args:
+        n: number of rows, at least 1.
+        seed: key of the permutations.
+        shuffle: False visits the rows in order, again and again.
+    """
+
+    def __init__(self, n: int, seed: int, shuffle: bool = True) -> None:
+        if n < 1:
+            raise DataError(f"n={n}: an order needs at least one row; give a dataset that has some")
+        self.n = n
+        self.seed = seed
+        self.shuffle = shuffle
+        self._epoch = -1
+        self._permutation: IntArray = np.arange(n)
+
+    def take(self, position: int, k: int) -> list[int]:
+        """Row indices at positions `position` ... `position + k - 1` of the stream; they may span epochs."""
+        if position < 0 or k < 0:
+            raise ValueError(f"position={position}, k={k}: neither may be negative")
+        return [int(self._order(p // self.n)[p % self.n]) for p in range(position, position + k)]
+
+    def _order(self, epoch: int) -> IntArray:
+        if self.shuffle and epoch != self._epoch:
+            key = np.array([self.seed % 2**64, epoch % 2**64], dtype=np.uint64)
+            draws = np.random.Philox(key=key).random_raw(self.n)
+            self._epoch, self._permutation = epoch, np.argsort(draws, kind="stable")
+        return self._permutation
+
+
+def _check_column(rows: Sequence[Mapping[str, Any]], column: str) -> None:
+    for index, row in enumerate(rows):
+        if column in row:
+            continue
+        present = [str(name) for name in row]
+        near = difflib.get_close_matches(column, present, n=1) or [
+            name for name in _USUAL_PROMPT_COLUMNS if name in present
+        ]
+        hint = f"did you mean prompt_column={near[0]!r}? " if near else ""
+        raise DataError(
+            f"row {index} has no column {column!r} (columns: {', '.join(present) or 'none'}); "
+            f"{hint}Set data.prompt_column to the column that holds the prompt"
+        )
+
+
+def _uids(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    for name in ("uid", "id"):
+        values = [str(row[name]) for row in rows if row.get(name) is not None]
+        if len(values) == len(rows) == len(set(values)):
+            return values
+    return [str(index) for index in range(len(rows))]
+
+
+def _content(value: Any, index: int, system_prompt: str | None, tokenizer: Any) -> str | list[Message]:
+    if isinstance(value, str):
+        if system_prompt is None:
+            return value
+        if not _has_template(tokenizer):
+            raise DataError(
+                f"row {index}: system_prompt is set, but this tokenizer has no chat template to put it in "
+                "front of a plain prompt; use a chat model, or write the instruction into the prompt"
+            )
+        return [{"role": "system", "content": system_prompt}, {"role": "user", "content": value}]
+    if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
+        raise DataError(
+            f"row {index}: the prompt is {shown(value)}; it must be text, or a list of messages "
+            '[{"role": "user", "content": "..."}]'
+        )
+    messages = [_message(entry, index, number) for number, entry in enumerate(value)]
+    if not _has_template(tokenizer):
+        raise DataError(
+            f"row {index}: the prompt is a conversation, but this tokenizer has no chat template; use a chat "
+            "model, or give prompts as plain text"
+        )
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def _message(entry: Any, index: int, number: int) -> Message:
+    if not isinstance(entry, Mapping) or not {"role", "content"} <= entry.keys():
+        raise DataError(
+            f"row {index}: message {number} of the prompt is {shown(entry)}; it must be "
+            '{"role": "user", "content": "..."}'
+        )
+    for name in ("role", "content"):
+        if not isinstance(entry[name], str):
+            raise DataError(
+                f"row {index}: message {number} of the prompt has {name}={shown(entry[name])}; it must be "
+                "text (images and other parts are not supported)"
+            )
+    return dict(entry)
+
+
+def _has_template(tokenizer: Any) -> bool:
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: dict[str, Any]) -> IntArray:
+    try:
+        if isinstance(content, str):
+            encoded = tokenizer(content)
+        else:
+            encoded = tokenizer.apply_chat_template(
+                content, add_generation_prompt=True, tokenize=True, **kwargs
+            )
+    except Exception as error:  # a template may raise whatever it likes, and text may hold lone surrogates
+        raise DataError(
+            f"row {index}: the prompt {shown(content)} cannot be tokenised ({type(error).__name__}: "
+            f"{error}); correct the row, or data.chat_template_kwargs"
+        ) from error
+    # Depending on its version, the template returns ids or an encoding that holds them, with a batch axis or
+    # without.
+    ids = encoded["input_ids"] if isinstance(encoded, Mapping) or hasattr(encoded, "input_ids") else encoded
+    token_ids = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if not len(token_ids):
+        raise DataError(f"row {index}: the prompt has no tokens; write something in it, or remove the row")
+    return token_ids
+
+
+def _check_lengths(
+    prompts: Sequence[Prompt], max_prompt_length: int | None, context_length: int | None, reserve: int
+) -> None:
+    """Raise for the first prompt that is too long, and say how many are."""
+    limits = []
+    if max_prompt_length is not None:
+        limits.append(
+            (max_prompt_length, f"data.max_prompt_length={max_prompt_length}", "raise data.max_prompt_length")
+        )
+    if context_length is not None:
+        room = f"the model's context of {context_length} less {reserve} for the completion"
+        limits.append((context_length - reserve, room, "lower sampling.max_completion_length"))
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    for limit, name, remedy in limits:
+        long = [index for index, length in enumerate(lengths) if length > limit]
+        if long:
+            first = long[0]
+            uid = "" if prompts[first].uid == str(first) else f" (id {prompts[first].uid})"
+            raise DataError(
+                f"row {first}{uid}: the prompt has {lengths[first]} tokens, more than {name} allows "
+                f"({len(long)} of {len(prompts)} rows are too long, the longest has {max(lengths)}); prompts "
+                f"are never cut: shorten or remove those rows, or {remedy}"
+            )

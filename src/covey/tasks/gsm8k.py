@@ -1,0 +1,134 @@
+r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), answers marked `#### n`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+from covey.errors import ConfigError, DataError
+from covey.rewards.extract import final_number, parse_number
+from covey.rewards.text import numeric_match
+from covey.rewards.verifier import RewardFunction
+from covey.tasks.base import Task, as_prompt, distinct, question_hash
+from covey.tasks.dataset import Row, load_rows
+
+
+def reference_answer(solution: str) -> str | None:
+    """The number after the last `####` of a reference solution, as text without dollar sign and commas.
+
+    None if there is no `####`, or what follows is not one number.
+    """
+    _, marker, answer = solution.rpartition("####")
+    if not marker or parse_number(answer) is None:
+        return None
+    return answer.strip().replace("$", "").replace(",", "")
+
+
+def is_correct_answer(text: str, answer: str) -> bool:
+    r"""Is the final number (after `####`, in `\boxed{}`, after "answer is", or the last) the answer?"""
+    expected = parse_number(answer)
+    return expected is not None and final_number(text) == expected
+
+
+class GSM8K(Task):
+    """Word problems: `{"prompt": [...], "answer": "72", "question": "...", "uid": ...}`.
+
+    Args:
+        path: what `load_rows` takes, with the columns `question` and `answer` (a solution that ends in `####
+            n`).
+        eval_path: held-out problems (split `test` on the hub). None: `num_eval` problems of `path` are held
+            out, those with the lowest hash of the question. Problems held out are never trained on.
+        num_train: use so many training problems, drawn with the seed; None = all.
+        num_eval: number of held-out problems; with `eval_path`, at most so many.
+        system_prompt: put before each problem; None = none.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    name: ClassVar[str] = "gsm8k"
+
+    def __init__(
+        self,
+        path: Any = "openai/gsm8k:main",
+        eval_path: Any = None,
+        num_train: int | None = None,
+        num_eval: int = 200,
+        system_prompt: str | None = "Solve the problem step by step. End with #### and the final number.",
+    ) -> None:
+        if num_eval < 1 or (num_train is not None and num_train < 1):
+            raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
+        self.path = path
+        self.eval_path = eval_path
+        self.num_train = num_train
+        self.num_eval = num_eval
+        self.system_prompt = system_prompt
+        self.max_completion_length = 256
+        self._reward = numeric_match("answer")
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        """1.0 for the exact number, else 0.0."""
+        return [self._reward]
+
+    def train_rows(self, seed: int) -> list[Row]:
+        """The problems that are not held out, in the order of the file, or `num_train` of them."""
+        held_out = {row["question"] for row in self._eval}
+        rows = [row for row in self._problems if row["question"] not in held_out]
+        if not rows:
+            raise DataError(
+                f"{self.path}: all {len(self._problems)} problems are held out; lower "
+                f"num_eval={self.num_eval}"
+            )
+        if self.num_train is not None and self.num_train < len(rows):
+            chosen = sorted(random.Random(seed).sample(range(len(rows)), self.num_train))
+            rows = [rows[index] for index in chosen]
+        return rows
+
+    def eval_rows(self) -> list[Row]:
+        """The held-out problems."""
+        return list(self._eval)
+
+    def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
+        """True where the reward is 1."""
+        return is_correct_answer(text, row["answer"])
+
+    @cached_property
+    def _problems(self) -> list[Row]:
+        return _problems(self.path, "train")
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        if self.eval_path is not None:
+            return _problems(self.eval_path, "test")[: self.num_eval]
+        rows = distinct(self._problems, "question")
+        return sorted(rows, key=lambda row: question_hash(row["question"]))[: self.num_eval]
+
+
+def _problems(path: Any, split: str) -> list[Row]:
+    where = path if isinstance(path, str) else "dataset"
+    problems = []
+    for index, row in enumerate(load_rows(path, split=split)):
+        for column in ("question", "answer"):
+            if not isinstance(row.get(column), str):
+                raise DataError(
+                    f"{where}: row {index} has no text in the column {column!r} (columns: {', '.join(row)}); "
+                    "GSM8K rows have question and answer"
+                )
+        answer = reference_answer(row["answer"])
+        if answer is None:
+            raise DataError(
+                f"{where}: row {index}: the answer {row['answer'][-60:]!r} does not end in #### and a "
+                "number; correct or remove the row"
+            )
+        problems.append(
+            {
+                "prompt": as_prompt(row["question"]),
+                "answer": answer,
+                "question": row["question"],
+                "uid": f"gsm8k-{split}-{index}",
+            }
+        )
+    return problems

@@ -1,0 +1,351 @@
+"""Checkpoints: everything a run needs to go on to the same numbers, without pickle.
+
+    checkpoints/step_000010/
+        policy.safetensors  optimizer.safetensors  ...     one file for each group of tensors, bit-exact
+        state.json                                         counters, schedule, data position, RNG
+        COMPLETE                                           SHA-256 of the files above; written last
+
+A checkpoint appears under its name only when it is whole (see `covey.files`), so a kill at any moment leaves
+the earlier ones as they were. Reading checks the hashes first.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from covey.errors import CheckpointError, ConfigError
+from covey.files import folder_error, folder_problem, publishing, remove_folder, require_free_space
+
+TensorGroups = Mapping[str, Mapping[str, torch.Tensor]]
+_FORMAT = 1
+_NAME = re.compile(r"^step_(\d{6,})$")
+_log = logging.getLogger("covey.checkpoint")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checkpoint:
+    """A checkpoint that was read.
+
+    Attributes:
+        path: its folder.
+        step: optimiser steps taken when it was written.
+        tensors: group -> name -> tensor, on the CPU.
+        state: what `save_checkpoint` was given.
+        run_id: id of the run that wrote it, "" if it was not given.
+    """
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, torch.Tensor]]
+    state: dict[str, Any]
+    run_id: str = ""
+
+
+def checkpoint_name(step: int) -> str:
+    """Folder name of a step: 10 -> `step_000010`."""
+    return f"step_{step:06d}"
+
+
+def save_checkpoint(
+    folder: str | Path, step: int, tensors: TensorGroups, state: Mapping[str, Any], *, run_id: str = ""
+) -> Path:
+    """Write `folder/step_000010/` so that it appears whole or not at all; one of the same step is replaced.
+
+    Args:
+        folder: the folder of checkpoints; created if missing.
+        step: optimiser steps taken.
+        tensors: group name -> tensor name -> tensor. Any dtype, bit for bit; tensors that are one and the
+            same (tied weights) are stored once and come back tied.
+        state: JSON-able values; floats are exact, NaN and infinities too, and tuples, bytes, NumPy arrays and
+            scalars come back as they were. Random-generator states fit.
+        run_id: id of the run, checked by `load_checkpoint`.
+
+    Returns:
+        The folder of the new checkpoint.
+
+    Raises:
+        RunFolderError: full disk, no permission, ...; earlier checkpoints are untouched.
+    """
+    root = Path(folder)
+    final = root / checkpoint_name(step)
+    size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+    require_free_space(root, size, f"checkpoint {final.name}")
+    document = {
+        "format": _FORMAT,
+        "step": step,
+        "run_id": run_id,
+        "groups": sorted(tensors),
+        "state": _encode(dict(state)),
+    }
+    text = json.dumps(document, allow_nan=False, indent=1)
+    with publishing(final) as aside:
+        for name, group in tensors.items():
+            _save_group(aside / f"{name}.safetensors", group)
+        (aside / "state.json").write_text(text + "\n", encoding="utf-8")
+    return final
+
+
+def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool = True) -> Checkpoint:
+    """Read a checkpoint.
+
+    Args:
+        path: its folder.
+        run_id: the run that it must belong to; None = any.
+        verify: compare SHA-256 hashes first; False is for a folder that has just been verified.
+
+    Raises:
+        CheckpointError: missing, incomplete, corrupt, or of another run. The message names another checkpoint
+            that is good, if there is one beside it.
+    """
+    folder = Path(path)
+    problem = folder_problem(folder, hashes=verify)
+    if problem:
+        raise CheckpointError(f"checkpoint {folder}: {problem}; {_advice(folder)}")
+    try:
+        document = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if document["format"] != _FORMAT:
+            raise CheckpointError(
+                f"checkpoint {folder} has format {document['format']}, this version of Covey reads "
+                f"{_FORMAT}; "
+                "resume with the version named in the run's versions.json"
+            )
+        found = str(document["run_id"])
+        step = int(document["step"])
+        if run_id is not None and found and found != run_id:
+            raise CheckpointError(
+                f"checkpoint {folder} belongs to run {found}, not to {run_id}; resume from that run's own "
+                "folder"
+            )
+        tensors = {name: _load_group(folder / f"{name}.safetensors") for name in document["groups"]}
+        state = _decode(document["state"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"checkpoint {folder} cannot be read ({error}); {_advice(folder)}") from error
+    return Checkpoint(path=folder, step=step, tensors=tensors, state=state, run_id=found)
+
+
+def list_checkpoints(folder: str | Path) -> list[Path]:
+    """All checkpoint folders, oldest first, whole or not; remains of killed writes are not among them."""
+    root = Path(folder)
+    if not root.is_dir():
+        return []
+    found = [
+        (int(match[1]), path)
+        for path in root.iterdir()
+        if (match := _NAME.match(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The newest checkpoint that is whole, hashes compared, or None. Broken ones are skipped with a logged
+    warning.
+    """
+    for path in reversed(list_checkpoints(folder)):
+        problem = folder_problem(path)
+        if not problem:
+            return path
+        _log.warning("skipping checkpoint %s: %s", path, problem)
+    return None
+
+
+def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int | None = None) -> list[Path]:
+    """Delete old checkpoints, keeping the newest `keep_last` whole ones and the best one.
+
+    Nothing is deleted unless the newest one to be kept passes its hashes, so the only good checkpoint is
+    never lost. Broken ones do not count and are left for the user to look at.
+
+    Args:
+        folder: the folder of checkpoints.
+        keep_last: how many to keep (`run.save_total_limit`); None keeps all.
+        best_step: step of the best checkpoint, kept in addition.
+
+    Returns:
+        The folders that were deleted.
+
+    Raises:
+        ConfigError: `keep_last` is below 1.
+        RunFolderError: a folder cannot be deleted.
+    """
+    if keep_last is None:
+        return []
+    if keep_last < 1:
+        raise ConfigError(
+            f"save_total_limit={keep_last}: at least one checkpoint must stay; set run.save_total_limit to 1 "
+            "or more"
+        )
+    whole = [path for path in list_checkpoints(folder) if not folder_problem(path, hashes=False)]
+    best = "" if best_step is None else checkpoint_name(best_step)
+    doomed = [path for path in whole[:-keep_last] if path.name != best]
+    if not doomed:
+        return []
+    problem = folder_problem(whole[-1])
+    if problem:
+        _log.warning("keeping all checkpoints, since the newest, %s, is broken: %s", whole[-1], problem)
+        return []
+    for path in doomed:
+        remove_folder(path)
+    return doomed
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
+) -> dict[str, torch.Tensor]:
+    """Flatten an optimizer's moments to `"<parameter name>/<moment>"` -> tensor (`exp_avg`, `exp_avg_sq`,
+    `step`, ...).
+
+    Parameters without state yet are left out.
+    """
+    return {
+        f"{name}/{key}": torch.as_tensor(value)
+        for name, parameter in named_parameters
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+    tensors: Mapping[str, torch.Tensor],
+) -> None:
+    """Put the moments from `optimizer_tensors` back, in their own dtype, on each parameter's device.
+
+    Written by hand because `Optimizer.load_state_dict` casts moments to the parameter's dtype, which is not
+    exact.
+
+    Raises:
+        CheckpointError: a moment belongs to a parameter that is not trained here, or has another shape.
+    """
+    parameters = dict(named_parameters)
+    restored: dict[torch.Tensor, dict[str, Any]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition("/")
+        parameter = parameters.get(name)
+        if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
+            reason = (
+                "is not trained here" if parameter is None else f"has shape {tuple(parameter.shape)} here"
+            )
+            raise CheckpointError(
+                f"the checkpoint has {key} {tuple(tensor.shape)} for parameter {name}, which {reason}; "
+                "resume with the model and adapter settings that the run was started with"
+            )
+        # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
+        device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
+        restored.setdefault(parameter, {})[key] = tensor.to(device, copy=True)
+    optimizer.state.clear()
+    optimizer.state.update(restored)
+
+
+def _captured(optimizer: torch.optim.Optimizer) -> bool:
+    return any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+
+
+def _advice(broken: Path) -> str:
+    for path in reversed(list_checkpoints(broken.parent)):
+        if path != broken and not folder_problem(path):
+            return f"{path.name} beside it is complete: resume from that"
+    return "there is no other complete checkpoint beside it: start a new run in another run.output_dir"
+
+
+def _save_group(path: Path, group: Mapping[str, torch.Tensor]) -> None:
+    """One safetensors file. It forbids shared memory: equal tensors become aliases, other overlaps become
+    copies.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_with: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, original in group.items():
+        tensor = original.detach()
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.numel() and identity in first_with:
+            aliases[name] = first_with[identity]
+            continue
+        first_with[identity] = name
+        tensor = tensor.cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        stored[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    try:
+        save_file(stored, path, metadata={"aliases": json.dumps(aliases)})
+    except SafetensorError as error:
+        # It reports a full disk as text only: "I/O error: No space left on device (os error 28)".
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise folder_error(path.parent, OSError(int(number[1]), str(error))) from error
+
+
+def _load_group(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, framework="pt", device="cpu") as file:
+        aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    for name, target in aliases.items():
+        tensors[name] = tensors[target]
+    return tensors
+
+
+def _encode(value: Any) -> Any:
+    """JSON with tags for what JSON lacks. Python writes floats so that they read back exactly."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, np.generic):
+        return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, tuple):
+        return {"$tuple": [_encode(item) for item in value]}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
+    if isinstance(value, bytes):
+        return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {"$array": [value.dtype.str, list(value.shape), data]}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: _encode(item) for key, item in value.items()}
+        return {"$pairs": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    raise TypeError(
+        f"a checkpoint's state cannot hold a {type(value).__name__}; put tensors in a tensor group"
+    )
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((tag, content),) = value.items()
+        if tag == "$float":
+            return float(content)
+        if tag == "$tuple":
+            return tuple(_decode(item) for item in content)
+        if tag == "$bytes":
+            return base64.b64decode(content)
+        if tag == "$scalar":
+            return np.frombuffer(base64.b64decode(content[1]), dtype=np.dtype(content[0]))[0]
+        if tag == "$array":
+            flat = np.frombuffer(base64.b64decode(content[2]), dtype=np.dtype(content[0]))
+            return flat.reshape(content[1]).copy()
+        if tag == "$pairs":
+            return {_decode(key): _decode(item) for key, item in content}
+    return {key: _decode(item) for key, item in value.items()}

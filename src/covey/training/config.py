@@ -1,0 +1,170 @@
+"""The `optim`, `schedule` and `evaluation` sections."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+
+class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """AdamW, its learning rate, and the size of micro-batches."""
+
+    learning_rate: float = Field(
+        default=1e-5,
+        gt=0,
+        description="Peak learning rate. The default suits LoRA, whose few weights need larger steps; "
+        "train all weights (use_peft false) with about 1e-6.",
+    )
+    embedding_lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="Learning rate of the embedding, where it is trained; none = learning_rate.",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of AdamW.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of AdamW's mean of gradients.")
+    adam_beta2: float = Field(
+        default=0.999, ge=0, lt=1, description="Decay of AdamW's mean of squared gradients."
+    )
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to AdamW's denominator.")
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
+        default="linear",
+        description="Course of the learning rate after warm-up: down to 0 (linear, cosine) or constant.",
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Optimiser steps over which the learning rate rises from 0."
+    )
+    warmup_ratio: float = Field(
+        default=0.0, ge=0, lt=1, description="The same as a fraction of all steps; set one of the two."
+    )
+    max_grad_norm: float = Field(
+        default=1.0, ge=0, description="Gradients with a larger norm are scaled down to it; 0 = never."
+    )
+    tokens_per_micro_batch: int = Field(
+        default=2048,
+        ge=1,
+        description="Packed tokens in one forward and backward pass. Changes memory and speed only: the "
+        "gradient is that of the whole step.",
+    )
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps > 0 and self.warmup_ratio > 0:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: both say how long "
+                "warm-up lasts; set one of them to 0"
+            )
+        return self
+
+
+class PhaseConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """A stretch of a run with settings of its own. Exactly one of `steps`, `tokens`, `minutes` says how long
+    it is.
+    """
+
+    name: str = Field(default="", description="Name in logs.")
+    steps: int | None = Field(default=None, ge=1, description="Length in optimiser steps.")
+    tokens: int | None = Field(default=None, ge=1, description="Length in trained tokens.")
+    minutes: float | None = Field(default=None, gt=0, description="Length in minutes of training.")
+    temperature: float | None = Field(default=None, gt=0, description="Replaces sampling.temperature.")
+    beta: float | None = Field(default=None, ge=0, description="Replaces algorithm.beta.")
+    num_generations: int | None = Field(default=None, ge=2, description="Replaces sampling.num_generations.")
+    learning_rate: float | None = Field(
+        default=None, gt=0, description="Replaces the scheduled learning rate, as it stands."
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        given = [unit for unit in ("steps", "tokens", "minutes") if getattr(self, unit) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"{' and '.join(given) or 'no length'}: a phase has exactly one length; set one of steps, "
+                "tokens, minutes"
+            )
+        return self
+
+
+class ScheduleConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """How long a run is, and its phases. The first limit to be reached ends the run."""
+
+    max_steps: int = Field(
+        default=-1,
+        ge=-1,
+        description="Optimiser steps; -1 = as many as num_train_epochs makes, above 0 replaces it.",
+    )
+    num_train_epochs: float = Field(default=1.0, gt=0, description="Passes over the dataset.")
+    max_minutes: float | None = Field(
+        default=None, gt=0, description="Time limit of the run in minutes; none = none."
+    )
+    phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Stretches of the run, one after another, each with a name, one length (steps, tokens "
+        "or minutes) and its own temperature, beta, num_generations or learning_rate.",
+    )
+
+    @field_validator("max_steps", mode="after")
+    @classmethod
+    def _no_empty_run(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError(
+                "a run without steps trains nothing; set schedule.max_steps to 1 or more, or to -1"
+            )
+        return value
+
+
+class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """When and on what the policy is measured. Without held-out prompts nothing is evaluated."""
+
+    eval_steps: int = Field(
+        default=50, ge=0, description="Optimiser steps between evaluations; 0 = none while training."
+    )
+    eval_on_start: bool = Field(
+        default=True, description="Evaluate before the first step, so that what was learned can be told."
+    )
+    num_eval_prompts: int | None = Field(
+        default=None, ge=1, description="Evaluate on the first this many held-out prompts; none = all."
+    )
+    eval_temperature: float = Field(
+        default=0.0, ge=0, description="Sampling temperature in evaluation; 0 = greedy."
+    )
+    num_generations_eval: int = Field(
+        default=1,
+        ge=1,
+        description="Completions for each held-out prompt; above 1 only with eval_temperature above 0.",
+    )
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stop after this many evaluations without a better metric; none = never.",
+    )
+    metric_for_best_model: str = Field(
+        default="eval/accuracy",
+        min_length=1,
+        description="Metric that says which checkpoint is best; more is better.",
+    )
+    load_best_model_at_end: bool = Field(
+        default=False, description="Finish with the weights of the best evaluation instead of the last."
+    )
+
+    @model_validator(mode="after")
+    def _greedy_needs_one(self) -> Self:
+        if self.num_generations_eval > 1 and self.eval_temperature == 0:
+            raise ValueError(
+                f"num_generations_eval={self.num_generations_eval}: greedy completions of a prompt are all "
+                "the same; set evaluation.eval_temperature above 0, or evaluation.num_generations_eval to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _best_needs_evaluations(self) -> Self:
+        wish = (
+            "load_best_model_at_end=True"
+            if self.load_best_model_at_end
+            else f"early_stopping_patience={self.early_stopping_patience}"
+        )
+        if self.eval_steps == 0 and (self.load_best_model_at_end or self.early_stopping_patience is not None):
+            raise ValueError(
+                f"{wish}: it compares evaluations made while training, and eval_steps=0 makes none; "
+                "set evaluation.eval_steps to 1 or more"
+            )
+        return self

@@ -1,0 +1,79 @@
+"""Numbers and rows that describe a step: what goes to metrics.jsonl and to the completions table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from covey.rollout.collect import Rollout
+from covey.types import Batch, Group
+
+
+def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
+    """Rewards and completion lengths of a step, named and defined as in `covey.observe.metric_names`."""
+    groups = rollout.groups
+    rewards = np.concatenate([group.rewards for group in groups])
+    scored = rewards[~np.isnan(rewards)]
+    episodes = [episode for group in groups for episode in group.episodes]
+    lengths = np.array([episode.num_sampled for episode in episodes])
+    ended = lengths[[episode.finish_reason != "length" for episode in episodes]]
+    metrics: dict[str, float] = {
+        "reward": float(scored.mean()) if len(scored) else float("nan"),
+        "reward_std": float(np.mean([_std(group.rewards, std_correction) for group in groups])),
+        "frac_reward_zero_std": float(np.mean([group.is_tied for group in groups])),
+        "frac_reward_none": float(np.isnan(rewards).mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
+        "time/sampling": rollout.sampling_seconds,
+        "time/scoring": rollout.scoring_seconds,
+    }
+    if len(ended):
+        metrics["completions/mean_terminated_length"] = float(ended.mean())
+        metrics["completions/min_terminated_length"] = float(ended.min())
+        metrics["completions/max_terminated_length"] = float(ended.max())
+    if rollout.discarded:
+        metrics["dynamic_sampling/discarded_groups"] = float(rollout.discarded)
+    for name in groups[0].reward_parts:
+        values = np.concatenate([group.reward_parts[name] for group in groups])
+        found = values[~np.isnan(values)]
+        metrics[f"rewards/{name}/mean"] = float(found.mean()) if len(found) else float("nan")
+        metrics[f"rewards/{name}/std"] = _std(values, std_correction)
+        metrics[f"rewards/{name}/none"] = float(np.isnan(values).mean())
+    return metrics
+
+
+def completion_rows(groups: Sequence[Group], batch: Batch | None = None) -> list[dict[str, Any]]:
+    """One row for each completion: what was asked, answered and given for it, and why tokens were masked."""
+    rows = []
+    row = 0
+    for number, group in enumerate(groups):
+        prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
+        for sample, episode in enumerate(group.episodes):
+            entry: dict[str, Any] = {
+                "group": number,
+                "sample": sample,
+                "uid": group.prompt.uid,
+                "prompt": prompt,
+                "completion": episode.text,
+                "reward": float(group.rewards[sample]),
+                "length": episode.num_sampled,
+                "finish_reason": episode.finish_reason,
+                "policy_version": episode.policy_version,
+            }
+            entry |= {f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()}
+            if batch is not None:
+                entry["advantage"] = float(batch.advantages[row, 0])
+                entry["masked_by"] = ", ".join(name for name, tokens in batch.excluded.items() if tokens[row].any())
+            rows.append(entry)
+            row += 1
+    return rows
+
+
+def _std(values: np.ndarray, correction: int) -> float:
+    scored = values[~np.isnan(values)]
+    return float(scored.std(ddof=correction)) if len(scored) > correction else 0.0

@@ -1,0 +1,236 @@
+"""What changes over a run: the learning rate, and phases with settings of their own.
+
+Learning-rate schedules are pure functions step -> factor, with the definitions of
+`transformers.get_scheduler`: `step` counts the optimiser steps already taken, so with warm-up the first step
+has factor 0.
+
+Phases follow one another: "100 steps at temperature 0.7, then ..." (usmle-qa.md has three). A phase ends at
+the first of its limits to be reached, counted from where the phase really began, and the last one may have no
+limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, get_args
+
+from covey.errors import CheckpointError, ConfigError
+
+ScheduleType = Literal["linear", "cosine", "constant"]
+
+
+def learning_rate_factor(
+    schedule: str, step: int, *, warmup_steps: int = 0, total_steps: int | None = None
+) -> float:
+    """Factor in [0, 1] on the learning rate for the optimiser step that follows `step` finished ones.
+
+    Warm-up is `step / warmup_steps`. After it, with `x = (step - warmup) / (total - warmup)`: `linear` is `1
+    - x`, `cosine` is `(1 + cos(pi x)) / 2`, `constant` is 1. Same numbers as `transformers.get_scheduler`.
+
+    Args:
+        schedule: "linear", "cosine" or "constant".
+        step: optimiser steps taken so far, from 0.
+        warmup_steps: steps of linear warm-up.
+        total_steps: steps of the whole run; not needed for "constant".
+
+    Raises:
+        ConfigError: unknown schedule, or a decay without a known number of steps.
+    """
+    if schedule not in get_args(ScheduleType):
+        known = ", ".join(get_args(ScheduleType))
+        raise ConfigError(
+            f"lr_scheduler_type={schedule!r}: no such schedule; set optim.lr_scheduler_type to {known}"
+        )
+    if step < warmup_steps:
+        return step / max(1, warmup_steps)
+    if schedule == "constant":
+        return 1.0
+    if total_steps is None:
+        raise ConfigError(
+            f"lr_scheduler_type={schedule!r}: a decay needs the number of steps, which is not known here; "
+            'set schedule.max_steps, or optim.lr_scheduler_type to "constant"'
+        )
+    left = max(1, total_steps - warmup_steps)
+    if schedule == "linear":
+        return max(0.0, (total_steps - step) / left)
+    # Past the end transformers' cosine would rise again; a finished run stays at 0.
+    done = min(1.0, (step - warmup_steps) / left)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int | None) -> int:
+    """Number of warm-up steps: `warmup_steps` if positive, else `ceil(total_steps * warmup_ratio)`.
+
+    Raises:
+        ConfigError: a ratio of an unknown number of steps.
+    """
+    if warmup_steps > 0 or warmup_ratio <= 0:
+        return warmup_steps
+    if total_steps is None:
+        raise ConfigError(
+            f"warmup_ratio={warmup_ratio}: the number of steps is not known; set optim.warmup_steps instead"
+        )
+    return math.ceil(total_steps * warmup_ratio)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: steps, tokens, seconds of training, all from 0 and over all resumes."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class PhaseLike(Protocol):
+    """What `PhasePlan` reads from a phase: any object with these attributes, `None` = not set."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def tokens(self) -> int | None: ...
+    @property
+    def minutes(self) -> float | None: ...
+    @property
+    def temperature(self) -> float | None: ...
+    @property
+    def beta(self) -> float | None: ...
+    @property
+    def num_generations(self) -> int | None: ...
+    @property
+    def learning_rate(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of a run. Limits: `steps`, `tokens`, `minutes`; the other fields replace the run's own when
+    set.
+    """
+
+    name: str = ""
+    steps: int | None = None
+    tokens: int | None = None
+    minutes: float | None = None
+    temperature: float | None = None
+    beta: float | None = None
+    num_generations: int | None = None
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPhase:
+    """The settings in force: the phase's where it sets them, else the run's.
+
+    Attributes:
+        index: position of the phase, from 0.
+        name: its name.
+        temperature: sampling temperature.
+        beta: weight of the KL term.
+        num_generations: completions for each prompt.
+        learning_rate: replaces the scheduled learning rate; None = follow the schedule.
+    """
+
+    index: int
+    name: str
+    temperature: float
+    beta: float
+    num_generations: int
+    learning_rate: float | None
+
+    def effective_learning_rate(self, base: float, factor: float) -> float:
+        """The learning rate of the next step: the phase's own, as it stands, or `base * factor`."""
+        return base * factor if self.learning_rate is None else self.learning_rate
+
+
+class PhasePlan:
+    """Walks through the phases as a run progresses.
+
+    `at` must be called with progress that never goes back. The walk has a state, since a phase measured in
+    tokens or minutes begins where the one before really ended; `state` and `restore` carry it over a resume.
+    """
+
+    def __init__(
+        self, phases: Sequence[PhaseLike], *, temperature: float, beta: float, num_generations: int
+    ) -> None:
+        """Take the phases (none = one phase without end) and the run's own settings.
+
+        Raises:
+            ConfigError: a limit that is not positive, or a phase before the last one that has no limit.
+        """
+        self._phases: tuple[PhaseLike, ...] = tuple(phases) or (Phase(name="train"),)
+        self._base = (temperature, beta, num_generations)
+        for index, phase in enumerate(self._phases):
+            for limit in ("steps", "tokens", "minutes"):
+                value = getattr(phase, limit)
+                if value is not None and not value > 0:
+                    raise ConfigError(
+                        f"schedule.phases[{index}].{limit}={value}: a phase must have a positive length; "
+                        "remove the phase or set a larger number"
+                    )
+            if index < len(self._phases) - 1 and phase.steps is phase.tokens is phase.minutes is None:
+                raise ConfigError(
+                    f"schedule.phases[{index}] ({phase.name!r}) has no length, so the next phase would never "
+                    "begin; "
+                    "set its steps, tokens or minutes"
+                )
+        self._index = 0
+        self._start = Progress()
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of all phases together, None when one of them is not measured in steps."""
+        steps = [phase.steps for phase in self._phases]
+        return None if None in steps else sum(step for step in steps if step is not None)
+
+    def at(self, progress: Progress) -> ResolvedPhase:
+        """Return the settings for the step that follows `progress`, moving to the next phase when one is
+        over.
+        """
+        if self._is_over(progress) and self._index < len(self._phases) - 1:
+            self._index += 1
+            self._start = progress
+        phase = self._phases[self._index]
+        temperature, beta, num_generations = self._base
+        return ResolvedPhase(
+            index=self._index,
+            name=phase.name or f"phase {self._index + 1}",
+            temperature=temperature if phase.temperature is None else phase.temperature,
+            beta=beta if phase.beta is None else phase.beta,
+            num_generations=num_generations if phase.num_generations is None else phase.num_generations,
+            learning_rate=phase.learning_rate,
+        )
+
+    def finished(self, progress: Progress) -> bool:
+        """True when the last phase has a limit and `progress` has reached it."""
+        return self._index == len(self._phases) - 1 and self._is_over(progress)
+
+    def _is_over(self, progress: Progress) -> bool:
+        phase = self._phases[self._index]
+        return (
+            (phase.steps is not None and progress.step - self._start.step >= phase.steps)
+            or (phase.tokens is not None and progress.tokens - self._start.tokens >= phase.tokens)
+            or (phase.minutes is not None and progress.seconds - self._start.seconds >= 60 * phase.minutes)
+        )
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able position in the plan, for a checkpoint."""
+        return {"index": self._index, "start": asdict(self._start)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the position that `state` returned.
+
+        Raises:
+            CheckpointError: the state names a phase that this plan does not have.
+        """
+        index = int(state["index"])
+        if not 0 <= index < len(self._phases):
+            raise CheckpointError(
+                f"the checkpoint is in phase {index + 1}, but schedule.phases has {len(self._phases)}; "
+                "resume with the phases that the run was started with"
+            )
+        self._index = index
+        self._start = Progress(**state["start"])

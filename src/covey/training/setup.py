@@ -1,0 +1,298 @@
+"""From a config, data and reward functions to the parts of a run; everything that can be wrong is found here, early.
+
+Order matters: what is cheap to check (settings, data, rewards) comes before what takes seconds (the model).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from covey.algorithms import make_objective
+from covey.errors import ConfigError, DataError
+from covey.pytorch.engine import Engine
+from covey.pytorch.learner import Correction, Learner
+from covey.pytorch.policy import Policy
+from covey.rollout.batching import BatchSettings
+from covey.rollout.scoring import Scorer
+from covey.tasks import Task, get_task
+from covey.tasks.dataset import build_prompts, load_rows
+from covey.training.evaluate import IsCorrect
+from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_factor, resolve_warmup_steps
+from covey.training.update import UpdateSettings
+from covey.types import Prompt, SamplingSettings
+
+if TYPE_CHECKING:
+    from covey.config import GRPOConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Data:
+    """Rows before they are tokenised, with who scores them.
+
+    Attributes:
+        train: training rows.
+        held_out: evaluation rows, empty if there are none.
+        scorer: the reward functions.
+        system_prompt: put before each prompt.
+        is_correct: definition of `eval/accuracy`, None where only rewards tell.
+    """
+
+    train: Sequence[Mapping[str, Any]]
+    held_out: Sequence[Mapping[str, Any]]
+    scorer: Scorer
+    system_prompt: str | None
+    is_correct: IsCorrect | None
+
+
+def load_task(config: GRPOConfig) -> Task | None:
+    """The task named by `data.task`, reading `data.dataset` where one is given, or None."""
+    if config.data.task is None:
+        return None
+    options = {} if config.data.dataset is None else {"path": config.data.dataset}
+    return get_task(config.data.task, **options)
+
+
+def load_data(
+    config: GRPOConfig, task: Task | None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None
+) -> Data:
+    """Rows and reward functions, from arguments where they are given, else from the config and its task.
+
+    Raises:
+        DataError: no data, or data that cannot be read.
+        ConfigError: no reward function.
+        RewardError: a reward function needs a column that the data lacks.
+    """
+    data = config.data
+    if train_dataset is None:
+        train_dataset = task.train_rows(config.run.seed) if task else data.dataset
+    if eval_dataset is None:
+        eval_dataset = task.eval_rows() if task and data.eval_dataset is None else data.eval_dataset
+    if train_dataset is None:
+        raise DataError("no training data: pass train_dataset, or set data.dataset or data.task")
+    if reward_funcs is None:
+        if task is None:
+            raise ConfigError(
+                "no reward function: pass reward_funcs, set rewards.functions (file.py:function), or choose data.task"
+            )
+        reward_funcs = task.reward_funcs
+    scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=config.rewards.reward_timeout)
+    train = load_rows(train_dataset)
+    held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test")
+    if config.evaluation.num_eval_prompts is not None:
+        held_out = held_out[: config.evaluation.num_eval_prompts]
+    for rows in (train, held_out):
+        if rows:
+            scorer.check_columns([name for name in rows[0] if name != data.prompt_column])
+    judge: IsCorrect | None = None
+    if task is not None:
+        known = task
+
+        def judge(prompt: Prompt, text: str) -> bool:
+            return known.is_correct(text, prompt.columns)
+
+    return Data(train, held_out, scorer, data.system_prompt or (task.system_prompt if task else None), judge)
+
+
+def tokenize(
+    config: GRPOConfig, rows: Sequence[Mapping[str, Any]], data: Data, policy: Policy, context_length: int
+) -> list[Prompt]:
+    """Rows -> prompts, through the chat template where they are conversations."""
+    return build_prompts(
+        rows,
+        policy.tokenizer,
+        prompt_column=config.data.prompt_column,
+        system_prompt=data.system_prompt,
+        max_prompt_length=config.data.max_prompt_length,
+        context_length=context_length,
+        max_completion_length=config.sampling.max_completion_length,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+
+
+def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None) -> Policy:
+    """Load the policy named by the config, or wrap the model that the user passed."""
+    chosen = config.model
+    torch.manual_seed(config.run.seed)
+    return Policy.load(
+        chosen.model if model is None else model,
+        tokenizer=tokenizer,
+        dtype=chosen.dtype,
+        device=chosen.device,
+        trust_remote_code=chosen.trust_remote_code,
+        gradient_checkpointing=chosen.gradient_checkpointing,
+        prefix_sharing=chosen.prefix_sharing,
+        use_peft=chosen.use_peft,
+        lora_config=peft_config,
+        lora_r=chosen.lora_r,
+        lora_alpha=chosen.lora_alpha,
+        lora_dropout=chosen.lora_dropout,
+        lora_target_modules=chosen.lora_target_modules,
+        adapter=chosen.adapter,
+        seed=config.run.seed,
+        reference_update=config.algorithm.reference_update,
+        reference_update_steps=config.algorithm.reference_update_steps,
+        reference_ema_decay=config.algorithm.reference_ema_decay,
+    )
+
+
+def make_engine(config: GRPOConfig, policy: Policy) -> Engine:
+    """The in-process generation engine for a policy."""
+    return Engine(
+        policy.model,
+        policy.tokenizer,
+        kv_cache_bytes=int(config.sampling.kv_cache_gb * 2**30),
+        max_batch_size=config.sampling.max_batch_size,
+    )
+
+
+def make_learner(config: GRPOConfig, policy: Policy) -> Learner:
+    """The learner with AdamW as configured."""
+    optim = config.optim
+    return Learner(
+        policy,
+        learning_rate=optim.learning_rate,
+        embedding_lr=optim.embedding_lr,
+        weight_decay=optim.weight_decay,
+        betas=(optim.adam_beta1, optim.adam_beta2),
+        epsilon=optim.adam_epsilon,
+        max_grad_norm=optim.max_grad_norm,
+        tokens_per_micro_batch=optim.tokens_per_micro_batch,
+    )
+
+
+def sampling_settings(config: GRPOConfig, policy: Policy, temperature: float) -> SamplingSettings:
+    """Sampling as in training, at a given temperature."""
+    sampling = config.sampling
+    return SamplingSettings(
+        temperature=temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_completion_length,
+        eos_token_ids=tuple(policy.eos_token_ids),
+        stop_strings=tuple(sampling.stop_strings),
+        keep_support=config.algorithm.keep_sampling_mask and temperature > 0,
+    )
+
+
+def batch_settings(config: GRPOConfig, scorer: Scorer) -> BatchSettings:
+    """How groups become a batch."""
+    chosen = config.algorithm
+    return BatchSettings(
+        reward_weights=tuple(float(weight) for weight in scorer.weights),
+        adv_estimator=chosen.adv_estimator,
+        scale_rewards=chosen.scale_rewards,
+        std_correction=chosen.std_correction,
+        multi_objective_aggregation=chosen.multi_objective_aggregation,
+        mask_truncated_completions=chosen.mask_truncated_completions,
+        validity_mask=chosen.validity_mask,
+        validity_min_length=chosen.validity_min_length,
+        soft_overlong_cache=config.rewards.soft_overlong_cache,
+        max_completion_length=config.sampling.max_completion_length,
+    )
+
+
+def update_settings(config: GRPOConfig, phase: ResolvedPhase) -> UpdateSettings:
+    """What the update needs to know, in this phase."""
+    chosen = config.algorithm
+    mode = chosen.importance_sampling_correction
+    return UpdateSettings(
+        objective=make_objective(
+            chosen.loss_type,
+            epsilon=chosen.epsilon,
+            epsilon_high=chosen.epsilon_high,
+            delta=chosen.delta,
+            epsilon_max=chosen.epsilon_max,
+            sapo_temperature_pos=chosen.sapo_temperature_pos,
+            sapo_temperature_neg=chosen.sapo_temperature_neg,
+            importance_sampling_level=chosen.importance_sampling_level,
+            kl_estimator=chosen.kl_estimator,
+            beta=phase.beta,
+            entropy_coef=chosen.entropy_coef,
+        ),
+        temperature=phase.temperature,
+        max_completion_length=config.sampling.max_completion_length,
+        num_iterations=chosen.num_iterations,
+        correction=Correction(mode, chosen.importance_sampling_cap) if mode else None,
+        off_policy_mask_threshold=chosen.off_policy_mask_threshold,
+        reference_drift_threshold=chosen.reference_drift_threshold,
+        reference_drift_reduction=chosen.reference_drift_reduction,
+        top_entropy_quantile=chosen.top_entropy_quantile,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """When a run ends and how its learning rate goes.
+
+    Attributes:
+        total_steps: steps of the run where they are known, else None.
+        max_seconds: time limit, None = none.
+    """
+
+    total_steps: int | None
+    max_seconds: float | None
+    warmup_steps: int
+    schedule: str
+    learning_rate: float
+
+    def rate(self, phase: ResolvedPhase, step: int) -> float:
+        """Learning rate of the step that follows `step` finished ones."""
+        factor = learning_rate_factor(
+            self.schedule, step, warmup_steps=self.warmup_steps, total_steps=self.total_steps
+        )
+        return phase.effective_learning_rate(self.learning_rate, factor)
+
+
+def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLength:
+    """Steps of the run: those of the phases, `max_steps`, or `num_train_epochs` passes over the prompts.
+
+    Raises:
+        ConfigError: a decaying learning rate over an unknown number of steps.
+    """
+    schedule = config.schedule
+    total: int | None
+    if schedule.phases:
+        total = plan.total_steps
+        if schedule.max_steps > 0:
+            total = schedule.max_steps if total is None else min(total, schedule.max_steps)
+    elif schedule.max_steps > 0:
+        total = schedule.max_steps
+    else:
+        total = max(1, math.ceil(schedule.num_train_epochs * num_prompts / config.data.prompts_per_step))
+    length = RunLength(
+        total_steps=total,
+        max_seconds=None if schedule.max_minutes is None else 60 * schedule.max_minutes,
+        warmup_steps=resolve_warmup_steps(config.optim.warmup_steps, config.optim.warmup_ratio, total),
+        schedule=config.optim.lr_scheduler_type,
+        learning_rate=config.optim.learning_rate,
+    )
+    learning_rate_factor(length.schedule, length.warmup_steps, warmup_steps=length.warmup_steps, total_steps=total)
+    return length
+
+
+def make_plan(config: GRPOConfig) -> PhasePlan:
+    """The phases of the run."""
+    return PhasePlan(
+        config.schedule.phases,
+        temperature=config.sampling.temperature,
+        beta=config.algorithm.beta,
+        num_generations=config.sampling.num_generations,
+    )
+
+
+def decoder(policy: Policy) -> Callable[[Sequence[int]], str]:
+    """Token ids -> text without special tokens."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(policy.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return decode

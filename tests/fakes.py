@@ -1,0 +1,46 @@
+"""Small stand-ins that several rooms' tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from covey.types import Completion, Episode, Message, Prompt
+
+
+class FakeTokenizer:
+    """One token for each character; the template writes `<role>content` and a final `<assistant>`."""
+
+    def __init__(self, *, has_template: bool = True, returns: str = "encoding") -> None:
+        self.chat_template = "{{ fake }}" if has_template else None
+        self._returns = returns
+
+    def __call__(self, text: str, **kwargs: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+    def apply_chat_template(
+        self, messages: list[Message], *, add_generation_prompt: bool, tokenize: bool, **kwargs: Any
+    ) -> Any:
+        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        text += "<assistant>" if add_generation_prompt else ""
+        text += "<think>" if kwargs.get("enable_thinking") else ""
+        ids = [ord(character) for character in text]
+        # What transformers has returned over its versions.
+        return {"encoding": {"input_ids": ids}, "list": ids, "batch": [ids]}[self._returns]
+
+    def decode(self, ids: Sequence[int], **kwargs: Any) -> str:
+        return "".join(chr(i) for i in ids)
+
+
+def fake_prompt(content: str | list[Message] = "2+3=", uid: str = "", **columns: Any) -> Prompt:
+    """A prompt with two tokens."""
+    return Prompt(np.array([1, 2]), content, columns, uid)
+
+
+def fake_episode(text: str, prompt: Prompt | None = None) -> Episode:
+    """An episode that answers `text`, one token for each character."""
+    ids = np.array([ord(character) for character in text], dtype=np.int64)
+    completion = Completion(ids, np.zeros(len(ids), np.float32), "stop", 0)
+    return Episode.from_completion(prompt or fake_prompt(), completion, text)

@@ -1,0 +1,183 @@
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from covey.observe import Doctor, diagnose
+from covey.observe.metric_names import METRICS, describe_metric
+
+HEALTHY = {
+    "reward": 0.4,
+    "reward_std": 0.3,
+    "frac_reward_zero_std": 0.2,
+    "frac_reward_none": 0.0,
+    "completions/mean_length": 80.0,
+    "completions/max_length": 200.0,
+    "completions/clipped_ratio": 0.05,
+    "kl": 0.05,
+    "entropy": 0.8,
+    "clip_ratio/region_mean": 0.02,
+    "grad_norm": 0.5,
+    "loss": 0.01,
+    "learning_rate": 1e-5,
+    "sampling/sampling_logp_difference/mean": 0.004,
+    "mask/off_policy": 0.1,
+}
+
+
+def history(count=10, **changes):
+    steps = [{"step": step + 1, **HEALTHY, **changes} for step in range(count)]
+    if "reward" not in changes:
+        for step in steps:
+            step["reward"] += 0.01 * step["step"]
+    return steps
+
+
+def codes(steps):
+    return [diagnosis.code for diagnosis in diagnose(steps)]
+
+
+def test_a_healthy_run_has_no_diagnosis():
+    assert diagnose(history(40)) == []
+    assert diagnose([]) == []
+
+
+CASES = [
+    (
+        "reward_never_nonzero",
+        {"reward": 0.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0},
+        "last 10 steps",
+        "completions/",
+    ),
+    ("reward_constant", {"reward": -1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}, "-1", "differ"),
+    ("groups_all_wrong", {"frac_reward_zero_std": 0.9}, "90%", "num_generations"),
+    ("groups_all_right", {"frac_reward_zero_std": 0.9}, "90%", "harder prompts"),
+    ("groups_tied", {"frac_reward_zero_std": 0.8}, "80%", "dynamic_sampling"),
+    ("rewards_none", {"frac_reward_none": 0.5}, "50%", "0.0 for a wrong"),
+    ("completions_truncated", {"completions/clipped_ratio": 0.45}, "45%", "max_completion_length"),
+    ("completions_short", {"completions/mean_length": 1.2}, "1.2 tokens", "chat template"),
+    ("kl_high", {"kl": 0.75}, "0.75 nats", "algorithm.beta"),
+    ("clip_fraction_high", {"clip_ratio/region_mean": 0.4}, "40%", "learning_rate"),
+    ("entropy_collapse", {"entropy": 0.004}, "0.0040 nats", "temperature"),
+    (
+        "sampler_mismatch",
+        {"sampling/sampling_logp_difference/mean": 0.2},
+        "0.200 nats",
+        "importance_sampling_correction",
+    ),
+    ("masked_off_policy", {"mask/off_policy": 0.7}, "70%", "off_policy"),
+    ("gradient_zero", {"grad_norm": 0.0}, "exactly 0", "mask/"),
+    ("not_finite", {"grad_norm": float("nan")}, "10 of the last 10", "learning_rate"),
+    ("not_finite", {"loss": None}, "loss was NaN", "bfloat16"),
+    ("learning_rate_zero", {"learning_rate": 0.0}, "last 10 steps", "max_steps"),
+]
+REWARDS = {"groups_all_wrong": (0.02, 0.03), "groups_all_right": (0.95, 0.96)}
+
+
+@pytest.mark.parametrize(("code", "changes", "number", "fix"), CASES)
+def test_each_trouble_is_named_with_its_number_and_a_fix(code, changes, number, fix):
+    steps = history(**changes)
+    for step, reward in zip(steps, 5 * REWARDS.get(code, ()), strict=False):
+        step["reward"] = reward
+    assert codes(steps) == [code]
+    (diagnosis,) = diagnose(steps)
+    assert number in diagnosis.message
+    assert fix in diagnosis.fix
+    assert str(diagnosis) == f"{diagnosis.message}. {diagnosis.fix}."
+
+
+def test_a_policy_that_stands_still():
+    assert codes(history(40, kl=1e-8)) == ["policy_does_not_move"]
+    assert codes(history(20, kl=1e-8)) == []  # too early to say
+    # KL 0 because beta is 0 and it is not measured, i.e. no such metric: nothing to say
+    still = history(40)
+    for step in still:
+        del step["kl"]
+    assert codes(still) == []
+
+
+def test_two_steps_are_too_few_except_for_broken_numbers():
+    assert codes(history(2, kl=9.0)) == []
+    assert codes(history(2, loss=float("nan"))) == ["not_finite"]
+
+
+def test_evaluations_between_steps_do_not_count_as_steps():
+    steps = [
+        line for step in history(4, kl=9.0) for line in (step, {"step": step["step"], "eval/accuracy": 0.0})
+    ]
+    assert codes(steps) == []
+    assert codes([*steps, history(1, kl=9.0)[0]]) == ["kl_high"]
+
+
+def test_the_doctor_speaks_once_for_each_episode():
+    doctor = Doctor()
+    said = []
+    for step in range(1, 71):
+        trouble = 1 <= step <= 20 or step >= 55
+        metrics = {**HEALTHY, "reward": 0.3 + 0.01 * (step % 7), "kl": 0.9 if trouble else 0.1}
+        said += [(step, diagnosis.code) for diagnosis in doctor.check(metrics)]
+    # 5 steps are needed at first; later the mean of 10 must pass 0.5 again: 6 steps of 0.9 and 4 of 0.1
+    assert said == [(5, "kl_high"), (60, "kl_high")]
+
+
+def test_trouble_that_flickers_is_one_episode():
+    doctor = Doctor()
+    said = []
+    for step in range(60):
+        kl = 0.9 if step % 8 < 4 else 0.05
+        said += doctor.check({**HEALTHY, "reward": 0.3 + 0.01 * (step % 7), "kl": kl})
+    assert [diagnosis.code for diagnosis in said] == ["kl_high"]
+
+
+def test_a_resumed_doctor_does_not_repeat_itself():
+    past = history(20, kl=0.9)
+    assert [d.code for d in Doctor(history=past[:4]).check(past[4])] == ["kl_high"]
+    doctor = Doctor(history=past)
+    for _ in range(30):
+        assert (
+            doctor.check({"step": 20, "eval/accuracy": 0.1}) == []
+        )  # an evaluation is no step without trouble
+    assert doctor.check(past[-1]) == []
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(sorted(HEALTHY)),
+            st.one_of(st.none(), st.floats(), st.integers(), st.just("text"), st.booleans()),
+        ),
+        max_size=12,
+    )
+)
+def test_no_metrics_break_the_doctor(steps):
+    for diagnosis in diagnose(steps):
+        assert diagnosis.message
+        assert diagnosis.fix
+
+
+def test_the_doctor_reads_only_metrics_that_are_defined():
+    source = (Path(__file__).resolve().parents[2] / "src/covey/observe/doctor.py").read_text()
+    read = set(re.findall(r'(?:recent\.\w+\(|for name in \()"([a-z_/]+)"', source))
+    assert {"reward", "kl", "entropy", "loss"} <= read
+    assert [name for name in read if describe_metric(name) is None] == []
+
+
+def test_definitions():
+    assert METRICS["kl"].unit == "nats"
+    for name in (
+        "rewards/exact_match/mean",
+        "rewards/a/b/std",
+        "mask/off_policy",
+        "eval/accuracy",
+        "time/update",
+    ):
+        assert describe_metric(name) is not None, name
+    for name in ("rewards/mean", "foo", "mask/", "eval/foo", "rewards/x/median"):
+        assert describe_metric(name) is None, name
+    inner = describe_metric("eval/completions/mean_length")
+    assert inner is not None
+    assert inner.unit == "tokens"
+    assert all(definition.meaning for definition in METRICS.values())

@@ -1,0 +1,66 @@
+"""What the engine's tests compare with: the plain transformers model, one sequence at a time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from tiny_models import VOCAB_SIZE, tiny_model
+from transformers import PreTrainedModel
+
+from covey.types import Completion, IntArray, Request
+
+LENGTHS = (3, 11, 40)
+"""Prompt lengths of these tests: below and above the tiny models' window of 6, with and without block padding."""
+
+
+def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[IntArray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, VOCAB_SIZE, size=n) for n in lengths]
+
+
+def groups(size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Request]:
+    """`size` requests for each prompt, each with its own stream."""
+    return [Request(ids, (seed, i, j)) for i, ids in enumerate(prompts(lengths)) for j in range(size)]
+
+
+def adapted(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
+    """`get_peft_model` without its deprecation warning (PEFT asks transformers for an attribute's old name)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        return get_peft_model(model, config)
+
+
+def with_lora(name: str, *, targets: str | list[str] = "all-linear", **options: object) -> PeftModel:
+    """A tiny model with a LoRA adapter whose B is not zero."""
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM", **options)
+    if name == "gpt2":
+        config.fan_in_fan_out = True
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = adapted(tiny_model(name), config)
+        for key, parameter in model.named_parameters():
+            if "lora_" in key:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@torch.no_grad()
+def plain_logits(model: torch.nn.Module, request: Request, completion: Completion) -> torch.Tensor:
+    """`[T, V]` logits of the plain model for each token of the completion."""
+    ids = np.concatenate([request.token_ids, completion.token_ids])
+    logits: torch.Tensor = model(
+        input_ids=torch.from_numpy(ids)[None], attention_mask=torch.ones(1, len(ids), dtype=torch.long)
+    ).logits[0]
+    return logits[len(request.token_ids) - 1 : -1]
+
+
+def plain_logprobs(
+    model: torch.nn.Module, request: Request, completion: Completion, temperature: float = 1.0
+) -> np.ndarray:
+    """`[T]` log-probabilities of the completion's tokens over the whole vocabulary."""
+    logprobs = (plain_logits(model, request, completion) / temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.from_numpy(completion.token_ids)[:, None])[:, 0].numpy()

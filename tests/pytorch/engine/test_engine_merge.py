@@ -1,0 +1,81 @@
+"""Effective weights: LoRA added, everything else as PEFT itself computes it, nothing written to the policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_helpers import adapted, with_lora
+from peft import IA3Config, LoraConfig, PrefixTuningConfig
+from tiny_models import tiny_model
+
+from covey.errors import ModelError
+from covey.pytorch.engine.merge import EffectiveWeights, copy_without_adapters
+
+
+def randomised(config: object) -> torch.nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = adapted(tiny_model("llama"), config)
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("lora_", "ia3_", "modules_to_save")):
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def test_lora_by_hand() -> None:
+    model = with_lora("llama")
+    layer = model.base_model.model.model.layers[1].mlp.up_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = layer.base_layer.weight + 7 / 3 * (b @ a)
+    found = EffectiveWeights(model)["model.layers.1.mlp.up_proj.weight"]
+    torch.testing.assert_close(found, expected.detach())
+    assert EffectiveWeights(model).base is model.get_base_model()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", use_rslora=True),
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", use_dora=True),
+        LoraConfig(r=2, target_modules=["v_proj", "embed_tokens"], task_type="CAUSAL_LM"),
+        LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM"),
+        IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
+        ),
+    ],
+    ids=["rslora", "dora", "embedding", "modules_to_save", "ia3"],
+)
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+def test_a_copy_with_effective_weights_computes_what_the_policy_computes(config: object) -> None:
+    model = randomised(config)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    twin = copy_without_adapters(model)
+    weights = EffectiveWeights(model)
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            parameter.copy_(weights[name])
+        ids = torch.arange(4, 20)[None]
+        expected = model(ids).logits
+        torch.testing.assert_close(twin(ids).logits, expected, atol=1e-4, rtol=1e-4)
+        with model.disable_adapter():
+            assert (model(ids).logits - expected).abs().max() > 1e-3
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert set(dict(twin.named_parameters())) == set(dict(tiny_model("llama").named_parameters()))
+
+
+def test_disabled_and_already_merged_adapters() -> None:
+    model = with_lora("llama")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    merged = EffectiveWeights(model)[name].clone()
+    with model.disable_adapter():
+        base = EffectiveWeights(model)[name].clone()
+    assert not torch.allclose(base, merged)
+    torch.testing.assert_close(base, tiny_model("llama").get_parameter(name).detach())
+    model.merge_adapter()
+    torch.testing.assert_close(EffectiveWeights(model)[name], merged)
+
+
+def test_virtual_tokens_are_refused() -> None:
+    config = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ModelError, match="PREFIX_TUNING"):
+        EffectiveWeights(adapted(tiny_model("llama"), config))

@@ -1,0 +1,487 @@
+"""Reward functions of every kind, well-behaved and not."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards import Verifier, numeric_match
+from covey.rollout.scoring import Scorer
+from covey.types import Prompt
+from fakes import fake_episode, fake_prompt
+
+
+def score(
+    functions: Any, texts: list[str], prompts: list[Prompt] | None = None, **settings: Any
+) -> tuple[list[float], dict[str, list[float]]]:
+    chosen = prompts or [fake_prompt(uid=f"row-{index}") for index in range(len(texts))]
+    scorer = Scorer(functions, **settings)
+    rewards, parts = scorer.score(chosen, [fake_episode(t, p) for t, p in zip(texts, chosen, strict=True)])
+    scorer.close()
+    assert rewards.dtype == np.float64
+    assert all(values.dtype == np.float64 and values.shape == rewards.shape for values in parts.values())
+    return rewards.tolist(), {name: values.tolist() for name, values in parts.items()}
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def vowels(completions: list[str], **columns: Any) -> list[float | None]:
+    return [float(sum(c in "aeiou" for c in text)) if text else None for text in completions]
+
+
+def test_weighted_sum_by_hand() -> None:
+    rewards, parts = score([length, vowels], ["abe", "xyz"], weights=[0.5, 2.0])
+    assert parts == {"length": [3.0, 3.0], "vowels": [2.0, 0.0]}
+    assert rewards == [0.5 * 3 + 2 * 2, 0.5 * 3 + 2 * 0]
+
+
+def test_none_leaves_a_sample_to_the_other_functions() -> None:
+    rewards, parts = score([length, vowels], ["", "a"])
+    assert rewards == [0.0, 2.0]
+    np.testing.assert_array_equal(parts["vowels"], [np.nan, 1.0])
+
+
+def test_no_score_at_all_is_nan_and_warned_about_once(caplog: pytest.LogCaptureFixture) -> None:
+    scorer = Scorer(vowels)
+    prompts = [fake_prompt(uid="row-a"), fake_prompt(uid="row-b")]
+    with caplog.at_level(logging.WARNING):
+        rewards, _ = scorer.score(prompts, [fake_episode("a"), fake_episode("")])
+        scorer.score(prompts, [fake_episode(""), fake_episode("")])
+    np.testing.assert_array_equal(rewards, [1.0, np.nan])
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "sample 1 (row row-b)" in messages[0]
+    assert "1 of 2" in messages[0]
+
+
+def test_plain_prompts_give_strings_and_conversations_give_messages() -> None:
+    seen: dict[str, Any] = {}
+
+    def spy(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [0.0] * len(prompts)
+
+    chat = [{"role": "user", "content": "2+3?"}]
+    prompts = [fake_prompt("2+3=", answer="5", level=1), fake_prompt(chat, answer="5")]
+    scorer = Scorer(spy)
+    scorer.trainer_state = "state"
+    scorer.score(prompts, [fake_episode("a", prompts[0]), fake_episode("bc", prompts[1])])
+    assert seen["prompts"] == ["2+3=", chat]
+    assert seen["completions"] == ["a", [{"role": "assistant", "content": "bc"}]]
+    assert seen["answer"] == ["5", "5"]
+    assert seen["level"] == [1, None]
+    assert seen["completion_ids"] == [[97], [98, 99]]
+    assert seen["trainer_state"] == "state"
+
+
+def test_a_function_without_kwargs_gets_only_what_it_names() -> None:
+    def by_name(completions: list[str], answer: list[str], completion_ids: list[list[int]]) -> list[float]:
+        rows = zip(completions, answer, completion_ids, strict=True)
+        return [float(text == want) + len(ids) for text, want, ids in rows]
+
+    def by_position(completions: list[str], prompts: list[str], /) -> list[float]:
+        return [float(len(text) - len(prompt)) for text, prompt in zip(completions, prompts, strict=True)]
+
+    prompts = [fake_prompt("ab", answer="x", other=1), fake_prompt("ab", answer="y", other=2)]
+    _, parts = score([by_name, by_position], ["x", "abc"], prompts)
+    assert parts == {"by_name": [2.0, 3.0], "by_position": [-1.0, 1.0]}
+
+
+def test_an_argument_that_nobody_passes_is_found_before_training() -> None:
+    def needs_solution(completions: list[str], solution: list[str]) -> list[float]:
+        return [0.0 for _ in completions]
+
+    scorer = Scorer([needs_solution, numeric_match("label")])
+    scorer.check_columns(["solution", "label"])
+    with pytest.raises(ConfigError, match=r"'needs_solution' needs the argument 'solution'.*columns: answer"):
+        Scorer(needs_solution).check_columns(["answer"])
+    with pytest.raises(ConfigError, match="'numeric_match' needs the argument 'label'"):
+        Scorer(numeric_match("label")).check_columns(["answer"])
+
+
+def test_a_column_that_a_whole_batch_lacks_is_none() -> None:
+    scorer = Scorer(numeric_match("answer"))
+    scorer.check_columns(["answer"])
+    rewards, _ = scorer.score([fake_prompt()], [fake_episode("5")])
+    assert np.isnan(rewards).all()
+
+
+def test_no_function_can_change_what_the_next_one_sees() -> None:
+    def vandal(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+        prompts[0][0]["content"] = "changed"
+        completions[0].append("changed")
+        answer.clear()
+        return [0.0]
+
+    def reader(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+        return [float((prompts[0][0]["content"], len(completions[0]), answer) == ("2+3?", 1, ["5"]))]
+
+    prompt = fake_prompt([{"role": "user", "content": "2+3?"}], answer="5")
+    _, parts = score([vandal, reader], ["5"], [prompt])
+    assert parts["reader"] == [1.0]
+    assert prompt.content == [{"role": "user", "content": "2+3?"}]
+
+
+class Even(Verifier):
+    def verify(self, prompt: str, completion: str) -> float:
+        return float(int(completion) % 2 == 0)
+
+
+class DuckVerifier:
+    def batch_verify(self, pairs: list[tuple[str, str]]) -> list[float]:
+        return [float(prompt.endswith(completion)) for prompt, completion in pairs]
+
+
+def test_verifiers_are_rewards() -> None:
+    rewards, parts = score([Even(), DuckVerifier()], ["4", "3"], [fake_prompt("1+3"), fake_prompt("1+3")])
+    assert parts == {"Even": [1.0, 0.0], "DuckVerifier": [0.0, 1.0]}
+    assert rewards == [1.0, 1.0]
+    with pytest.raises(
+        RewardError, match="'Even' failed for sample 1: ValueError: invalid literal"
+    ) as caught:
+        score(Even(), ["4", "four"])
+    assert caught.value.sample == 1
+
+
+def test_equal_names_get_distinct_keys() -> None:
+    def other() -> Callable[..., list[float]]:
+        def length(completions: list[str]) -> list[float]:
+            return [1.0 for _ in completions]
+
+        return length
+
+    def length_2(completions: list[str]) -> list[float]:
+        return [2.0 for _ in completions]
+
+    _, parts = score([length, other(), length_2, lambda completions: [9], functools.partial(length)], ["abc"])
+    assert parts == {"length": [3], "length_3": [1], "length_2": [2], "<lambda>": [9], "length_4": [3]}
+
+
+# --- asynchronous functions --------------------------------------------------------------------------------
+
+
+async def slow_two(completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [2.0 for _ in completions]
+
+
+class AsyncCallable:
+    async def __call__(self, completions: list[str]) -> list[float]:
+        return [3.0 for _ in completions]
+
+
+def sync_looking(completions: list[str], **columns: Any) -> Any:
+    return slow_two(completions)
+
+
+def test_async_functions_run_together_and_keep_their_order() -> None:
+    meeting = asyncio.Barrier(2)  # one after the other they would never meet
+
+    async def first(completions: list[str]) -> list[float]:
+        await meeting.wait()
+        await asyncio.sleep(0.02)
+        return [1.0 for _ in completions]
+
+    async def second(completions: list[str]) -> list[float]:
+        await meeting.wait()
+        return [2.0 for _ in completions]
+
+    functions = [first, length, AsyncCallable(), sync_looking, second]
+    rewards, parts = score(functions, ["abcd"], weights=[1, 10, 100, 1000, 10000], timeout=10)
+    assert list(parts) == ["first", "length", "AsyncCallable", "sync_looking", "second"]
+    assert rewards == [1 + 40 + 300 + 2000 + 20000]
+
+
+def test_inside_a_running_event_loop_as_in_a_notebook() -> None:
+    async def notebook_cell() -> list[float]:
+        return score([slow_two, length], ["ab"])[0]
+
+    assert asyncio.run(notebook_cell()) == [4.0]
+
+
+def test_the_event_loop_is_kept_between_calls() -> None:
+    loops = []
+
+    async def remember(completions: list[str]) -> list[float]:
+        loops.append(asyncio.get_running_loop())
+        return [0.0 for _ in completions]
+
+    scorer = Scorer(remember)
+    for _ in range(2):
+        scorer.score([fake_prompt()], [fake_episode("a")])
+    assert loops[0] is loops[1]
+    scorer.close()
+    scorer.score([fake_prompt()], [fake_episode("a")])
+    assert loops[2] is not loops[0]
+    scorer.close()
+
+
+# --- functions that misbehave ------------------------------------------------------------------------------
+
+
+def returning(value: Any) -> Callable[..., Any]:
+    def reward(completions: list[str]) -> Any:
+        return value
+
+    return reward
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [1, True],
+        (1.0, np.bool_(True)),
+        np.ones(2, np.float32),
+        [np.float64(1), np.int32(1)],
+        torch.ones(2, requires_grad=True),
+        [torch.tensor(1.0, requires_grad=True), torch.tensor(True)],
+        {"a": 1, "b": 1}.values(),
+    ],
+)
+def test_what_counts_as_a_list_of_numbers(value: Any) -> None:
+    assert score(returning(value), ["a", "b"])[0] == [1.0, 1.0]
+
+
+def test_a_generator_counts_too() -> None:
+    def reward(completions: list[str]) -> Iterator[float]:
+        yield from (float(len(text)) for text in completions)
+
+    assert score(reward, ["a", "bb"])[0] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message", "sample"),
+    [
+        (None, "returned nothing \\(None\\)", None),
+        (0.5, "returned a float", None),
+        ("ab", "returned a str", None),
+        ({0: 1.0, 1: 1.0}, "returned a dict", None),
+        ({0.0, 1.0}, "returned a set", None),
+        (torch.tensor(1.0), "returned a Tensor", None),
+        ([1.0], "returned 1 rewards for 2 completions", 1),
+        ([1.0] * 3, "returned 3 \\(or more\\) rewards for 2", 2),
+        (np.ones(5), "returned 5 \\(or more\\) rewards for 2", 2),
+        ([1.0, "1.0"], "returned '1.0' for sample 1 \\(row row-1\\): text", 1),
+        ([float("nan"), 1.0], "returned nan for sample 0 .*: not finite", 0),
+        ([1.0, float("-inf")], "returned -inf for sample 1 .*: not finite", 1),
+        ([1.0, np.float32("nan")], "for sample 1 .*: not finite", 1),
+        ([1.0, [1.0]], "returned \\[1.0\\] for sample 1 .*: a list", 1),
+        ([1.0, 1j], "for sample 1 .*: a complex", 1),
+        ([10**400, 1.0], "for sample 0 .*: a int", 0),
+        (np.ones((2, 1)), "for sample 0 .*: an array of shape \\(1,\\)", 0),
+        ([1.0, torch.ones(2)], "for sample 1 .*: an array of shape \\(2,\\)", 1),
+        ([1.0, object()], "for sample 1 .*: a object", 1),
+    ],
+)
+def test_what_is_no_reward_is_named(value: Any, message: str, sample: int | None) -> None:
+    with pytest.raises(RewardError, match=f"reward function 'reward' .*{message}") as caught:
+        score(returning(value), ["a", "b"])
+    assert (caught.value.function, caught.value.sample) == ("reward", sample)
+
+
+def test_an_endless_generator_is_cut() -> None:
+    def endless(completions: list[str]) -> Iterator[float]:
+        while True:
+            yield 0.0
+
+    with pytest.raises(RewardError, match="returned 3 \\(or more\\) rewards for 2"):
+        score(endless, ["a", "b"])
+
+
+def broken(completions: list[str], **columns: Any) -> list[float]:
+    raise KeyError("solution")
+
+
+async def broken_async(completions: list[str], **columns: Any) -> list[float]:
+    raise KeyError("solution")
+
+
+@pytest.mark.parametrize("function", [broken, broken_async])
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_an_exception_is_kept_and_its_function_named(function: Any, timeout: float | None) -> None:
+    with pytest.raises(RewardError, match=f"'{function.__name__}' failed: KeyError: 'solution'") as caught:
+        score([slow_two, function, length], ["a"], timeout=timeout)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert caught.value.function == function.__name__
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_exit_from_a_reward_function_does_not_exit(timeout: float | None) -> None:
+    def leaves(completions: list[str]) -> list[float]:
+        sys.exit(3)
+
+    with pytest.raises(RewardError, match="'leaves' failed: SystemExit: 3"):
+        score(leaves, ["a"], timeout=timeout)
+
+
+def test_a_generator_that_fails_names_the_sample() -> None:
+    def reward(completions: list[str]) -> Iterator[float]:
+        for text in completions:
+            yield float(text)
+
+    with pytest.raises(RewardError, match="failed for sample 1: ValueError: could not convert") as caught:
+        score(reward, ["1", "one", "2"])
+    assert caught.value.sample == 1
+
+
+def test_an_exception_that_cannot_be_printed_and_one_that_is_too_long() -> None:
+    class MuteError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def mute(completions: list[str]) -> list[float]:
+        raise MuteError
+
+    def chatty(completions: list[str]) -> list[float]:
+        raise ValueError("x" * 1_000_000)
+
+    with pytest.raises(RewardError, match="MuteError: \\(its message cannot be shown\\)"):
+        score(mute, ["a"])
+    with pytest.raises(RewardError, match="1000000 characters") as caught:
+        score(chatty, ["a"])
+    assert len(str(caught.value)) < 1_000
+
+
+def test_the_first_function_in_order_is_blamed_whichever_fails_first() -> None:
+    async def late(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0.05)
+        raise ValueError("late")
+
+    async def early(completions: list[str]) -> list[float]:
+        raise ValueError("early")
+
+    for _ in range(3):
+        with pytest.raises(RewardError, match="'late' failed"):
+            score([late, early], ["a"])
+
+
+def hangs(completions: list[str], **columns: Any) -> list[float]:
+    time.sleep(3)
+    return [0.0]
+
+
+def hangs_while_read(completions: list[str], **columns: Any) -> Iterator[float]:
+    time.sleep(3)
+    yield 0.0
+
+
+async def hangs_async(completions: list[str], **columns: Any) -> list[float]:
+    await asyncio.sleep(3)
+    return [0.0]
+
+
+async def refuses_to_be_cancelled(completions: list[str], **columns: Any) -> list[float]:
+    for _ in range(30):
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            continue
+    return [0.0]
+
+
+@pytest.mark.parametrize("function", [hangs, hangs_while_read, hangs_async, refuses_to_be_cancelled])
+def test_a_hang_ends_in_an_error(function: Any) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(RewardError, match=f"'{function.__name__}' did not return within .*=0.1 seconds"):
+        score([length, function, slow_two], ["a"], timeout=0.1)
+    assert time.perf_counter() - begin < 2.5
+
+
+def test_an_async_function_that_blocks_its_loop_ends_in_an_error_and_the_next_call_works() -> None:
+    blocked = threading.Event()
+
+    async def blocks(completions: list[str]) -> list[float]:
+        if completions == ["block"]:
+            blocked.wait(10)
+        return [0.0 for _ in completions]
+
+    scorer = Scorer(blocks, timeout=0.1)
+    with pytest.raises(RewardError, match="'blocks' did not return within"):
+        scorer.score([fake_prompt()], [fake_episode("block")])
+    assert scorer.score([fake_prompt()], [fake_episode("a")])[0].tolist() == [0.0]
+    blocked.set()
+    scorer.close()
+
+
+def test_a_process_with_a_hung_reward_can_exit() -> None:
+    program = """
+import time
+import numpy as np
+from covey.errors import RewardError
+from covey.rollout.scoring import Scorer
+from covey.types import Episode, Prompt
+def hangs(completions):
+    time.sleep(60)
+episode = Episode(np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32), "a", "stop", 0)
+try:
+    Scorer(hangs, timeout=0.05).score([Prompt(np.array([1]), "p")], [episode])
+except RewardError:
+    print("error")
+"""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout.strip() == "error"
+    assert time.perf_counter() - begin < 25
+
+
+# --- settings and logging ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "message"),
+    [
+        ([], {}, "at least one reward function"),
+        ([length], {"weights": [1.0, 2.0]}, "2 weights for 1 reward functions"),
+        ([length], {"weights": [float("nan")]}, "not a finite number"),
+        ([length], {"timeout": 0}, "reward_timeout=0"),
+        (["some/reward-model"], {}, "'some/reward-model': a reward model is not called directly"),
+        ([torch.nn.Linear(1, 1)], {}, "a reward model is not called directly"),
+        ([3], {}, "a int cannot be called"),
+    ],
+)
+def test_settings_that_cannot_work(functions: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scorer(functions, **settings)
+
+
+def test_functions_can_log() -> None:
+    def reward(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
+        log_metric("length", sum(map(len, completions)))
+        log_extra("first", [text[0] for text in completions])
+        return [0.0 for _ in completions]
+
+    scorer = Scorer(reward)
+    for texts in (["a", "bb"], ["ccc"]):
+        scorer.score([fake_prompt() for _ in texts], [fake_episode(text) for text in texts])
+    logged = scorer.take_logged()
+    assert logged.metrics == {"length": 3.0}
+    assert logged.columns == {"first": ["a", "b", "c"]}
+    assert scorer.take_logged().metrics == {}
+
+
+def test_nothing_to_score() -> None:
+    rewards, parts = score([length, slow_two], [])
+    assert rewards == []
+    assert parts == {"length": [], "slow_two": []}
+
+
+def test_weights_and_names_are_in_order() -> None:
+    scorer = Scorer([length, vowels], [0.5, -1.0])
+    assert scorer.names == ("length", "vowels")
+    assert scorer.weights.tolist() == [0.5, -1.0]

@@ -1,0 +1,108 @@
+"""Procedural questions: correct answers, and a split that cannot leak."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+
+from covey.errors import ConfigError
+from covey.tasks import Arithmetic, load_rows
+from covey.tasks.arithmetic import KINDS
+
+
+def question(row: dict) -> str:
+    return row["prompt"][0]["content"]
+
+
+def recompute(kind: str, text: str) -> int:
+    """The answer read back from the question, by another way than the generator's."""
+    numbers = [int(word) for word in re.findall(r"\d+", text)]
+    if kind in ("sum", "difference", "chain"):
+        return int(eval(text.removeprefix("What is ").removesuffix("?")))
+    if kind == "product":
+        return sum(numbers[0] for _ in range(numbers[1]))
+    if kind == "gcd":
+        return max(d for d in range(1, min(numbers) + 1) if numbers[0] % d == numbers[1] % d == 0)
+    if kind == "compare":
+        return sorted(numbers)[1]
+    if kind == "minimum":
+        return sorted(numbers)[0]
+    if kind == "next_in_sequence":
+        return numbers[-1] + (numbers[-1] - numbers[-2])
+    letter, word = re.findall('"([a-z]+)"', text)
+    return len(word.split(letter)) - 1
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_answers_are_right_and_the_split_is_disjoint(kind: str, digits: int) -> None:
+    task = Arithmetic(kinds=kind, digits=digits, num_train=300, num_eval=60)
+    train, held_out = task.train_rows(seed=0), task.eval_rows()
+    for row in train + held_out:
+        assert row["answer"] == str(recompute(kind, question(row))), row
+        assert row["kind"] == kind
+        assert task.is_correct(f"The answer is {row['answer']}.", row)
+        assert not task.is_correct(f"The answer is {row['answer']}1.", row)
+    assert len(train) > 30
+    assert len(held_out) >= 5
+    for seed in range(3):
+        assert not {map(question, held_out)} & {map(question, task.train_rows(seed))}
+    assert not set(map(question, held_out)) & {
+        q for seed in range(3) for q in map(question, task.train_rows(seed))
+    }
+    assert len(set(map(question, train))) == len(train)
+
+
+def test_sizes_and_seeds() -> None:
+    task = Arithmetic(kinds="chain", num_train=50, num_eval=10)
+    assert task.train_rows(1) == task.train_rows(1)
+    assert task.train_rows(1) != task.train_rows(2)
+    assert len(task.train_rows(1)) == 50
+    assert task.eval_rows() == Arithmetic(kinds="chain", num_eval=10).eval_rows()
+    assert len(task.eval_rows()) == 10
+    # 100 one-digit sums exist: every one is either for training or held out.
+    small = Arithmetic(kinds="sum", num_train=1_000, num_eval=1_000)
+    assert len(small.train_rows(0)) + len(small.eval_rows()) == 100
+
+
+def test_rows_are_what_datasets_are_made_of() -> None:
+    rows = Arithmetic(kinds=["sum", "gcd"], num_train=20).train_rows(0)
+    assert load_rows(rows) == rows
+    assert {row["kind"] for row in rows} == {"sum", "gcd"}
+    assert set(rows[0]) == {"prompt", "answer", "kind", "uid"}
+    assert rows[0]["prompt"][0]["role"] == "user"
+    assert len({row["uid"] for row in rows}) == len(rows)
+
+
+def test_several_kinds_have_similar_shares() -> None:
+    rows = Arithmetic(kinds="chain+minimum+compare", digits=2, num_train=600).train_rows(0)
+    shares = [sum(row["kind"] == kind for row in rows) for kind in ("chain", "minimum", "compare")]
+    assert sum(shares) == 600
+    assert min(shares) > 120
+
+
+def test_reward() -> None:
+    lenient, strict = Arithmetic().reward_funcs[0], Arithmetic(strict=True).reward_funcs[0]
+    texts = ["7", " 7.\n", "3 + 4 = 7", "Answer: 7 (not 8)", "8", "", "1e999999999", "7" * 10_000]
+    answers = ["7"] * len(texts)
+    assert lenient(completions=texts, answer=answers) == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert strict(completions=texts, answer=answers) == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert math.isclose(sum(lenient(completions=["-2"], answer=["-2"])), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": "sums"}, "kinds='sums': no such kind"),
+        ({"kinds": []}, "kinds=''"),
+        ({"digits": 0}, "digits=0"),
+        ({"digits": 13}, "digits=13"),
+        ({"num_train": 0}, "num_train=0"),
+        ({"num_eval": 0}, "num_eval=0"),
+    ],
+)
+def test_options_that_cannot_work(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Arithmetic(**options)

@@ -1,0 +1,668 @@
+"""GRPOConfig: names, sections, TOML, overrides, TRL's vocabulary, and errors that name value, reason and
+fix.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib.util
+import io
+import json
+import pickle
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from covey.algorithms import make_objective
+from covey.algorithms.config import AlgorithmConfig, KLEstimator, LossType
+from covey.algorithms.presets import LOSS_PRESETS
+from covey.config import GRPOConfig, explain, render_explain
+from covey.config_names import FIELDS, SECTIONS, SYNONYMS
+from covey.config_text import parse_overrides, toml_value
+from covey.config_trl import NAMES, NO_EFFECT, UNSUPPORTED
+from covey.errors import ConfigError
+from covey.rollout.config import ModelConfig, SamplingConfig
+
+
+def problem(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        GRPOConfig(**settings)
+    return str(error.value)
+
+
+# --- names and sections
+
+
+def test_field_names_are_unique_over_all_sections() -> None:
+    names = [name for section in SECTIONS.values() for name in section.model_fields]
+    assert len(names) == len(set(names)) == len(FIELDS)
+
+
+def test_the_composed_config_has_the_sections_that_names_are_looked_up_in() -> None:
+    fields = GRPOConfig.model_fields
+    assert {name: field.annotation for name, field in fields.items()} == dict(SECTIONS)
+
+
+def test_no_synonym_and_no_trl_option_is_also_a_field() -> None:
+    assert not set(SYNONYMS) & set(FIELDS)
+    assert not NAMES & set(FIELDS)
+    assert not set(SYNONYMS) & NAMES
+    assert not NO_EFFECT & set(UNSUPPORTED)
+    assert set(SYNONYMS.values()) <= set(FIELDS)
+
+
+def test_every_field_has_a_meaning() -> None:
+    assert [f"{line.section}.{line.name}" for line in explain() if len(line.meaning) < 10] == []
+
+
+def test_flat_and_sectioned_forms_are_the_same() -> None:
+    flat = GRPOConfig(num_generations=8, learning_rate=2e-5, output_dir="runs/x", beta=0.0)
+    sectioned = GRPOConfig(
+        sampling={"num_generations": 8},
+        optim={"learning_rate": 2e-5},
+        run={"output_dir": Path("runs/x")},
+        algorithm=AlgorithmConfig(beta=0.0),
+    )
+    assert flat == sectioned
+    assert flat == GRPOConfig(
+        **{"sampling.num_generations": 8, "optim.learning_rate": 2e-5}, output_dir="runs/x", beta=0.0
+    )
+    assert flat.sampling.num_generations == flat.num_generations == 8
+    assert flat.completions_per_step == 64
+
+
+def test_defaults_of_the_documents() -> None:
+    config = GRPOConfig()
+    assert (config.num_generations, config.beta, config.epsilon) == (16, 0.04, 0.2)  # grpo-architecture.md
+    assert (config.loss_type, config.scale_rewards, config.kl_estimator) == ("grpo", "group", "k3")
+
+
+def test_model_is_a_section_and_a_field() -> None:
+    assert GRPOConfig(model="folder").model.model == "folder"
+    assert GRPOConfig(model={"model": "folder", "lora_r": 4}).model.lora_r == 4
+    assert GRPOConfig(model=ModelConfig(model="folder")) == GRPOConfig(model=Path("folder"))
+
+
+def test_a_misspelt_attribute_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="did you mean num_generations"):
+        _ = GRPOConfig().num_generation
+    assert not hasattr(GRPOConfig(), "__array__")
+
+
+def test_configs_are_immutable_and_can_be_copied() -> None:
+    config = GRPOConfig(beta=0.5)
+    with pytest.raises(ValueError, match="frozen"):
+        config.run = config.run
+    with pytest.raises(ValueError, match="frozen"):
+        config.algorithm.beta = 0.1
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert config != GRPOConfig(beta=0.25)
+
+
+def test_replace_validates_and_leaves_the_original() -> None:
+    config = GRPOConfig(num_generations=8)
+    assert config.replace(kl_coef=0.5, optim={"learning_rate": 0.1}).algorithm.beta == 0.5
+    assert config.replace(beta=0.5).num_generations == 8
+    assert config.algorithm.beta == 0.04
+    assert config.replace() == config
+    with pytest.raises(ConfigError, match="at least 2 completions"):
+        config.replace(num_generations=1)
+
+
+def test_epsilon_follows_the_loss_until_somebody_sets_it() -> None:
+    assert GRPOConfig(loss_type="gspo").epsilon == 3e-4
+    assert GRPOConfig().replace(loss_type="gspo").epsilon == 3e-4
+    assert GRPOConfig().replace(loss_type="gspo").replace(loss_type="grpo").epsilon == 0.2
+    assert GRPOConfig(epsilon=0.1).replace(loss_type="gspo").epsilon == 0.1
+
+
+@pytest.mark.parametrize("loss_type", get_args(LossType))
+def test_the_default_section_gives_the_preset(loss_type: str) -> None:
+    """The numbers of the section's defaults and of the preset agree, so naming a preset is enough."""
+    algorithm = GRPOConfig(loss_type=loss_type, beta=0.0).algorithm
+    objective = make_objective(
+        algorithm.loss_type,
+        epsilon=algorithm.epsilon,
+        epsilon_high=algorithm.epsilon_high,
+        delta=algorithm.delta,
+        epsilon_max=algorithm.epsilon_max,
+        sapo_temperature_pos=algorithm.sapo_temperature_pos,
+        sapo_temperature_neg=algorithm.sapo_temperature_neg,
+        importance_sampling_level=algorithm.importance_sampling_level,
+        beta=algorithm.beta,
+        kl_estimator=algorithm.kl_estimator,
+        entropy_coef=algorithm.entropy_coef,
+    )
+    assert objective == LOSS_PRESETS[loss_type]
+
+
+def test_choices_are_those_of_the_algorithms() -> None:
+    from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, VOCABULARY_KL
+
+    assert set(get_args(LossType)) == set(LOSS_PRESETS)
+    assert set(get_args(KLEstimator)) == {*KL_ESTIMATORS, *VOCABULARY_KL}
+    choices = get_args(AlgorithmConfig.model_fields["adv_estimator"].annotation)
+    assert set(choices) <= set(ADVANTAGE_ESTIMATORS)
+
+
+# --- synonyms
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ({"kl_coef": 0.1}, {"beta": 0.1}),
+        ({"kl_coeff": 0.1}, {"beta": 0.1}),
+        ({"algorithm": {"kl_coef": 0.1}}, {"beta": 0.1}),
+        ({"num_samples_per_prompt": 4}, {"num_generations": 4}),
+        ({"env.rollout.n": 4}, {"num_generations": 4}),
+        ({"env": {"rollout": {"n": 4}}}, {"num_generations": 4}),
+        ({"max_new_tokens": 512}, {"max_completion_length": 512}),
+        ({"clip_epsilon": 0.1}, {"epsilon": 0.1}),
+        ({"num_epochs": 2}, {"num_train_epochs": 2.0}),
+        ({"update_reference_every": 10}, {"reference_update": "copy", "reference_update_steps": 10}),
+        ({"normalize_advantages": False}, {"scale_rewards": "none"}),
+        ({"normalize_advantages": False, "scale_rewards": "none"}, {"scale_rewards": "none"}),
+        ({"norm_adv_by_std_in_grpo": True}, {"scale_rewards": "group"}),
+        ({"algorithm.norm_adv_by_std_in_grpo": False}, {"scale_rewards": "none"}),
+        ({"scale_rewards": True}, {"scale_rewards": "group"}),
+        ({"scale_rewards": False}, {"scale_rewards": "none"}),
+        ({"report_to": "wandb"}, {"report_to": ["wandb"]}),
+        ({"report_to": "none"}, {"report_to": []}),
+        ({"kl_coef": 0.1, "beta": 0.1}, {"beta": 0.1}),
+        (
+            {"phases": [{"steps": 5, "kl_coef": 0.02, "num_samples_per_prompt": 8}]},
+            {"phases": [{"steps": 5, "beta": 0.02, "num_generations": 8}]},
+        ),
+    ],
+)
+def test_synonyms_are_read_and_never_written(written: dict[str, Any], meant: dict[str, Any]) -> None:
+    config = GRPOConfig(**written)
+    assert config == GRPOConfig(**meant)
+    saved = {name for section in config.to_dict().values() for name in section}
+    assert saved == set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"kl_coef": 0.1, "beta": 0.2},
+        {"kl_coef": 0.1, "kl_coeff": 0.2},
+        {"beta": 0.1, "algorithm": {"beta": 0.2}},
+        {"normalize_advantages": True, "scale_rewards": "none"},
+        {"num_generations": 8, "env": {"rollout": {"n": 4}}},
+        {"use_cpu": True, "device": "cuda"},
+        {"bf16": True, "dtype": "float32"},
+        {"per_device_train_batch_size": 8, "prompts_per_step": 3},
+    ],
+)
+def test_a_name_and_its_synonym_must_agree(written: dict[str, Any]) -> None:
+    assert "to different values; keep one" in problem(**written)
+
+
+# --- TOML and overrides
+
+
+def test_toml_round_trip_is_exact() -> None:
+    config = GRPOConfig(
+        num_generations=8,
+        learning_rate=1.2345678901234567e-05,
+        delta=4.0,
+        stop_strings=["</s>", 'quote " backslash \\ newline \n tab \t \x7f é 🐦'],
+        lora_target_modules=["q_proj", "v_proj"],
+        chat_template_kwargs={"enable_thinking": False, "a key": "x", "n": 3, "f": 0.5},
+        reward_weights=[1, 0.5],
+        report_to=["tensorboard", "wandb"],
+        phases=[{"name": "warm up", "steps": 100, "beta": 0.02}, {"minutes": 1.5, "temperature": 0.7}],
+    )
+    text = config.to_toml()
+    assert GRPOConfig(**tomllib.loads(text)) == config
+    assert GRPOConfig(**tomllib.loads(text)).to_toml() == text
+    assert GRPOConfig(**config.to_dict()) == config
+    assert GRPOConfig(**json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_none_is_the_default_wherever_it_is_allowed() -> None:
+    """TOML cannot say None: leaving a setting out must mean the same."""
+    nullable = {line.name: line.default for line in explain() if line.type.split(",")[0].endswith("none")}
+    nullable.pop("scale_rewards")
+    nullable.pop("reference_update", None)
+    assert nullable.pop("delta") == "none"
+    assert {name: default for name, default in nullable.items() if default != "none"} == {}
+
+
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "beta": st.floats(0, 10),
+        "temperature": st.floats(0.01, 10),
+        "seed": st.integers(0, 2**62),
+        "num_generations": st.integers(2, 10**6),
+        "run_name": st.none() | st.text(st.characters(codec="utf-8")),
+        "stop_strings": st.lists(st.text(st.characters(codec="utf-8"), min_size=1)),
+        "reward_weights": st.none() | st.lists(st.floats(0.1, 9), min_size=1),
+        "chat_template_kwargs": st.dictionaries(
+            st.text(st.characters(codec="utf-8")), st.booleans() | st.integers(-(2**62), 2**62) | st.text()
+        ),
+        "delta": st.none() | st.floats(2, 9),
+        "loss_type": st.sampled_from(get_args(LossType)),
+    },
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(VALUES)
+def test_any_config_survives_toml(values: dict[str, Any]) -> None:
+    config = GRPOConfig(**values)
+    assert GRPOConfig(**tomllib.loads(config.to_toml())) == config
+
+
+def recipe(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_from_toml_reads_sections_flat_names_and_phases(tmp_path: Path) -> None:
+    path = recipe(
+        tmp_path,
+        """
+        kl_coef = 0.01
+        [sampling]
+        num_samples_per_prompt = 4
+        [[schedule.phases]]
+        name = "warmup"
+        steps = 10
+        temperature = 0.7
+        """,
+    )
+    config = GRPOConfig.from_toml(path)
+    assert (config.beta, config.num_generations) == (0.01, 4)
+    assert [(phase.name, phase.steps, phase.temperature) for phase in config.schedule.phases] == [
+        ("warmup", 10, 0.7)
+    ]
+
+
+def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "kl_coef = 0.01\n[sampling]\nnum_generations = 4\n[algorithm]\ndelta = 4.0")
+    config = GRPOConfig.from_toml(
+        str(path),
+        overrides=[
+            "beta=0.5",
+            "env.rollout.n=8",
+            "algorithm.delta=none",
+            "run.output_dir=runs/a=b",
+            "beta=0.25",
+        ],
+    )
+    assert (config.beta, config.num_generations, config.delta) == (0.25, 8, None)
+    assert config.output_dir == "runs/a=b"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("sampling.num_generations=8", 8),
+        ("learning_rate=1e-5", 1e-5),
+        ("beta=.5", 0.5),
+        ("shuffle=False", False),
+        ("use_peft=true", True),
+        ("scale_rewards=none", "none"),
+        ("delta=None", None),
+        ("run_name=7", "7"),
+        ("run_name=2024-01-01", "2024-01-01"),
+        ('run_name="a b"', "a b"),
+        ("model=some/folder", "some/folder"),
+        ("device=cuda:1", "cuda:1"),
+        ('stop_strings=["a", "b"]', ["a", "b"]),
+        ("chat_template_kwargs={enable_thinking = false}", {"enable_thinking": False}),
+        ("bf16=true", True),
+        ("run_name=x\nseed = 1", "x\nseed = 1"),
+    ],
+)
+def test_override_values(text: str, value: object) -> None:
+    assert list(parse_overrides([text]).values()) == [value]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampling.num_generations"], "written section.name=value"),
+        (["sampling.num_generation=8"], "did you mean sampling.num_generations?"),
+        (["sampling.num_generations=many"], "sampling.num_generations='many': must be int"),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        GRPOConfig.from_toml(recipe(tmp_path, ""), overrides)
+    assert message in str(error.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        GRPOConfig.from_toml(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match=r"recipe.toml: is not valid TOML .*line 2"):
+        GRPOConfig.from_toml(recipe(tmp_path, "beta = 1\nbeta = = 2"))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        GRPOConfig.from_toml(tmp_path / "binary.toml")
+
+
+def test_toml_values() -> None:
+    assert [toml_value(value) for value in (True, 3, 0.5, 1e-8, 'a"b', (1, 2), {"k": [False]})] == [
+        *("true", "3", "0.5", "1e-08", r'"a\"b"', "[1, 2]", '{"k" = [false]}')
+    ]
+
+
+# --- errors
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (
+            {"num_generations": 1},
+            "sampling.num_generations=1: a group needs at least 2 completions to compare; "
+            "set sampling.num_generations to 2 or more",
+        ),
+        ({"loss_type": "dap"}, "algorithm.loss_type='dap': must be grpo | bnpo | "),
+        ({"loss_type": "dap"}, "did you mean 'dapo'?"),
+        ({"top_p": 1.5}, "sampling.top_p=1.5: must be float, > 0, <= 1 (Draw from"),
+        ({"temperature": 0}, "sampling.temperature=0: must be float, > 0"),
+        ({"temperature": float("nan")}, "sampling.temperature=nan"),
+        ({"learning_rate": float("inf")}, "optim.learning_rate=inf"),
+        ({"num_generations": "8"}, "sampling.num_generations='8': must be int"),
+        ({"num_generations": 8.0}, "sampling.num_generations=8.0: must be int"),
+        ({"num_generations": True}, "sampling.num_generations=True: must be int"),
+        ({"shuffle": "yes"}, "data.shuffle='yes': must be bool"),
+        ({"device": "gpu"}, "model.device='gpu': must be one of auto, cpu, cuda or cuda:N"),
+        ({"report_to": "mlflow"}, "run.report_to='mlflow': must be list of (tensorboard | wandb | trackio)"),
+        ({"lora_target_modules": 5}, "model.lora_target_modules=5: must be str | list of str"),
+        ({"stop_strings": [""]}, "an empty text would end every completion"),
+        ({"reward_weights": [0, 0]}, "rewards.reward_weights=[0.0, 0.0]: with no weight"),
+        ({"beta": None}, "algorithm.beta=None: must be float, >= 0"),
+        ({"max_steps": 0}, "schedule.max_steps=0: a run without steps trains nothing"),
+        ({"warmup_steps": 5, "warmup_ratio": 0.1}, "warmup_steps=5 and warmup_ratio=0.1: both say"),
+        ({"phases": [{"name": "a"}]}, "schedule.phases[0]: no length: a phase has exactly one length"),
+        (
+            {"phases": [{"steps": 1, "tokens": 2}]},
+            "schedule.phases[0]: steps and tokens: a phase has exactly one",
+        ),
+        (
+            {"phases": [{"steps": 1}, {"minutes": -1}]},
+            "schedule.phases[1].minutes=-1: must be float | none, > 0",
+        ),
+        (
+            {"phases": [{"steps": 1, "temprature": 1}]},
+            "schedule.phases[0].temprature: there is no such setting; did you",
+        ),
+        ({"phases": [3]}, "schedule.phases[0]=3: a phase is a table"),
+        ({"phases": 3}, "schedule.phases=3: must be list of table"),
+        ({"loss_type": "gspo", "importance_sampling_level": "token"}, "defined by its sequence ratio"),
+        ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
+        ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
+        ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),
+        (
+            {"eval_steps": 0, "load_best_model_at_end": True},
+            "evaluation.load_best_model_at_end=True: it compares",
+        ),
+        (
+            {"eval_steps": 0, "early_stopping_patience": 3},
+            "evaluation.early_stopping_patience=3: it compares",
+        ),
+        ({"num_generations_eval": 4}, "evaluation.num_generations_eval=4: greedy completions"),
+        ({"learning_rat": 1}, "learning_rat: there is no such setting; did you mean optim.learning_rate?"),
+        (
+            {"sampling": {"temprature": 1}},
+            "sampling.temprature: there is no such setting; did you mean sampling.temperature?",
+        ),
+        ({"algoritm": {"beta": 1}}, "algoritm.beta: there is no section 'algoritm'; write algorithm.beta"),
+        (
+            {"algorithm": {"num_generations": 4}},
+            "no setting of section algorithm; write sampling.num_generations",
+        ),
+        ({"algorithm": {"num_samples_per_prompt": 4}}, "write sampling.num_generations"),
+        ({"sampling": 3}, "sampling: a section takes a table"),
+        ({"zzzzqqq": 3}, "`covey config --explain` lists all settings"),
+        ({"smpling": {}}, "smpling: there is no such setting"),
+    ],
+)
+def test_errors_name_value_reason_and_fix(written: dict[str, Any], message: str) -> None:
+    assert message in problem(**written)
+
+
+def test_one_error_names_all_that_is_wrong() -> None:
+    lines = problem(top_p=2.0, beta=-1, num_generations=1).splitlines()
+    assert [line.split("=")[0] for line in lines] == [
+        "algorithm.beta",
+        "sampling.num_generations",
+        "sampling.top_p",
+    ]
+
+
+def test_a_bad_loss_is_reported_once() -> None:
+    assert len(problem(loss_type="nonsense").splitlines()) == 1
+
+
+def test_an_update_of_a_reference_that_nothing_reads_is_worth_a_warning() -> None:
+    with pytest.warns(UserWarning, match="has no effect"):
+        GRPOConfig(beta=0.0, reference_update="copy")
+    GRPOConfig(beta=0.0, reference_update="copy", reference_drift_threshold=0.5)
+    GRPOConfig(beta=0.0, reference_update="copy", phases=[{"steps": 1, "beta": 0.1}])
+
+
+def test_keep_sampling_mask_wants_something_to_keep() -> None:
+    for cut in ({"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert GRPOConfig(keep_sampling_mask=True, **cut).keep_sampling_mask
+
+
+# --- TRL's vocabulary
+
+
+@pytest.mark.parametrize(
+    ("trl", "covey"),
+    [
+        # 8 completions by 1 accumulation, groups of 8 (TRL's default): one prompt.
+        ({"per_device_train_batch_size": 8}, {"prompts_per_step": 1, "num_generations": 8}),
+        ({"gradient_accumulation_steps": 4}, {"prompts_per_step": 4, "num_generations": 8}),
+        (
+            {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "num_generations": 16},
+            {"prompts_per_step": 2, "num_generations": 16},
+        ),
+        # A generation of 32 completions for each of two halves of a step of 64.
+        (
+            {
+                "per_device_train_batch_size": 8,
+                "gradient_accumulation_steps": 8,
+                "steps_per_generation": 4,
+                "num_generations": 4,
+            },
+            {"prompts_per_step": 16, "num_generations": 4},
+        ),
+        (
+            {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "generation_batch_size": 16},
+            {"prompts_per_step": 2, "num_generations": 8},
+        ),
+        ({"bf16": True}, {"dtype": "bfloat16"}),
+        ({"bf16": False}, {"dtype": "float32"}),
+        ({"fp16": True}, {"dtype": "float16"}),
+        ({"fp16": True, "bf16": False}, {"dtype": "float16"}),
+        ({"bf16": None, "fp16": False}, {}),
+        ({"use_cpu": True}, {"device": "cpu"}),
+        ({"use_cpu": False}, {}),
+        (
+            {"sync_ref_model": True},
+            {"reference_update": "ema", "reference_update_steps": 512, "reference_ema_decay": 0.4},
+        ),
+        (
+            {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 64},
+            {"reference_update": "copy", "reference_update_steps": 64},
+        ),
+        ({"ref_model_sync_steps": 64}, {}),
+        ({"vllm_importance_sampling_correction": False}, {}),
+        (
+            {"vllm_importance_sampling_correction": True},
+            {"importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 3.0},
+        ),
+        (
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
+            {"importance_sampling_correction": "token_truncate", "importance_sampling_cap": 2.0},
+        ),
+        ({"save_strategy": "no", "save_steps": 100}, {"save_steps": 0}),
+        ({"save_strategy": "steps", "save_steps": 100}, {"save_steps": 100}),
+        ({"eval_strategy": "no", "eval_steps": 100}, {"eval_steps": 0}),
+        ({"eval_strategy": "steps", "eval_steps": 25}, {"eval_steps": 25}),
+        ({"eval_strategy": "steps", "logging_steps": 5}, {"eval_steps": 5, "logging_steps": 5}),
+        ({"use_bias_correction_kl": True}, {"kl_estimator": "k3_unbiased"}),
+        ({"use_bias_correction_kl": False}, {"kl_estimator": "k3"}),
+        ({"warmup_steps": 0.1}, {"warmup_ratio": 0.1}),
+        ({"warmup_steps": 10.0}, {"warmup_steps": 10}),
+        ({"lr_scheduler_type": "constant_with_warmup"}, {"lr_scheduler_type": "constant"}),
+        ({"min_p": None, "top_k": None, "num_generations": None}, {}),
+        ({"shuffle_dataset": False}, {"shuffle": False}),
+        ({"disable_dropout": True}, {"lora_dropout": 0.0}),
+        ({"loss_type": "cispo", "epsilon_high": 4.0}, {"loss_type": "cispo", "epsilon_max": 4.0}),
+        ({"model_init_kwargs": {"dtype": "bfloat16", "device_map": "auto"}}, {"dtype": "bfloat16"}),
+        ({"model_init_kwargs": {"torch_dtype": "torch.float32"}}, {"dtype": "float32"}),
+        ({"optim": "adamw_torch", "remove_unused_columns": False, "per_device_eval_batch_size": 4}, {}),
+        ({"dataloader_num_workers": 4, "disable_tqdm": True, "use_vllm": False, "deepspeed": None}, {}),
+        ({"importance_sampling_level": "sequence"}, {"importance_sampling_level": "sequence"}),
+    ],
+)
+def test_trl_names_have_trls_meaning(trl: dict[str, Any], covey: dict[str, Any]) -> None:
+    assert GRPOConfig(**trl) == GRPOConfig(**covey)
+
+
+@pytest.mark.parametrize(
+    ("trl", "message"),
+    [
+        (
+            {"per_device_train_batch_size": 4},
+            "generation_batch_size=4: must be divisible by num_generations=8",
+        ),
+        ({"per_device_train_batch_size": 8, "num_generations": 16}, "divisible by num_generations=16"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0: must be a whole number"),
+        ({"steps_per_generation": 4}, "Set gradient_accumulation_steps to 4"),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 3}, "would end inside a generation"),
+        ({"steps_per_generation": 1, "generation_batch_size": 8}, "each follows from the other"),
+        ({"generation_batch_size": 12}, "is no multiple of per_device_train_batch_size=8"),
+        ({"bf16": True, "fp16": True}, "only one can hold"),
+        (
+            {"use_vllm": True},
+            "use_vllm=True: TRL's option use_vllm has no counterpart in Covey; Covey samples",
+        ),
+        ({"deepspeed": "zero3.json"}, "deepspeed='zero3.json': TRL's option deepspeed has no counterpart"),
+        ({"optim": "adafactor"}, "the optimiser is AdamW"),
+        ({"repetition_penalty": 1.2}, "use algorithm.validity_mask"),
+        ({"generation_kwargs": {"top_k": 3}}, "set sampling.top_k"),
+        ({"save_strategy": "epoch"}, "set run.save_steps"),
+        ({"eval_strategy": "epoch"}, "set evaluation.eval_steps"),
+        ({"sync_ref_model": True, "ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha=1.5"),
+        ({"vllm_importance_sampling_clip_min": 0.5}, "bounds this ratio from above only"),
+        (
+            {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "token_mask"},
+            "without a bound",
+        ),
+        ({"model_init_kwargs": {"attn_implementation": "eager"}}, "give GRPOTrainer a model"),
+        ({"logging_steps": 0.1}, "run.logging_steps=0.1: must be int"),
+        ({"evaluation_strategy": "steps"}, "did you mean eval_strategy?"),
+        ({"disable_dropout": True, "lora_dropout": 0.1}, "to different values"),
+        ({"loss_type": "vespo"}, "algorithm.loss_type='vespo': must be"),
+    ],
+)
+def test_what_trl_can_and_covey_cannot_is_an_error_with_advice(trl: dict[str, Any], message: str) -> None:
+    assert message in problem(**trl)
+
+
+def test_every_unsupported_option_is_silent_at_trls_default_and_an_error_otherwise() -> None:
+    for name, (_, harmless) in UNSUPPORTED.items():
+        for value in (None, *harmless):
+            assert GRPOConfig(**{name: value}) == GRPOConfig()
+        assert f"TRL's option {name} has no counterpart" in problem(**{name: "something else"})
+
+
+# Fields of trl.GRPOConfig that transformers.TrainingArguments does not have, TRL 1.16.
+TRL_FIELDS = """
+    model_init_kwargs trust_remote_code router_aux_loss_coef disable_dropout cast_lm_head_to_fp32
+    num_generations num_generations_eval max_completion_length ds3_gather_for_generation shuffle_dataset
+    pad_to_multiple_of generation_batch_size steps_per_generation temperature top_p top_k min_p
+    generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode
+    vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host
+    vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+    vllm_tensor_parallel_size beta num_iterations epsilon delta epsilon_high sapo_temperature_neg
+    sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level
+    reward_weights multi_objective_aggregation scale_rewards loss_type mask_truncated_completions
+    sync_ref_model ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile entropy_coef
+    use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target
+    max_tool_calling_iterations vllm_importance_sampling_correction vllm_importance_sampling_mode
+    vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min off_policy_mask_threshold
+    use_bias_correction_kl log_completions log_multimodal num_completions_to_print log_unique_prompts
+    log_completions_hub_repo use_transformers_continuous_batching transformers_continuous_batching_config
+    use_transformers_paged vllm_importance_sampling_cap
+"""
+
+
+def test_every_option_of_trl_is_known() -> None:
+    assert [name for name in TRL_FIELDS.split() if name not in FIELDS and name not in NAMES] == []
+
+
+def test_every_training_argument_is_known() -> None:
+    """Read from the installed transformers, by parsing: importing it would take seconds."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    tree = ast.parse((Path(spec.origin).parent / "training_args.py").read_text(encoding="utf-8"))
+    arguments = [
+        statement.target.id
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments"
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    ]
+    public = [
+        name for name in arguments if not name.startswith("_") and name.islower() and "framework" not in name
+    ]
+    assert len(public) > 80
+    assert [name for name in public if name not in FIELDS and name not in NAMES] == []
+
+
+# --- help
+
+
+def test_explain_covers_every_field_once() -> None:
+    lines = {line.name: line for line in explain()}
+    assert list(lines) == list(FIELDS)
+    assert (lines["top_p"].section, lines["top_p"].type, lines["top_p"].default) == (
+        "sampling",
+        "float, > 0, <= 1",
+        "1.0",
+    )
+    assert lines["delta"].default == "none"
+    assert lines["report_to"].type == "list of (tensorboard | wandb | trackio)"
+    assert lines["epsilon"].default == "0.2"
+    assert lines["lora_target_modules"].type == "str | list of str"
+
+
+def test_render_explain_filters_and_shows_brackets() -> None:
+    output = io.StringIO()
+    console = Console(file=output, width=120)
+    assert render_explain(console) == len(FIELDS)
+    assert "[sampling]" in output.getvalue()
+    assert "num_generations" in output.getvalue()
+    output.truncate(0)
+    assert render_explain(console, "sampling.top_") == 2
+    assert "learning_rate" not in output.getvalue()
+    assert render_explain(console, "no such thing") == 0
+
+
+def test_a_section_can_be_made_by_itself() -> None:
+    section = SamplingConfig(num_generations=4)
+    assert GRPOConfig(sampling=section, temperature=0.5).sampling == SamplingConfig(
+        num_generations=4, temperature=0.5
+    )

@@ -1,0 +1,174 @@
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from covey import files
+from covey.errors import RunFolderError
+
+
+def fail_with(number):
+    def fail(*_args, **_kwargs):
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_write_atomically_replaces_the_content(tmp_path):
+    path = tmp_path / "a.txt"
+    files.write_atomically(path, "first")
+    files.write_atomically(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("number", "reason", "fix"),
+    [
+        (errno.ENOSPC, "the disk is full", "free some space"),
+        (errno.EACCES, "permission denied", "choose another run.output_dir"),
+        (errno.EROFS, "read-only", "choose another run.output_dir"),
+        (errno.EIO, "input/output error", "check the disk"),
+    ],
+)
+def test_a_failed_write_keeps_the_old_content_and_says_why(tmp_path, monkeypatch, number, reason, fix):
+    path = tmp_path / "a.txt"
+    files.write_atomically(path, "old")
+    monkeypatch.setattr(os, "fsync", fail_with(number))
+    with pytest.raises(RunFolderError) as caught:
+        files.write_atomically(path, "new")
+    message = str(caught.value)
+    assert message.startswith(f"{path}: cannot write: ")
+    assert reason in message
+    assert fix in message
+    assert caught.value.errno == number
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_really_full_device_is_reported():
+    device = Path("/dev/full")
+
+    def write():
+        with files.explained(device):
+            device.write_text("x")
+
+    with pytest.raises(RunFolderError, match="the disk is full"):
+        write()
+
+
+def test_published_folder_carries_the_hashes_of_its_files(tmp_path):
+    final = tmp_path / "model"
+    with files.publishing(final) as aside:
+        assert not final.exists()
+        (aside / "inner").mkdir()
+        (aside / "inner" / "b.bin").write_bytes(b"abc")
+        (aside / "a.txt").write_text("hello")
+    manifest = json.loads((final / "COMPLETE").read_text())["files"]
+    # sha256("abc"), FIPS 180-2 appendix B.1
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert manifest["inner/b.bin"] == {"bytes": 3, "sha256": expected}
+    assert sorted(manifest) == ["a.txt", "inner/b.bin"]
+    assert files.folder_problem(final) == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_damage_is_named(tmp_path):
+    final = tmp_path / "model"
+    with files.publishing(final) as aside:
+        (aside / "a.txt").write_text("hello")
+    (final / "a.txt").write_text("jello")
+    assert "a.txt has changed" in files.folder_problem(final)
+    assert files.folder_problem(final, hashes=False) == ""
+    (final / "a.txt").write_text("hell")
+    assert "a.txt has 4 bytes, not the 5" in files.folder_problem(final, hashes=False)
+    (final / "a.txt").unlink()
+    assert "a.txt is missing" in files.folder_problem(final)
+    for damaged in ("", "[]", '{"files": 3}', '{"files": {"a.txt": null}}', "\x00\x00"):
+        (final / "a.txt").write_text("hello")
+        (final / "COMPLETE").write_text(damaged)
+        assert "COMPLETE file is damaged" in files.folder_problem(final), damaged
+    (final / "COMPLETE").unlink()
+    assert "no COMPLETE file" in files.folder_problem(final)
+    assert "no such folder" in files.folder_problem(tmp_path / "nowhere")
+
+
+def test_a_block_that_raises_publishes_nothing_and_keeps_what_was_there(tmp_path):
+    final = tmp_path / "model"
+    with files.publishing(final) as aside:
+        (aside / "a.txt").write_text("old")
+
+    def fail_half_way():
+        with files.publishing(final) as aside:
+            (aside / "a.txt").write_text("new")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_half_way()
+    assert (final / "a.txt").read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_publishing_again_replaces_the_folder(tmp_path):
+    final = tmp_path / "model"
+    for text in ("old", "new"):
+        with files.publishing(final) as aside:
+            (aside / f"{text}.txt").write_text(text)
+    assert sorted(entry.name for entry in final.iterdir()) == ["COMPLETE", "new.txt"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
+    final = tmp_path / "model"
+    with files.publishing(final) as aside:
+        (aside / "a.txt").write_text("old")
+    rename = os.rename
+    calls = []
+
+    def fail_on_second(source, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail_on_second)
+    with pytest.raises(RunFolderError, match="input/output"), files.publishing(final) as aside:
+        (aside / "a.txt").write_text("new")
+    assert len(calls) == 3
+    assert (final / "a.txt").read_text() == "old"
+
+
+def test_leftovers_are_cleared_and_an_interrupted_replacement_is_undone(tmp_path):
+    (tmp_path / "a.txt.tmp-123-0123abcd").write_text("half")
+    (tmp_path / "step_000004.tmp-123-0123abcd").mkdir()
+    (tmp_path / "best.tmp-123-0123abcd-replaced").mkdir()
+    (tmp_path / "best.tmp-123-0123abcd-replaced" / "keep").write_text("me")
+    (tmp_path / "kept.tmp-notes").write_text("not ours")
+    assert files.is_leftover(tmp_path / "a.txt.tmp-123-0123abcd")
+    assert not files.is_leftover(tmp_path / "kept.tmp-notes")
+    assert len(files.remove_leftovers(tmp_path)) == 3
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["best", "kept.tmp-notes"]
+    assert (tmp_path / "best" / "keep").read_text() == "me"
+    assert files.remove_leftovers(tmp_path) == []
+
+
+def test_a_replaced_folder_is_dropped_where_the_new_one_is_there(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best.tmp-123-0123abcd-replaced").mkdir()
+    files.remove_leftovers(tmp_path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["best"]
+
+
+def test_free_space_is_checked_with_both_numbers(tmp_path):
+    files.require_free_space(tmp_path / "not" / "yet", 1, "the run")
+    with pytest.raises(RunFolderError, match=r"B free, but the run needs about 1000000\.0 GB") as caught:
+        files.require_free_space(tmp_path / "not" / "yet", 10**15, "the run")
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_text_that_is_no_unicode_does_not_stop_a_write(tmp_path):
+    files.write_atomically(tmp_path / "a.txt", "a\ud800b")
+    assert (tmp_path / "a.txt").read_text() == "a?b"

@@ -1,0 +1,150 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from covey.errors import CheckpointError, ConfigError
+from covey.training.schedule import Phase, PhasePlan, Progress, learning_rate_factor, resolve_warmup_steps
+
+
+def factors(schedule, steps, **kwargs):
+    return [learning_rate_factor(schedule, step, **kwargs) for step in steps]
+
+
+def test_worked_values():
+    assert factors("linear", range(7), warmup_steps=2, total_steps=6) == [0, 0.5, 1, 0.75, 0.5, 0.25, 0]
+    assert factors("constant", range(4), warmup_steps=2) == [0, 0.5, 1, 1]
+    cosine = factors("cosine", range(7), warmup_steps=2, total_steps=6)
+    half = math.sqrt(0.5)
+    assert cosine == pytest.approx([0, 0.5, 1, (1 + half) / 2, 0.5, (1 - half) / 2, 0])
+    assert factors("linear", [0, 5, 10, 20], total_steps=10) == [1, 0.5, 0, 0]
+    assert factors("cosine", [20], total_steps=10) == [0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")]
+)
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_same_numbers_as_transformers(ours, theirs, warmup):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=warmup, num_training_steps=11)
+    for step in range(11):
+        assert (
+            learning_rate_factor(ours, step, warmup_steps=warmup, total_steps=11)
+            == scheduler.get_last_lr()[0]
+        )
+        optimizer.step()
+        scheduler.step()
+
+
+def test_a_schedule_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"lr_scheduler_type='step'.*linear, cosine, constant"):
+        learning_rate_factor("step", 0)
+    with pytest.raises(ConfigError, match=r"schedule\.max_steps"):
+        learning_rate_factor("cosine", 5)
+
+
+def test_warmup_steps():
+    assert resolve_warmup_steps(7, 0.0, None) == 7
+    assert resolve_warmup_steps(0, 0.1, 25) == 3  # ceil(2.5), as transformers
+    assert resolve_warmup_steps(0, 0.0, None) == 0
+    with pytest.raises(ConfigError, match=r"warmup_ratio=0\.1"):
+        resolve_warmup_steps(0, 0.1, None)
+
+
+def usmle_plan():
+    """The three phases of usmle-qa.md, with a short second one."""
+    phases = [
+        Phase("warmup", steps=100, temperature=0.7, beta=0.02, num_generations=8),
+        Phase("main", tokens=450, temperature=1.0),
+        Phase("final", learning_rate=5e-6, temperature=0.8),
+    ]
+    return PhasePlan(phases, temperature=1.0, beta=0.01, num_generations=16)
+
+
+def test_phases_follow_one_another():
+    plan = usmle_plan()
+    first = plan.at(Progress(0, 0, 0))
+    assert (first.name, first.temperature, first.beta, first.num_generations) == ("warmup", 0.7, 0.02, 8)
+    assert first.effective_learning_rate(1e-5, 0.5) == 5e-6
+    assert plan.at(Progress(99, 5000, 0)).name == "warmup"
+    second = plan.at(Progress(100, 5050, 0))
+    assert (second.name, second.temperature, second.beta, second.num_generations) == ("main", 1.0, 0.01, 16)
+    # 450 tokens from where it began, at 5050
+    assert plan.at(Progress(109, 5499, 0)).name == "main"
+    third = plan.at(Progress(110, 5560, 0))
+    assert (third.index, third.name, third.temperature) == (2, "final", 0.8)
+    assert third.effective_learning_rate(1e-5, 0.25) == 5e-6  # its own, whatever the schedule says
+    assert not plan.finished(Progress(10**6, 10**9, 1e9))
+
+
+def test_the_plan_ends_with_its_last_limit():
+    plan = PhasePlan([Phase(minutes=1), Phase(steps=3)], temperature=1, beta=0, num_generations=2)
+    assert plan.at(Progress(0, 0, 59.9)).name == "phase 1"
+    assert not plan.finished(Progress(0, 0, 60.0))
+    assert plan.at(Progress(10, 0, 60.0)).name == "phase 2"
+    assert not plan.finished(Progress(12, 0, 70.0))
+    assert plan.finished(Progress(13, 0, 71.0))
+    assert plan.total_steps is None
+    assert (
+        PhasePlan([Phase(steps=2), Phase(steps=3)], temperature=1, beta=0, num_generations=2).total_steps == 5
+    )
+
+
+def test_a_jump_over_a_whole_phase_still_visits_it():
+    plan = PhasePlan(
+        [Phase("a", tokens=10), Phase("b", tokens=10), Phase("c")], temperature=1, beta=0, num_generations=2
+    )
+    names = [plan.at(Progress(step, tokens)).name for step, tokens in enumerate([0, 100, 105, 111])]
+    assert names == ["a", "b", "b", "c"]
+
+
+def test_a_resumed_plan_goes_on_where_it_was():
+    straight, first_half = usmle_plan(), usmle_plan()
+    path = [Progress(step, 37 * step, 2.0 * step) for step in range(0, 130, 3)]
+    expected = [straight.at(progress) for progress in path]
+    seen = [first_half.at(progress) for progress in path[:37]]
+    resumed = usmle_plan()
+    resumed.restore(first_half.state())
+    seen += [resumed.at(progress) for progress in path[37:]]
+    assert seen == expected
+    assert {phase.name for phase in seen} == {"warmup", "main", "final"}
+    assert seen[36].name == "main"  # the cut lies within the phase that began late
+
+
+def test_restore_refuses_another_plan():
+    plan = PhasePlan([], temperature=1, beta=0, num_generations=2)
+    with pytest.raises(CheckpointError, match=r"phase 3.*has 1"):
+        plan.restore({"index": 2, "start": {"step": 0, "tokens": 0, "seconds": 0.0}})
+
+
+def test_no_phases_is_one_without_end():
+    plan = PhasePlan([], temperature=0.9, beta=0.04, num_generations=4)
+    phase = plan.at(Progress(10**6))
+    assert (phase.name, phase.temperature, phase.learning_rate) == ("train", 0.9, None)
+    assert not plan.finished(Progress(10**6))
+
+
+@pytest.mark.parametrize("limit", ["steps", "tokens", "minutes"])
+def test_bad_phases_are_refused(limit):
+    with pytest.raises(ConfigError, match=rf"phases\[0\]\.{limit}=0"):
+        PhasePlan([Phase(**{limit: 0})], temperature=1, beta=0, num_generations=2)
+    with pytest.raises(ConfigError, match=r"phases\[0\] \('a'\) has no length"):
+        PhasePlan([Phase("a"), Phase("b", **{limit: 1})], temperature=1, beta=0, num_generations=2)
+
+
+def test_phases_from_any_object_with_the_attributes():
+    row = SimpleNamespace(
+        name="x",
+        steps=5,
+        tokens=None,
+        minutes=None,
+        temperature=None,
+        beta=0.0,
+        num_generations=None,
+        learning_rate=None,
+    )
+    phase = PhasePlan([row], temperature=0.6, beta=0.04, num_generations=4).at(Progress())
+    assert (phase.temperature, phase.beta) == (0.6, 0.0)  # 0.0 is set, None is not
