@@ -85,8 +85,8 @@ def _nearest(name: str, section: str) -> str:
         return f"write {field_path(name)}"
     sections = get_close_matches(section, SECTIONS, n=1) if section else []
     own = list(SECTIONS[sections[0]].model_fields) if sections else []
-    for names in (own, [*FIELDS, *SYNONYMS], sorted(config_trl.NAMES)):
-        for match in get_close_matches(name, names, n=1, cutoff=0.6):
+    for names in (own, [*FIELDS, *SYNONYMS, *sorted(config_trl.NAMES)]):
+        for match in get_close_matches(name, names, n=1):
             field = SYNONYMS.get(match, match)
             return f"did you mean {field_path(field) if field in FIELDS else field}?"
     return "`covey config --explain` lists all settings"

@@ -274,7 +274,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "log_multimodal": ("Covey trains on text only; remove it", (True,)),
     "log_completions_hub_repo": (_HUB, ()),
     "eval_delay": ("set evaluation.eval_steps", (0,)),
-    "eval_on_start": ("set evaluation.eval_steps", (False,)),
     "greater_is_better": (
         "name a metric in evaluation.metric_for_best_model of which more is better",
         (True,),

@@ -1,3 +1,4 @@
+import math
 import re
 from pathlib import Path
 
@@ -96,6 +97,27 @@ def test_a_policy_that_stands_still():
     for step in still:
         del step["kl"]
     assert codes(still) == []
+
+
+def test_a_falling_reward():
+    falling = [{**step, "reward": 0.6 - 0.01 * step["step"]} for step in history(30)]
+    (diagnosis,) = diagnose(falling)
+    assert diagnosis.code == "reward_falling"
+    assert "from 0.520 to 0.370 within 30 steps" in diagnosis.message  # means of 0.59..0.45 and 0.44..0.30
+    assert diagnose(falling[:29]) == []
+    noise = [{**step, "reward": 0.5 + 0.2 * math.sin(7.0 * step["step"])} for step in history(300)]
+    assert [diagnose(noise[:end]) for end in range(30, 300)] == [[]] * 270
+
+
+def test_a_zero_gradient_is_no_news_where_every_group_was_tied():
+    steps = history(10)
+    for step in steps[-5:]:
+        step.update({"grad_norm": 0.0, "frac_reward_zero_std": 1.0})
+    assert codes(steps) == []
+
+
+def test_a_mask_that_is_meant_to_exclude_most_tokens_is_no_trouble():
+    assert codes(history(**{"mask/top_entropy_quantile": 0.8})) == []
 
 
 def test_two_steps_are_too_few_except_for_broken_numbers():

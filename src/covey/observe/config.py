@@ -37,7 +37,7 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
     num_completions_to_print: int | None = Field(
         default=None,
         ge=0,
-        description="Completions shown on the screen each time metrics are; none = automatic.",
+        description="Completions shown on the screen each time metrics are; none = no completions.",
     )
 
     @field_validator("output_dir", mode="before")

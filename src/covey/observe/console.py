@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -165,7 +164,7 @@ class ConsoleProgress(BaseObserver):
 
     def _say(self, text: str) -> None:
         # A live bar belongs to its console, so printing there keeps the bar below the text.
-        self._console.print(Text.from_markup(escape(text)), soft_wrap=True, highlight=False)
+        self._console.print(Text(text), soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:

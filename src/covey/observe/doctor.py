@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pvariance
 from typing import Any
 
 Record = Mapping[str, Any]
@@ -54,8 +55,14 @@ class Thresholds:
     logp_difference: float = 0.05
     none_rewards: float = 0.2
     masked_tokens: float = 0.5
+    reward_drop: float = 0.1
+    """Relative fall of the mean reward from the first to the second half of `still_steps`."""
     still_kl: float = 1e-6
     still_steps: int = 30
+
+
+# This one is asked for as a share: masking most tokens is what it is there to do.
+_WANTED_MASKS = {"mask/top_entropy_quantile"}
 
 
 class _Window:
@@ -111,6 +118,7 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         found += _gradient(recent, steps, limits, explained=bool(found))
         found += _completions(recent, limits)
         found += _policy(recent, limits)
+        found += _falling(_Window(steps[-limits.still_steps :]), limits)
     return found
 
 
@@ -202,7 +210,9 @@ def _gradient(
     recent: _Window, steps: Sequence[Record], limits: Thresholds, *, explained: bool
 ) -> Iterator[Diagnosis]:
     norms = recent.values("grad_norm")[-limits.min_steps :]
-    if len(norms) == limits.min_steps and max(norms) == 0 and not explained:
+    tied = _Window(steps[-limits.min_steps :]).mean("frac_reward_zero_std")
+    some_differ = tied is None or tied < 1
+    if len(norms) == limits.min_steps and max(norms) == 0 and some_differ and not explained:
         yield Diagnosis(
             "gradient_zero",
             f"the gradient was exactly 0 in the last {len(norms)} steps although rewards differ",
@@ -256,7 +266,8 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Check the prompt and the chat template in completions/ of the run folder, and that no reward "
             "favours brevity",
         )
-    for name in sorted({name for step in recent.steps for name in step if name.startswith("mask/")}):
+    masks = {name for step in recent.steps for name in step if name.startswith("mask/")}
+    for name in sorted(masks - _WANTED_MASKS):
         share = recent.above(name, limits.masked_tokens)
         if share is not None:
             reason = name.removeprefix("mask/")
@@ -305,6 +316,23 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "objective is not that of the sampled completions",
             "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same "
             "model.dtype",
+        )
+
+
+def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    rewards = recent.values("reward")
+    if len(rewards) < limits.still_steps:
+        return
+    half = len(rewards) // 2
+    older, newer = rewards[:half], rewards[-half:]
+    drop = fmean(older) - fmean(newer)
+    # Standard error of the difference of two means, as in Welch's test; noise alone hardly ever passes four.
+    error = math.sqrt((pvariance(older) + pvariance(newer)) / half)
+    if drop > max(4 * error, limits.reward_drop * max(abs(fmean(older)), 1e-9)):
+        yield Diagnosis(
+            "reward_falling",
+            f"the mean reward fell from {fmean(older):.3f} to {fmean(newer):.3f} within {len(rewards)} steps",
+            "Lower optim.learning_rate or raise algorithm.beta, and go back to an earlier checkpoint",
         )
 
 

@@ -126,7 +126,8 @@ class RunFolder:
         existing = folder
         while not existing.exists():
             existing = existing.parent
-        if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK):
+        effective = os.access in os.supports_effective_ids
+        if existing.is_dir() and not os.access(existing, os.W_OK | os.X_OK, effective_ids=effective):
             raise files.folder_error(existing, PermissionError(errno.EACCES, "permission denied"))
         files.require_free_space(folder, needed_bytes, "the run")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,7 @@ class BatchSettings:
 
     Attributes:
         reward_weights: one for each reward function, in the order of `Group.reward_parts`.
+        has_valid_answer: does a completion hold an answer at all, right or wrong? For the validity mask.
         max_completion_length: sampling limit in tokens, for the overlong punishment.
     """
 
@@ -35,6 +36,7 @@ class BatchSettings:
     mask_truncated_completions: bool = False
     validity_mask: bool = False
     validity_min_length: int = 10
+    has_valid_answer: Callable[[str], bool] = bool
     soft_overlong_cache: int = 0
     max_completion_length: int = 256
 
@@ -57,7 +59,11 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
     if settings.mask_truncated_completions:
         keep["mask_truncated_completions"] = truncated_mask([episode.finish_reason for episode in episodes])
     if settings.validity_mask:
-        keep["validity_mask"] = create_sampling_mask([e.text for e in episodes], settings.validity_min_length)
+        keep["validity_mask"] = create_sampling_mask(
+            [episode.text for episode in episodes],
+            settings.validity_min_length,
+            has_valid_answer=settings.has_valid_answer,
+        )
     mask, excluded = combine_masks(exists, keep)
     old = np.zeros(exists.shape, np.float32)
     for row, episode in enumerate(episodes):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError
-from covey.rewards.extract import Marker
+from covey.rewards.extract import Marker, final_number
 from covey.rewards.text import numeric_match
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import Task, as_prompt, question_hash
@@ -173,6 +173,10 @@ class Arithmetic(Task):
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """True where the reward is 1."""
         return self._reward(completions=[text], answer=[row["answer"]]) == [1.0]
+
+    def has_answer(self, text: str) -> bool:
+        """True where a number can be read."""
+        return final_number(text, markers=_MARKERS) is not None
 
     def _draw(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: dict[str, Row] = {}

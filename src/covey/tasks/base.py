@@ -52,6 +52,10 @@ class Task(ABC):
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """Does this completion solve this row? Defines `eval/accuracy`; hostile text is just wrong."""
 
+    def has_answer(self, text: str) -> bool:
+        """Does this completion hold an answer at all, right or wrong? Used by `algorithm.validity_mask`."""
+        return bool(text.strip())
+
 
 def question_hash(question: str) -> int:
     """A stable 64-bit number for a question's text, on which splits into training and held-out rows rest."""

@@ -34,7 +34,8 @@ class DataConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
     max_prompt_length: int | None = Field(
         default=None,
         ge=1,
-        description="Longest prompt, in tokens; longer ones are left out. none = no limit.",
+        description="Longest prompt, in tokens; a longer one is an error, found before training. none = no "
+        "limit.",
     )
     shuffle: bool = Field(default=True, description="Visit the dataset in a new random order in each epoch.")
     system_prompt: str | None = Field(

@@ -43,6 +43,7 @@ class Data:
         scorer: the reward functions.
         system_prompt: put before each prompt.
         is_correct: definition of `eval/accuracy`, None where only rewards tell.
+        has_answer: does a completion hold an answer at all?
     """
 
     train: Sequence[Mapping[str, Any]]
@@ -50,6 +51,7 @@ class Data:
     scorer: Scorer
     system_prompt: str | None
     is_correct: IsCorrect | None
+    has_answer: Callable[[str], bool]
 
 
 def load_task(config: GRPOConfig) -> Task | None:
@@ -67,8 +69,7 @@ def load_data(
 
     Raises:
         DataError: no data, or data that cannot be read.
-        ConfigError: no reward function.
-        RewardError: a reward function needs a column that the data lacks.
+        ConfigError: no reward function, or one that needs a column that the data lacks.
     """
     data = config.data
     if train_dataset is None:
@@ -90,15 +91,15 @@ def load_data(
         held_out = held_out[: config.evaluation.num_eval_prompts]
     for rows in (train, held_out):
         if rows:
-            scorer.check_columns([name for name in rows[0] if name != data.prompt_column])
-    judge: IsCorrect | None = None
-    if task is not None:
-        known = task
+            scorer.check_columns({name for row in rows for name in row if name != data.prompt_column})
+    system_prompt = data.system_prompt or (task.system_prompt if task else None)
+    if task is None:
+        return Data(train, held_out, scorer, system_prompt, None, bool)
 
-        def judge(prompt: Prompt, text: str) -> bool:
-            return known.is_correct(text, prompt.columns)
+    def is_correct(prompt: Prompt, text: str) -> bool:
+        return task.is_correct(text, prompt.columns)
 
-    return Data(train, held_out, scorer, data.system_prompt or (task.system_prompt if task else None), judge)
+    return Data(train, held_out, scorer, system_prompt, is_correct, task.has_answer)
 
 
 def tokenize(
@@ -183,11 +184,11 @@ def sampling_settings(config: GRPOConfig, policy: Policy, temperature: float) ->
     )
 
 
-def batch_settings(config: GRPOConfig, scorer: Scorer) -> BatchSettings:
+def batch_settings(config: GRPOConfig, data: Data) -> BatchSettings:
     """How groups become a batch."""
     chosen = config.algorithm
     return BatchSettings(
-        reward_weights=tuple(float(weight) for weight in scorer.weights),
+        reward_weights=tuple(float(weight) for weight in data.scorer.weights),
         adv_estimator=chosen.adv_estimator,
         scale_rewards=chosen.scale_rewards,
         std_correction=chosen.std_correction,
@@ -195,6 +196,7 @@ def batch_settings(config: GRPOConfig, scorer: Scorer) -> BatchSettings:
         mask_truncated_completions=chosen.mask_truncated_completions,
         validity_mask=chosen.validity_mask,
         validity_min_length=chosen.validity_min_length,
+        has_valid_answer=data.has_answer,
         soft_overlong_cache=config.rewards.soft_overlong_cache,
         max_completion_length=config.sampling.max_completion_length,
     )

@@ -108,7 +108,7 @@ class GRPOTrainer:
         self.engine.sync(self.policy.model, self.state.policy_version)
         self._order = DataOrder(len(self.prompts), args.run.seed, args.data.shuffle)
         self._decode = setup.decoder(self.policy)
-        self._batch_settings = setup.batch_settings(args, self.data.scorer)
+        self._batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
 

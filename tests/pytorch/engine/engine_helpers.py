@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from covey.types import Completion, IntArray, Request
 
 LENGTHS = (3, 11, 40)
-"""Prompt lengths of these tests: below and above the tiny models' window of 6, with and without block padding."""
+"""Prompt lengths of these tests: below and above the tiny models' window of 6."""
 
 
 def prompts(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[IntArray]:
@@ -28,7 +28,7 @@ def groups(size: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[R
 
 
 def adapted(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
-    """`get_peft_model` without its deprecation warning (PEFT asks transformers for an attribute's old name)."""
+    """`get_peft_model` without a deprecation warning: PEFT asks transformers for an attribute's old name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
         return get_peft_model(model, config)

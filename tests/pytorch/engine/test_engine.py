@@ -1,4 +1,4 @@
-"""The engine against plain transformers models: what it samples, what it records, and that company does not matter."""
+"""The engine against plain transformers models: what it samples and records, whatever the company."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_an_interrupted_sync_is_never_sampled_from() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt2"])
 def test_company_does_not_matter(family: str) -> None:
-    """Alone, in a crowd, in waves of two rows, and in a cache that fits two completions: the same completion."""
+    """Alone, in a crowd, in waves of two rows, in a cache that fits two: the same completion."""
     model = tiny_model(family)
     engine = Engine(model)
     settings = SamplingSettings(max_tokens=14, eos_token_ids=(2, 7, 30))
@@ -148,11 +148,12 @@ def test_company_does_not_matter(family: str) -> None:
             requests, settings, policy_version=0
         ),
         "shuffled": engine(requests[::-1], settings, policy_version=0)[::-1],
-        "alone": [engine([r], settings, policy_version=0)[0] for r in requests],
+        "alone": [engine([r], settings, policy_version=0)[0] for r in requests[::3]],
     }
     for name, found in others.items():
-        assert texts(found) == texts(crowd), name
-        for a, b in zip(found, crowd, strict=True):
+        expected = crowd[::3] if name == "alone" else crowd
+        assert texts(found) == texts(expected), name
+        for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 

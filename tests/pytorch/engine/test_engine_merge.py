@@ -1,4 +1,4 @@
-"""Effective weights: LoRA added, everything else as PEFT itself computes it, nothing written to the policy."""
+"""Effective weights: LoRA added, all else as PEFT itself computes it, nothing written to the policy."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_lora_by_hand() -> None:
     ],
     ids=["rslora", "dora", "embedding", "modules_to_save", "ia3"],
 )
-@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings=True`")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_a_copy_with_effective_weights_computes_what_the_policy_computes(config: object) -> None:
     model = randomised(config)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -60,7 +60,8 @@ def test_a_copy_with_effective_weights_computes_what_the_policy_computes(config:
         with model.disable_adapter():
             assert (model(ids).logits - expected).abs().max() > 1e-3
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    assert set(dict(twin.named_parameters())) == set(dict(tiny_model("llama").named_parameters()))
+    names = {name for name, _ in twin.named_parameters()} - {"lm_head.weight"}  # own, where adapters untied it
+    assert names == {name for name, _ in tiny_model("llama").named_parameters()}
 
 
 def test_disabled_and_already_merged_adapters() -> None:

@@ -1,0 +1,5 @@
+"""`python -m covey` is the `covey` command."""
+
+from covey.cli import main
+
+main()
