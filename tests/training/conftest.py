@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "pytorch"))
-
-from tiny_models import tiny_model, tiny_tokenizer  # noqa: E402
+from tiny_models import tiny_model, tiny_tokenizer
 
 REWARDS = '''
 def few_vowels(completions, **columns):

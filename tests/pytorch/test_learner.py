@@ -1,0 +1,149 @@
+"""The learner: whole-step gradients whatever the split, skipped rows, optimiser details."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from covey.algorithms import LOSS_PRESETS, make_objective
+from covey.pytorch.learner import Correction, Learner, rows_with_gradient
+from covey.pytorch.policy import Policy
+from covey.types import Batch, Episode
+
+
+def make_learner(**options: Any) -> Learner:
+    policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=4, seed=3)
+    with torch.no_grad():
+        for name, parameter in policy.named_trainable_parameters():
+            if "lora_B" in name:  # a fresh adapter has B = 0, which would hide half of the gradient
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    return Learner(policy, **({"learning_rate": 1e-2} | options))
+
+
+def make_batch(seed: int = 0, agents: bool = False) -> Batch:
+    rng = np.random.default_rng(seed)
+    episodes, group = [], []
+    for g in range(3):
+        prompt = rng.integers(4, 97, size=rng.integers(2, 7))
+        for _ in range(4):
+            tail = int(rng.integers(1, 9))
+            ids = np.concatenate([prompt, rng.integers(4, 97, size=tail)])
+            sampled = np.arange(len(ids)) >= len(prompt)
+            if agents and tail > 3:
+                sampled[len(prompt) + 1 : len(prompt) + 3] = False
+            logprobs = np.where(sampled, rng.normal(-4, 0.3, size=len(ids)), 0).astype(np.float32)
+            episodes.append(Episode(ids, sampled, logprobs, "", "stop", 1))
+            group.append(g)
+    width = max(episode.num_sampled for episode in episodes)
+    mask = np.arange(width)[None] < np.array([[e.num_sampled] for e in episodes])
+    old = np.zeros(mask.shape, np.float32)
+    for row, episode in enumerate(episodes):
+        old[row, : episode.num_sampled] = episode.logprobs[episode.sampled]
+    advantages = np.where(mask, rng.normal(size=(len(episodes), 1)), 0).astype(np.float32)
+    return Batch(tuple(episodes), np.array(group), advantages, mask, old)
+
+
+def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> dict[str, torch.Tensor]:
+    objective = make_objective(loss_type, **options)
+    rows = np.arange(len(batch.episodes))
+    reference, _ = learner.scores(batch, rows, temperature=0.8, reference=True)
+    learner.forward_backward(
+        batch, rows, objective, temperature=0.8, max_completion_length=12, reference=reference
+    )
+    return {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("loss_type", sorted(LOSS_PRESETS))
+@pytest.mark.parametrize("agents", [False, True], ids=["one turn", "agents"])
+def test_split_into_micro_batches_leaves_the_gradient(loss_type: str, agents: bool) -> None:
+    batch = make_batch(agents=agents)
+    whole = gradient(make_learner(tokens_per_micro_batch=10_000), batch, loss_type, beta=0.1)
+    split = gradient(make_learner(tokens_per_micro_batch=16), batch, loss_type, beta=0.1)
+    assert whole
+    for name in whole:
+        torch.testing.assert_close(whole[name], split[name], rtol=2e-4, atol=1e-6)
+
+
+def test_gradient_matches_the_formula_on_the_plain_model() -> None:
+    """Loss type grpo by its definition, on transformers' own logits, one sequence at a time."""
+    batch = make_batch()
+    learner = make_learner()
+    ours = gradient(learner, batch, "grpo")
+    learner.optimizer.zero_grad(set_to_none=True)
+    total = torch.zeros(())
+    for row, episode in enumerate(batch.episodes):
+        logits = learner.policy.model(input_ids=torch.from_numpy(episode.token_ids)[None]).logits[0] / 0.8
+        logp = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(episode.token_ids[1:, None]))[:, 0]
+        logp = logp[torch.from_numpy(episode.sampled[1:])]
+        ratio = torch.exp(logp - torch.from_numpy(batch.old_logprobs[row, : len(logp)]))
+        advantage = float(batch.advantages[row, 0])
+        per_token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        total = total + per_token.mean() / len(batch.episodes)
+    total.backward()
+    for name, parameter in learner.policy.named_trainable_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_rows_without_gradient_are_skipped_exactly() -> None:
+    batch = make_batch()
+    advantages = batch.advantages.copy()
+    advantages[:4] = 0  # a tied group
+    mask = batch.mask.copy()
+    mask[5] = False
+    batch = replace(batch, advantages=advantages, mask=mask)
+    objective = make_objective("dapo")
+    assert rows_with_gradient(batch, objective).tolist() == [4, 6, 7, 8, 9, 10, 11]
+    assert rows_with_gradient(batch, make_objective("dapo", beta=0.1)).tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    few, all_rows = make_learner(), make_learner()
+    for learner, rows in ((few, rows_with_gradient(batch, objective)), (all_rows, np.arange(12))):
+        learner.forward_backward(batch, rows, objective, temperature=1.0, max_completion_length=12)
+    pairs = zip(few.policy.named_trainable_parameters(), all_rows.policy.named_trainable_parameters(), strict=True)
+    for (_, ours), (_, theirs) in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-4, atol=1e-7)
+
+
+def test_correction_for_a_sampler_that_disagrees() -> None:
+    """With the correction the ratio starts at 1 and the sampler's error enters through the bounded factor only."""
+    batch = make_batch()
+    learner = make_learner()
+    rows = np.arange(12)
+    run = learner.forward_backward(
+        batch, rows, make_objective("grpo"), temperature=1.0, max_completion_length=12,
+        correction=Correction("token_mask", 1e-9),
+    )  # fmt: skip
+    assert run.metrics["ratio_min"] == run.metrics["ratio_max"] == 1.0
+    assert all(float(p.grad.abs().max()) == 0 for p in learner.policy.trainable_parameters() if p.grad is not None)
+
+
+def test_step_clips_and_refuses_a_gradient_that_is_not_finite() -> None:
+    learner = make_learner(max_grad_norm=0.5)
+    before = learner.policy.state_dict()
+    for parameter in learner.policy.trainable_parameters():
+        parameter.grad = torch.full_like(parameter, float("nan"))
+    assert np.isnan(learner.optim_step(1e-2))
+    assert all(torch.equal(before[name], value) for name, value in learner.policy.state_dict().items())
+    assert learner.steps == 0
+    for parameter in learner.policy.trainable_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    count = sum(parameter.numel() for parameter in learner.policy.trainable_parameters())
+    assert learner.optim_step(1e-2) == pytest.approx(count**0.5, rel=1e-4)
+    assert learner.steps == 1
+    # Adam's first step moves every weight by the learning rate.
+    for name, value in learner.policy.state_dict().items():
+        torch.testing.assert_close(before[name] - value, torch.full_like(value, 1e-2), rtol=1e-3, atol=0)
+
+
+def test_embedding_rate_keeps_its_ratio_under_a_schedule() -> None:
+    policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), use_peft=False)
+    learner = Learner(policy, learning_rate=1e-3, embedding_lr=1e-2)
+    for parameter in policy.trainable_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    learner.optim_step(5e-4)
+    rates = {group["name"]: group["lr"] for group in learner.optimizer.param_groups}
+    assert rates["embeddings"] == pytest.approx(5e-3)
+    assert rates["weights"] == pytest.approx(5e-4)

@@ -1,0 +1,156 @@
+"""Groups, dynamic sampling and batches, with a generator that answers what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey.rollout.batching import BatchSettings, make_batch
+from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
+from covey.rollout.scoring import Scorer
+from covey.types import Completion, Episode, Group, Progress, Prompt, Request, SamplingSettings
+
+
+class EchoGenerator:
+    """Completes with as many tokens as the last entry of the request's stream, plus one."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        self.requests.extend(requests)
+        lengths = [request.stream[-1] + 1 for request in requests]
+        return [
+            Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", policy_version)
+            for n in lengths
+        ]
+
+
+def prompt(*ids: int) -> Prompt:
+    return Prompt(np.array(ids), "?", {"answer": str(ids[0])}, uid=str(ids[0]))
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def collect(prompts: list[Prompt], generator: EchoGenerator, reward: Any = length, n: int = 3) -> Rollout:
+    return collect_groups(
+        prompts,
+        generator,
+        Scorer(reward),
+        SamplingSettings(),
+        lambda ids: "x" * len(ids),
+        num_generations=n,
+        streams=[(5, 0, index) for index in range(len(prompts))],
+        policy_version=4,
+    )
+
+
+def test_a_group_for_each_prompt_in_order() -> None:
+    generator = EchoGenerator()
+    rollout = collect([prompt(1, 2), prompt(3)], generator)
+    assert [request.stream for request in generator.requests] == [
+        (5, 0, 0, 0), (5, 0, 0, 1), (5, 0, 0, 2), (5, 0, 1, 0), (5, 0, 1, 1), (5, 0, 1, 2),
+    ]  # fmt: skip
+    first, second = rollout.groups
+    assert first.rewards.tolist() == [1.0, 2.0, 3.0]
+    assert second.episodes[1].token_ids.tolist() == [3, 7, 7]
+    assert second.episodes[1].sampled.tolist() == [False, True, True]
+    assert second.episodes[1].policy_version == 4
+    assert rollout.sampled_tokens == 12
+
+
+def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
+    lengths = lengths or [2] * len(rewards)
+    episodes = [
+        Episode.from_completion(
+            prompt(1, 2), Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", 1), "x" * n
+        )
+        for n in lengths
+    ]
+    values = np.array(rewards)
+    return Group(prompt(1, 2), tuple(episodes), values, {"reward": values})
+
+
+def settings(**changes: Any) -> BatchSettings:
+    return BatchSettings(**({"reward_weights": (1.0,)} | changes))
+
+
+def test_batch_by_hand() -> None:
+    batch = make_batch([group([0, 1]), group([1, 1], [1, 3])], settings(std_correction=0))
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    # mean 0.5, population std 0.5: (0 - 0.5) / 0.5 = -1; the second group is tied.
+    np.testing.assert_allclose(batch.advantages, [[-1, -1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]], atol=1e-5)
+    assert batch.mask.tolist() == [[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 1]]
+    np.testing.assert_array_equal(batch.old_logprobs[3], [-0.5] * 3)
+
+
+def test_masks_leave_their_reason_and_the_group_mean() -> None:
+    groups = [group([0, 1, 5], [2, 2, 3])]
+    plain = make_batch(groups, settings())
+    masked = make_batch(groups, settings(mask_truncated_completions=True))
+    np.testing.assert_array_equal(plain.advantages, masked.advantages)  # the dropped one still counts in the mean
+    assert masked.mask[2].sum() == 0
+    assert masked.excluded["mask_truncated_completions"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    assert masked.mask[:2].tolist() == plain.mask[:2].tolist()
+
+
+def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
+    batch = make_batch(
+        [group([0, 1], [2, 3])],
+        settings(validity_mask=True, validity_min_length=1, has_valid_answer=lambda text: len(text) == 2),
+    )
+    assert batch.mask.any(axis=1).tolist() == [True, False]
+
+
+def test_overlong_punishment_counts_tokens() -> None:
+    # Limit 4, cache 2: lengths 2 and 3 are punished by 0 and -0.5, so equal rewards are no longer equal.
+    batch = make_batch(
+        [group([1, 1], [2, 3])], settings(soft_overlong_cache=2, max_completion_length=4, scale_rewards="none")
+    )
+    np.testing.assert_allclose(batch.advantages[:, 0], [0.25, -0.25])
+
+
+def test_dynamic_sampling_refills_tied_groups() -> None:
+    tied, mixed = group([1, 1]), group([0, 1])
+    draws = iter([[tied, mixed, tied], [tied, mixed], [mixed]])
+    asked = []
+
+    def draw(count: int) -> Rollout:
+        asked.append(count)
+        return Rollout(tuple(next(draws)), 1.0, 0.5, 10)
+
+    rollout = collect_informative_groups(draw, 3, DynamicSampling(max_tries=3))
+    assert asked == [3, 2, 1]
+    assert len(rollout.groups) == 3
+    assert not any(entry.is_tied for entry in rollout.groups)
+    assert rollout.discarded == 3
+    assert (rollout.sampling_seconds, rollout.scoring_seconds, rollout.sampled_tokens) == (3.0, 1.5, 30)
+
+
+@pytest.mark.parametrize(("first", "kept"), [([0, 1], 1), ([1, 1], 1)])
+def test_dynamic_sampling_is_bounded(first: list[float], kept: int) -> None:
+    draws = [[group(first)], [group([1, 1])]]
+    rollout = collect_informative_groups(
+        lambda count: Rollout(tuple(draws.pop(0)), 0.0, 0.0, 0), 4, DynamicSampling(max_tries=2)
+    )
+    assert len(rollout.groups) == kept  # a partial batch; if all are tied, the last try's, for its rewards
+
+
+def test_unscorable_completions_do_not_count_as_tied() -> None:
+    nan = float("nan")
+    assert group([nan, nan]).is_tied
+    assert group([1, nan]).is_tied
+    assert not group([1, nan, 0]).is_tied
