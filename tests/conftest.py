@@ -1,1 +1,88 @@
-"""Puts this folder on the import path, so that tests in any room can import `fakes`."""
+"""A tiny run: a random two-layer Llama with a character tokenizer, saved as any user's model folder would be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_model, tiny_tokenizer
+
+REWARDS = '''
+def few_vowels(completions, **columns):
+    """Between 0 and 1: the share of characters that are no vowels. Differs between completions of any model."""
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(ch not in "aeiou" for ch in text) / max(len(text), 1) for text in texts]
+'''
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A folder with a recipe, its data and its reward function."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"say {word}: "} for word in "one two three four five six seven".split()]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (folder / "held_out.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:3]))
+    (folder / "recipe.toml").write_text(
+        f"""
+[model]
+model = "{model_folder}"
+lora_r = 4
+
+[algorithm]
+beta = 0.04
+
+[sampling]
+num_generations = 4
+max_completion_length = 8
+
+[data]
+dataset = "{folder / "train.jsonl"}"
+eval_dataset = "{folder / "held_out.jsonl"}"
+prompts_per_step = 2
+
+[rewards]
+functions = ["{folder / "rewards.py"}:few_vowels"]
+
+[optim]
+learning_rate = 0.01
+
+[schedule]
+max_steps = 6
+
+[evaluation]
+eval_steps = 3
+
+[run]
+save_steps = 2
+seed = 7
+"""
+    )
+    return folder
+
+
+@pytest.fixture
+def settings(model_folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """Flat settings of a run of a few steps."""
+    return {
+        "model": str(model_folder),
+        "output_dir": str(tmp_path / "run"),
+        "num_generations": 4,
+        "prompts_per_step": 2,
+        "max_completion_length": 8,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "lora_r": 4,
+        "save_steps": 0,
+        "progress": False,
+    }

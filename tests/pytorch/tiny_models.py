@@ -1,7 +1,9 @@
-"""Tiny models with random weights, one for each family that the PyTorch room must serve, and a tiny tokenizer.
+"""Tiny models with random weights, one for each family that the PyTorch room must serve, and a tiny
+tokenizer.
 
-Nothing is downloaded or saved. Weights are larger than the usual initialisation, so that attention patterns and
-log-probabilities depend visibly on the prefix: a test that compares two paths would notice one that ignores it.
+Nothing is downloaded or saved. Weights are larger than the usual initialisation, so that attention patterns
+and log-probabilities depend visibly on the prefix: a test that compares two paths would notice one that
+ignores it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ PAD_ID, START_ID, END_ID, UNKNOWN_ID = 0, 1, 2, 3
 VOCAB_SIZE = 97
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

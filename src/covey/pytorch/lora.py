@@ -1,11 +1,13 @@
 """LoRA adapters through PEFT: attach, save, load, switch off; and a leaner linear layer for training them.
 
-Adapters are PEFT's in every respect (names, config, files), so anything that reads PEFT adapters reads ours. Only the
-forward of plain LoRA linear layers is replaced, because PEFT's makes avoidable copies:
+Adapters are PEFT's in every respect (names, config, files), so anything that reads PEFT adapters reads ours.
+Only the forward of plain LoRA linear layers is replaced, because PEFT's makes avoidable copies:
 
-    PEFT     out = base(x) + B(A(x)) * scaling        three [M, out] buffers; with a bfloat16 base and float32 adapters a
+    PEFT     out = base(x) + B(A(x)) * scaling        three [M, out] buffers; with a bfloat16 base and float32
+    adapters a
                                                      float32 copy of x is kept for each layer
-    here     out = base(x); out += scaling * (x A') B'     in place; small A and B are cast instead of the large x
+    here     out = base(x); out += scaling * (x A') B'     in place; small A and B are cast instead of the
+    large x
 
 Files are read as safetensors only: a pickled adapter would run code.
 """
@@ -37,7 +39,7 @@ _BASE_PREFIX = "base_model.model."
 
 
 class _LoraFunction(torch.autograd.Function):
-    """`x W' + b + scaling (x A') B'` with a frozen base; x `[M, in]`, A `[r, in]`, B `[out, r]` -> `[M, out]`."""
+    """`x W' + b + scaling (x A') B'`, base frozen; x `[M, in]`, A `[r, in]`, B `[out, r]` -> `[M, out]`."""
 
     @staticmethod
     def forward(
@@ -78,7 +80,7 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         flat = x.reshape(-1, x.shape[-1])
         base = self.base_layer
-        lean: Tensor = _LoraFunction.apply(flat, base.weight, base.bias, a, b, self.scaling[name])  # type: ignore[no-untyped-call]
+        lean: Tensor = _LoraFunction.apply(flat, base.weight, base.bias, a, b, self.scaling[name])
         return lean.view(*x.shape[:-1], lean.shape[-1])
 
     def _plain_adapter(self, x: Tensor) -> str | None:
@@ -104,13 +106,14 @@ def attach_lora(
     model: nn.Module,
     *,
     r: int = 16,
-    alpha: int = 32,
+    alpha: float = 32,
     dropout: float = 0.0,
     target_modules: str | Sequence[str] = "all-linear",
     config: LoraConfig | None = None,
     seed: int = 0,
 ) -> PeftModel:
-    """Put a fresh LoRA adapter on a model; its weights are frozen. A PEFT model keeps the adapter that it has.
+    """Put a fresh LoRA adapter on a model; its weights are frozen. A PEFT model keeps the adapter that it
+    has.
 
     Args:
         model: a causal LM, changed in place, or a `PeftModel`.
@@ -130,7 +133,7 @@ def attach_lora(
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
         config = LoraConfig(
             r=r,
-            lora_alpha=alpha,
+            lora_alpha=alpha,  # type: ignore[arg-type]
             lora_dropout=dropout,
             target_modules=targets,
             bias="none",
@@ -144,7 +147,7 @@ def attach_lora(
             return _lean(get_peft_model(model, config))
         except (ValueError, TypeError, KeyError) as error:
             raise ModelError(
-                f"model.lora_target_modules={config.target_modules!r}: PEFT cannot attach the adapter ({error}); "
+                f"model.lora_target_modules={config.target_modules!r}: PEFT cannot attach it ({error}); "
                 "use all-linear or names of linear layers of this model"
             ) from error
 
@@ -185,14 +188,14 @@ def load_adapter(model: PeftModel, path: str | Path) -> None:
 
 
 def save_adapter(model: PeftModel, path: str | Path) -> None:
-    """Write the adapter into folder `path` as PEFT does: `adapter_config.json`, `adapter_model.safetensors`."""
+    """Write the adapter into folder `path` as PEFT does: its config and its weights as safetensors."""
     # "auto" would ask the hub whether the vocabulary was resized.
     model.save_pretrained(str(path), save_embedding_layers=False)
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base model's own weights inside the block. Does not touch `requires_grad`, unlike PEFT's own switch."""
+    """The base model's own weights inside the block. Leaves `requires_grad` alone, unlike PEFT's switch."""
     layers = [
         module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
     ]

@@ -1,12 +1,12 @@
 """The policy: a causal LM with its trainable weights, its reference, and the scoring of packs.
 
-Scoring runs the transformer without its output head, picks the hidden states that predict sampled tokens, and turns only
-those into log-probabilities. A pack's prompts are computed once where the model's attention allows it
-(`prefix_attention`); whether it does is found out by a probe that compares a small pack with the model's own logits.
-Models that fail it are scored sequence by sequence in one padded batch, with the same result.
+Scoring runs the transformer without its output head, picks the hidden states that predict sampled tokens, and
+turns only those into log-probabilities. A pack's prompts are computed once where the model's attention allows
+it (`prefix_attention`); whether it does is found out by a probe that compares a small pack with the model's
+own logits. Models that fail it are scored sequence by sequence in one padded batch, with the same result.
 
-Dropout stays off unless LoRA dropout was asked for: the log-probabilities of a policy that samples without dropout are
-those without dropout.
+Dropout stays off unless LoRA dropout was asked for: the log-probabilities of a policy that samples without
+dropout are those without dropout.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Policy:
             reference_from_current: with LoRA: hold on to the present adapter, not to the base model.
 
         Raises:
-            ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its parts.
+            ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its
+            parts.
         """
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.eos_token_ids, self.source = loaded.eos_token_ids, loaded.source
@@ -116,7 +117,7 @@ class Policy:
         trust_remote_code: bool = False,
         use_peft: bool = True,
         lora_r: int = 16,
-        lora_alpha: int = 32,
+        lora_alpha: float = 32,
         lora_dropout: float = 0.0,
         lora_target_modules: str | Sequence[str] = "all-linear",
         lora_config: LoraConfig | None = None,
@@ -258,7 +259,8 @@ class Policy:
         out = self._transformer(
             input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
             position_ids=torch.from_numpy(pack.position_ids).to(device)[None],
-            # transformers takes a 4-dimensional mask as prepared and builds none; packed attention does not read it.
+            # transformers takes a 4-dimensional mask as prepared and builds none; packed attention does not
+            # read it.
             attention_mask=torch.zeros(1, 1, 1, 1, device=device, dtype=self._lm.dtype),
             use_cache=False,
             **{LAYOUT_ARGUMENT: layout or PrefixLayout.from_blocks(pack.blocks, device)},
@@ -334,7 +336,7 @@ class Policy:
         return list(groups.values())
 
     def train(self) -> None:
-        """Switch LoRA dropout on, if the adapter has any; the rest of the model stays as it is for sampling."""
+        """Switch LoRA dropout on, if the adapter has any; the rest of the model stays as when sampling."""
         for name, module in self.model.named_modules():
             if isinstance(module, nn.Dropout) and ".lora_dropout." in name:
                 module.training = True
@@ -370,9 +372,9 @@ class Policy:
                 "set model.gradient_checkpointing=false"
             )
         self._lm.activation_checkpointing_enable({"use_reentrant": False})
-        # Only reentrant checkpoints need inputs that require gradients; here they would cost a backward pass through
-        # the first layer's input.
-        self._lm.disable_input_require_grads()
+        # Only reentrant checkpoints need inputs that require gradients; here they would cost a backward pass
+        # through the first layer's input.
+        self._lm.disable_input_require_grads()  # type: ignore[no-untyped-call]
         for layer in layers:
             layer.training = True
 
@@ -402,7 +404,7 @@ class Policy:
 
 
 def _pick(hidden: Tensor, index: Tensor) -> Tensor:
-    """Rows of hidden `[M, d]`; several tokens may share one row (a prompt's last token predicts G first tokens)."""
+    """Rows of hidden `[M, d]`; a prompt's last row is picked for the first token of each completion."""
     return hidden.index_select(0, index)
 
 

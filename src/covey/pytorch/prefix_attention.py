@@ -1,23 +1,26 @@
 """Attention for packs: every completion sees its prompt's keys and values, which are computed once.
 
-Registered with transformers as an attention implementation, so the models' own code runs unchanged on `[1, M]` packed
-tokens; only the attention itself knows who may see whom. It runs on plain scaled-dot-product attention and is
-differentiable: the gradient of a prompt's keys and values is the sum over the completions that saw them.
+Registered with transformers as an attention implementation, so the models' own code runs unchanged on `[1,
+M]` packed tokens; only the attention itself knows who may see whom. It runs on plain scaled-dot-product
+attention and is differentiable: the gradient of a prompt's keys and values is the sum over the completions
+that saw them.
 
 Padding exists inside attention only. For each layer the packed tokens are copied once into rectangular tiles,
 
     prefix tile   [B, P, heads, D]      causal self-attention of B prompts
-    suffix tile   [N, R, heads, D]      N completions; keys = [prompt of the row | the completion itself], [N, P + R]
+    suffix tile   [N, R, heads, D]      N completions; keys = [prompt | completion itself], [N, P + R]
 
-padded at the end of each row. Then causality alone hides suffix padding (a real query never looks to its right), so when
-the prompts of a tile have one length, a single mask `tril(diagonal=P)` of shape `[R, P + R]` serves all its rows.
-Prompts and completions of very different lengths go into different tiles.
+padded at the end of each row. Then causality alone hides suffix padding (a real query never looks to its
+right), so when the prompts of a tile have one length, a single mask `tril(diagonal=P)` of shape `[R, P + R]`
+serves all its rows. Prompts and completions of very different lengths go into different tiles.
 
-Copying is done by index, and each packed token sits in exactly one slot, so that the backward of a copy is a copy through
-the inverse index. Left to autograd it would be `index_add`, several times slower on CPU and not deterministic on CUDA.
+Copying is done by index, and each packed token sits in exactly one slot, so that the backward of a copy is a
+copy through the inverse index. Left to autograd it would be `index_add`, several times slower on CPU and not
+deterministic on CUDA.
 
-Limits: no attention sinks, no position biases, no chunked or linear attention. `probe` finds out by comparing numbers
-whether a model is served; this file only raises `UnsupportedAttentionError` where it knows that it is not.
+Limits: no attention sinks, no position biases, no chunked or linear attention. `probe` finds out by comparing
+numbers whether a model is served; this file only raises `UnsupportedAttentionError` where it knows that it is
+not.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from covey.rollout.packing import Block
 NAME_PREFIX = "covey_prefix_"
 PLAIN_IMPLEMENTATIONS = ("sdpa", "eager")
 LAYOUT_ARGUMENT = "prefix_layout"
-"""Name of the keyword argument that carries the layout through the model's forward to its attention layers."""
+"""The keyword argument that carries the layout through the model's forward to its attention layers."""
 
 
 class UnsupportedAttentionError(Exception):
@@ -187,9 +190,11 @@ def _suffix_starts(block: Block) -> list[tuple[int, int]]:
 
 
 def _similar(lens: Sequence[int], ratio: float = 2.0, enough: int = 64) -> list[list[int]]:
-    """Indices grouped so that in a group the longest is at most `ratio` times the shortest, or at most `enough`.
+    """Indices grouped so that in a group the longest is at most `ratio` times the shortest, or at most
+    `enough`.
 
-    Fewer tiles mean fewer kernel calls, similar lengths mean less padding; short rows are not worth a call of their own.
+    Fewer tiles mean fewer kernel calls, similar lengths mean less padding; short rows are not worth a call of
+    their own.
     """
     order = sorted(range(len(lens)), key=lambda i: (-lens[i], i))
     groups: list[list[int]] = []
@@ -209,7 +214,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _ToTiles(torch.autograd.Function):
-    """`x[gather]` for x `[M, C]`; each row of x has one real slot, padding slots get no gradient by construction."""
+    """`x[gather]` for x `[M, C]`; each row of x has one real slot, padding slots receive no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gather: Tensor, inverse: Tensor) -> Tensor:
@@ -238,7 +243,7 @@ class _FromTiles(torch.autograd.Function):
 
 
 class _RepeatPrefixes(torch.autograd.Function):
-    """Prompts `[B, P, C]` -> rows `[N, P, C]`. Backward sums the rows of each prompt as one small matrix product."""
+    """Prompts `[B, P, C]` -> rows `[N, P, C]`; backward sums each prompt's rows in one matrix product."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, prefix_of_row: Tensor, one_hot: Tensor) -> Tensor:
@@ -262,11 +267,12 @@ def _attend(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """One tile: q `[n, H, Lq, D]`, k and v `[n, Hkv, Lk, D]` -> `[n, H, Lq, D]`. No mask means causal, Lq = Lk."""
+    """One tile: q `[n, H, Lq, D]`, k, v `[n, Hkv, Lk, D]` -> `[n, H, Lq, D]`. No mask: causal, Lq = Lk."""
     repeats = q.shape[1] // k.shape[1]
     if softcap is None:
         if repeats > 1 and mask is not None and q.is_cuda:
-            # The fused CUDA kernel that takes a mask does not take grouped heads; the math fallback would be slower.
+            # The fused CUDA kernel that takes a mask does not take grouped heads; the math fallback would be
+            # slower.
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(
             q,
@@ -322,7 +328,7 @@ def packed_attention(
     def tiles_of(x: Tensor) -> tuple[Tensor, ...]:
         flat = x.transpose(1, 2).reshape(num_tokens, -1)
         tiled: Tensor = _ToTiles.apply(flat, layout.gather, layout.inverse)  # type: ignore[no-untyped-call]
-        return tiled.split(layout.sizes)
+        return torch.split(tiled, layout.sizes)
 
     queries, keys, values = tiles_of(query), tiles_of(key), tiles_of(value)
     outputs = []
@@ -380,7 +386,7 @@ def _attention_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: packed attention where a layout was passed, else the implementation it replaced."""
+    """What transformers calls: packed attention where a layout was passed, else what it replaced."""
     if prefix_layout is None:
         if plain == "eager":
             forward = sys.modules[type(module).__module__].eager_attention_forward

@@ -1,7 +1,7 @@
 """Compares a policy's scores with its model's own logits, once, on a few random tokens.
 
-There are too many architectures, and too many ways to configure them, to list which ones keep their promises. So the
-policy asks: the model's plain forward, one sequence at a time, is the truth.
+There are too many architectures, and too many ways to configure them, to list which ones keep their promises.
+So the policy asks: the model's plain forward, one sequence at a time, is the truth.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from covey.types import Episode
 
 _TOLERANCE = {torch.float32: (1e-3, 1e-2), torch.float64: (1e-3, 1e-2)}
 _HALF_TOLERANCE = (0.1, 1.0)
-"""Largest mean and maximum difference of log-probabilities. A completion that does not see its prompt is off by about
-1 on average; half precision alone by about 0.02."""
+"""Largest mean and maximum difference of log-probabilities. A completion that does not see its prompt is off
+by about 1 on average; half precision alone by about 0.02."""
 
 
 def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Tensor]) -> None:
-    """Raise `ModelError` if scores from hidden states and output head are not those of the model's own logits."""
+    """Raise `ModelError` if scores from hidden states and output head are not those of the model's logits."""
     pack = _probe_pack(model)
     with torch.no_grad():
         problem = _difference(model, score(pack), _expected(model, pack))
     if problem:
         raise ModelError(
-            f"{source}: the log-probabilities of {type(model).__name__} cannot be computed from its hidden states and "
-            f"output head ({problem}); use a model whose logits are a linear function of its last hidden state"
+            f"{source}: the log-probabilities of {type(model).__name__} cannot be computed from its hidden states "
+            f"and output head ({problem}); use a model whose logits are linear in its last hidden state"
         )
 
 
@@ -123,7 +123,7 @@ def _difference(model: PreTrainedModel, scores: Tensor, expected: Tensor) -> str
 
 
 def _missing_windows(model: PreTrainedModel, layout: PrefixLayout) -> str:
-    """Sliding windows longer than the probe cannot be felt, so they must be seen to reach the attention function."""
+    """Sliding windows longer than the probe cannot be felt, so they must be seen to reach the attention."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds:

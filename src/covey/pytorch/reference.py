@@ -6,11 +6,11 @@ Three states, told apart by the snapshot:
     LoRA, with snapshot     an earlier adapter; its tensors take the place of the current ones for a moment
     full fine-tuning        a frozen copy of the trained weights, used in the same way
 
-Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a graph that
-was built before and is walked backward after sees its own tensors.
+Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a
+graph that was built before and is walked backward after sees its own tensors.
 
-The exponential moving average is over the trainable tensors. For LoRA that is over A and B separately, whose product is
-not the average of the products; with the usual decays of 0.9 and more the difference is small.
+The exponential moving average is over the trainable tensors. For LoRA that is over A and B separately, whose
+product is not the average of the products; with the usual decays of 0.9 and more the difference is small.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Reference:
             update: "none", "copy" (take the current weights) or "ema" (move towards them).
             every: update after every so many optimiser steps.
             ema_decay: weight of the old reference in each "ema" update.
-            from_current: LoRA only: keep a snapshot of the current adapter instead of switching adapters off. Needed
-                where training starts from an adapter that is not zero.
+            from_current: LoRA only: keep a snapshot of the current adapter instead of switching adapters off.
+                Needed where training starts from an adapter that is not zero.
 
         Raises:
             ConfigError: a value is out of range.
@@ -99,7 +99,7 @@ class Reference:
                 parameter.data = data
 
     def after_step(self, step: int) -> bool:
-        """Update by the rule, after optimiser step number `step` (1 is the first). Returns whether it changed."""
+        """Update by the rule after optimiser step number `step`, counted from 1. Returns whether it changed."""
         if self._update == "none" or step % self._every:
             return False
         if self._update == "copy":
@@ -142,12 +142,12 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str
     if missing or unexpected:
         which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
         raise ModelError(
-            f"{what}: belongs to another model (it {which}; {len(missing)} tensors missing, {len(unexpected)} "
-            "unexpected); use the model and adapter settings that it was saved with"
+            f"{what}: belongs to another model (it {which}; {len(missing)} tensors missing, "
+            f"{len(unexpected)} unexpected); use the model and adapter settings that it was saved with"
         )
     for name, value in own.items():
         if value.shape != saved[name].shape:
             raise ModelError(
-                f"{what}: {name} is {list(saved[name].shape)}, the model's is {list(value.shape)}; use the model and "
-                "adapter settings that it was saved with"
+                f"{what}: {name} is {list(saved[name].shape)}, the model's is {list(value.shape)}; "
+                "use the model and adapter settings that it was saved with"
             )

@@ -1,10 +1,11 @@
 """Packs episodes into micro-batches in which every distinct prompt appears once.
 
-The completions of a group share their prompt, so the token-wise work of a forward pass (embeddings, linear layers, norms)
-needs `P + sum(R)` tokens, not `G * (P + max(R))`. One pack with a prompt of 4 tokens and two completions of 3 and 2:
+The completions of a group share their prompt, so the token-wise work of a forward pass (embeddings, linear
+layers, norms) needs `P + sum(R)` tokens, not `G * (P + max(R))`. One pack with a prompt of 4 tokens and two
+completions of 3 and 2:
 
     packed index   0  1  2  3 | 4  5 | 6
-    token_ids     11 12 13 14 |21 22 |31        the last token of a completion is never an input: nothing follows it
+    token_ids     11 12 13 14 |21 22 |31        a completion's last token is no input: nothing follows it
     position_ids   0  1  2  3 | 4  5 | 4
     blocks         Block(start=0, prefix_len=4, suffix_lens=(2, 1))
 
@@ -14,11 +15,13 @@ needs `P + sum(R)` tokens, not `G * (P + max(R))`. One pack with a prompt of 4 t
     row            0  0  0  1  1
     column         0  1  2  0  1
 
-Who may see whom is not stored: a suffix token sees its block's prefix and the earlier tokens of its own suffix. An agent's
-episode with foreign tokens between sampled segments has one long suffix in which only the sampled tokens are targets.
+Who may see whom is not stored: a suffix token sees its block's prefix and the earlier tokens of its own
+suffix. An agent's episode with foreign tokens between sampled segments has one long suffix in which only the
+sampled tokens are targets.
 
-Order inside a pack: blocks in the order in which they were added, rows inside a block in the order of `rows`, and `s`
-runs over the pack's rows and, inside a row, over its sampled tokens. The same input always gives the same packs.
+Order inside a pack: blocks in the order in which they were added, rows inside a block in the order of `rows`,
+and `s` runs over the pack's rows and, inside a row, over its sampled tokens. The same input always gives the
+same packs.
 """
 
 from __future__ import annotations
@@ -113,7 +116,8 @@ class Pack:
         if len(present) != len(kept):
             missing = next(int(row) for row, support in zip(self.rows, kept, strict=True) if support is None)
             raise ValueError(
-                f"row {missing} recorded no kept ids while others did; sample the whole batch with keep_support on"
+                f"row {missing} recorded no kept ids while others did; "
+                "sample the whole batch with keep_support on"
             )
         counts = np.concatenate([np.diff(support.offsets) for support in present])
         return Support(
@@ -142,9 +146,10 @@ def pack_episodes(
 ) -> list[Pack]:
     """Pack rows of a batch into micro-batches of at most `tokens_per_pack` tokens.
 
-    Rows with equal prefixes (the tokens before the first sampled one, compared by value) share the prefix, whatever group
-    they belong to. A prefix with more rows than fit is repeated in several packs; a sequence is never split, so one that
-    exceeds the budget gets a pack of its own. Rows without a sampled token are left out: there is nothing to score.
+    Rows with equal prefixes (the tokens before the first sampled one, compared by value) share the prefix,
+    whatever group they belong to. A prefix with more rows than fit is repeated in several packs; a sequence
+    is never split, so one that exceeds the budget gets a pack of its own. Rows without a sampled token are
+    left out: there is nothing to score.
 
     Args:
         episodes: all N episodes of the batch.
@@ -152,7 +157,8 @@ def pack_episodes(
         tokens_per_pack: budget, in packed tokens.
 
     Returns:
-        The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens once.
+        The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens
+        once.
 
     Raises:
         ValueError: `tokens_per_pack` is not positive, or the first token of an episode is marked as sampled.
@@ -178,7 +184,8 @@ def pack_episodes(
     bins: list[_Bin] = []
     for same_prefix in by_prefix.values():
         for item in _split(episodes, same_prefix, tokens_per_pack):
-            # First fit: a prefix stays whole if any pack has room for it, since every split repeats the prefix.
+            # First fit: a prefix stays whole if any pack has room for it, since every split repeats the
+            # prefix.
             fitting = (b for b in bins if b.num_tokens + item.num_tokens <= tokens_per_pack)
             target = next(fitting, None)
             if target is None:
@@ -230,7 +237,8 @@ def _build(episodes: Sequence[Episode], items: list[_Item]) -> Pack:
             token_ids.append(episode.token_ids[prefix_len : prefix_len + length])
             position_ids.append(np.arange(prefix_len, prefix_len + length))
             sampled_at = np.flatnonzero(episode.sampled)
-            # The token before a sampled one predicts it: the prefix's last token, or one of this row's suffix.
+            # The token before a sampled one predicts it: the prefix's last token, or one of this row's
+            # suffix.
             before = sampled_at - 1
             in_suffix = before - prefix_len + suffix_start
             score_at.append(np.where(before < prefix_len, start + before, in_suffix))

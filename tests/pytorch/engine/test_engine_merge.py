@@ -60,7 +60,9 @@ def test_a_copy_with_effective_weights_computes_what_the_policy_computes(config:
         with model.disable_adapter():
             assert (model(ids).logits - expected).abs().max() > 1e-3
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    names = {name for name, _ in twin.named_parameters()} - {"lm_head.weight"}  # own, where adapters untied it
+    names = {name for name, _ in twin.named_parameters()} - {
+        "lm_head.weight"
+    }  # own, where adapters untied it
     assert names == {name for name, _ in tiny_model("llama").named_parameters()}
 
 

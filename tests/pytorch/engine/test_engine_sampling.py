@@ -62,7 +62,7 @@ def test_support_token_and_logprob_match_the_sorting_reference(
         if draw.support is not None:
             found[:] = False
             found[draw.support[row]] = True
-        # float32 may decide differently about tokens whose probability sits on a threshold: never more than one
+        # float32 may decide differently about a token whose probability sits on a threshold: one, not more
         assert (found ^ kept).sum() <= 1
         assert found[token]
         assert abs(draw.logprobs[row] - np.log(p[token] / p[found].sum())) < 1e-4

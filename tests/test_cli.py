@@ -1,0 +1,131 @@
+"""The command line, called as a user would, on the tiny model."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from covey import cli
+
+
+@pytest.fixture
+def covey(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    monkeypatch.setenv("COLUMNS", "200")
+    yield Command(monkeypatch, capsys)
+
+
+class Command:
+    """Runs `covey ...` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        """Exit status, standard output, standard error."""
+        self._monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+            sys.exit(0)
+        printed = self._capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+
+def test_help_lists_the_commands(covey: Command) -> None:
+    status, out, _ = covey("--help")
+    assert status == 0
+    for command in ("train", "resume", "eval", "sample", "config", "curve"):
+        assert command in out
+
+
+def test_train_eval_sample_curve(covey: Command, workplace: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    status, out, err = covey("train", workplace, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
+    assert status == 0, err
+    assert "before (step 0)" in out
+    assert "after (step 2)" in out
+    assert (run / "learning_curve.png").stat().st_size > 5_000
+
+    status, _, err = covey("train", workplace, f"run.output_dir={run}")
+    assert status == 2
+    assert "covey resume" in err
+
+    status, out, err = covey("eval", run, "--num", "2", "--show", "1")
+    assert status == 0, err
+    assert "eval/reward" in out
+    assert "say one" in out
+
+    arguments = ("sample", run, "hello", "-n", "2", "--max-tokens", "5")
+    status, first, err = covey(*arguments)
+    assert status == 0, err
+    assert first.count("log-probability") == 2
+    assert covey(*arguments)[1] == first  # the same seed
+    assert covey(*arguments, "--seed", "1")[1] != first
+
+    picture = tmp_path / "both.png"
+    assert covey("curve", run, run, "-o", picture)[0] == 0
+    assert picture.stat().st_size > 5_000
+
+
+def test_config_prints_what_a_recipe_means_and_reads_back(covey: Command, workplace: Path, tmp_path: Path) -> None:
+    status, out, _ = covey("config", workplace, "kl_coef=0.5")
+    assert status == 0
+    assert re.search(r"^beta = 0.5$", out, re.MULTILINE)
+    assert "kl_coef" not in out
+    again = tmp_path / "again.toml"
+    again.write_text(out)
+    assert covey("config", again)[1] == out
+
+
+def test_config_explains_every_field(covey: Command) -> None:
+    from covey.config import explain
+
+    status, out, _ = covey("config", "--explain")
+    assert status == 0
+    missing = [field.name for field in explain() if field.name not in out]
+    assert missing == []
+    assert "beta" in covey("config", "--explain", "--only", "divergence")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train", "nowhere.toml"), "nowhere.toml"),
+        (("train", "{recipe}", "optim.lerning_rate=1"), "learning_rate"),
+        (("train", "{recipe}", "num_generations=1"), "at least 2"),
+        (("train", "{recipe}", "data.dataset=missing.jsonl", "run.output_dir={tmp}/a"), "missing.jsonl"),
+        (("train", "{recipe}", "rewards.functions=[]", "run.output_dir={tmp}/b"), "no reward function"),
+        (("train", "{recipe}", "rewards.functions=['math:pi']", "run.output_dir={tmp}/c"), "not a function"),
+        (("train", "{recipe}", "data.task=arithmetik", "run.output_dir={tmp}/d"), "arithmetic"),
+        (("train", "{recipe}", "run.output_dir=/proc/covey"), "/proc/covey"),
+        (("resume", "{tmp}/nothing"), "nothing"),
+        (("eval", "{model}"), "--task"),
+        (("sample", "{tmp}/nowhere", "hi"), "nowhere"),
+        (("sample", "{model}", "hi", "--adapter", "{tmp}/none"), "none"),
+    ],
+)
+def test_bad_input_is_one_message_without_traceback(
+    covey: Command, workplace: Path, model_folder: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    values = {"recipe": workplace / "recipe.toml", "tmp": tmp_path, "model": model_folder}
+    status, _, err = covey(*[argument.format(**values) for argument in arguments])
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not any((tmp_path / name).exists() for name in "abcd")  # nothing half-made is left behind
+
+
+def test_adapter_of_another_model(covey: Command, workplace: Path, tmp_path: Path) -> None:
+    from tiny_models import tiny_model, tiny_tokenizer
+
+    from covey.pytorch import Policy
+
+    other = tmp_path / "other"
+    Policy.load(tiny_model("llama", hidden_size=64), tiny_tokenizer(), lora_r=4).save_pretrained(other)
+    status, _, err = covey("train", workplace, f"model.adapter={other}", f"run.output_dir={tmp_path / 'run'}")
+    assert status == 2
+    assert "other" in err
