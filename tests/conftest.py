@@ -30,7 +30,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> P
     """A folder with a recipe, its data and its reward function."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "rewards.py").write_text(REWARDS)
-    rows = [{"prompt": f"say {word}: "} for word in "one two three four five six seven".split()]
+    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five", "six", "seven")]
     (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (folder / "held_out.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:3]))
     (folder / "recipe.toml").write_text(

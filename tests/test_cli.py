@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from covey import cli
 
 
 @pytest.fixture
-def covey(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def covey(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     monkeypatch.setenv("COLUMNS", "200")
-    yield Command(monkeypatch, capsys)
+    return Command(monkeypatch, capsys)
 
 
 class Command:
@@ -28,11 +27,13 @@ class Command:
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
         """Exit status, standard output, standard error."""
         self._monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
+        status = 0
+        try:
             cli.main()
-            sys.exit(0)
+        except SystemExit as ended:
+            status = int(ended.code or 0)
         printed = self._capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
+        return status, printed.out, printed.err
 
 
 def test_help_lists_the_commands(covey: Command) -> None:
@@ -44,7 +45,9 @@ def test_help_lists_the_commands(covey: Command) -> None:
 
 def test_train_eval_sample_curve(covey: Command, workplace: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    status, out, err = covey("train", workplace, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
+    status, out, err = covey(
+        "train", workplace, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0"
+    )
     assert status == 0, err
     assert "before (step 0)" in out
     assert "after (step 2)" in out
@@ -71,7 +74,9 @@ def test_train_eval_sample_curve(covey: Command, workplace: Path, tmp_path: Path
     assert picture.stat().st_size > 5_000
 
 
-def test_config_prints_what_a_recipe_means_and_reads_back(covey: Command, workplace: Path, tmp_path: Path) -> None:
+def test_config_prints_what_a_recipe_means_and_reads_back(
+    covey: Command, workplace: Path, tmp_path: Path
+) -> None:
     status, out, _ = covey("config", workplace, "kl_coef=0.5")
     assert status == 0
     assert re.search(r"^beta = 0.5$", out, re.MULTILINE)
@@ -109,7 +114,12 @@ def test_config_explains_every_field(covey: Command) -> None:
     ],
 )
 def test_bad_input_is_one_message_without_traceback(
-    covey: Command, workplace: Path, model_folder: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+    covey: Command,
+    workplace: Path,
+    model_folder: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
     values = {"recipe": workplace / "recipe.toml", "tmp": tmp_path, "model": model_folder}
     status, _, err = covey(*[argument.format(**values) for argument in arguments])

@@ -33,10 +33,14 @@ def load_function(name: str) -> Callable[..., Any]:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{name}: importing {where} failed with {type(error).__name__}: {error}; correct it") from error
+        raise ConfigError(
+            f"{name}: importing {where} failed with {type(error).__name__}: {error}; correct it"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise ConfigError(f"{name}: {where} has no {attribute!r}; it has {', '.join(_functions(module)) or 'no function'}")
+        raise ConfigError(
+            f"{name}: {where} has no {attribute!r}; it has {', '.join(_functions(module)) or 'no function'}"
+        )
     if not callable(found) and not hasattr(found, "batch_verify"):
         raise ConfigError(f"{name}: {attribute!r} is a {type(found).__name__}, not a function or verifier")
     return found  # type: ignore[no-any-return]
@@ -63,4 +67,6 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    return sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+    return sorted(
+        name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
+    )

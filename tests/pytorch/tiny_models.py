@@ -94,9 +94,7 @@ def tiny_model(
         elif name == "qwen3":
             model = Qwen3ForCausalLM(Qwen3Config(**shared, head_dim=head_dim))
         elif name == "mistral":
-            model = MistralForCausalLM(
-                MistralConfig(**shared, head_dim=head_dim, sliding_window=sliding_window)
-            )
+            model = MistralForCausalLM(MistralConfig(**shared, head_dim=head_dim, sliding_window=sliding_window))
         elif name == "gemma2":
             model = Gemma2ForCausalLM(
                 Gemma2Config(

@@ -32,7 +32,9 @@ class EchoGenerator:
         self.requests.extend(requests)
         lengths = [request.stream[-1] + 1 for request in requests]
         return [
-            Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", policy_version)
+            Completion(
+                np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", policy_version
+            )
             for n in lengths
         ]
 
@@ -76,7 +78,9 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
     lengths = lengths or [2] * len(rewards)
     episodes = [
         Episode.from_completion(
-            prompt(1, 2), Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", 1), "x" * n
+            prompt(1, 2),
+            Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", 1),
+            "x" * n,
         )
         for n in lengths
     ]
@@ -101,7 +105,9 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
     groups = [group([0, 1, 5], [2, 2, 3])]
     plain = make_batch(groups, settings())
     masked = make_batch(groups, settings(mask_truncated_completions=True))
-    np.testing.assert_array_equal(plain.advantages, masked.advantages)  # the dropped one still counts in the mean
+    np.testing.assert_array_equal(
+        plain.advantages, masked.advantages
+    )  # the dropped one still counts in the mean
     assert masked.mask[2].sum() == 0
     assert masked.excluded["mask_truncated_completions"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     assert masked.mask[:2].tolist() == plain.mask[:2].tolist()
@@ -118,7 +124,8 @@ def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
 def test_overlong_punishment_counts_tokens() -> None:
     # Limit 4, cache 2: lengths 2 and 3 are punished by 0 and -0.5, so equal rewards are no longer equal.
     batch = make_batch(
-        [group([1, 1], [2, 3])], settings(soft_overlong_cache=2, max_completion_length=4, scale_rewards="none")
+        [group([1, 1], [2, 3])],
+        settings(soft_overlong_cache=2, max_completion_length=4, scale_rewards="none"),
     )
     np.testing.assert_allclose(batch.advantages[:, 0], [0.25, -0.25])
 

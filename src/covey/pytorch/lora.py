@@ -19,18 +19,18 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from covey.errors import ModelError
 
@@ -49,13 +49,11 @@ class _LoraFunction(torch.autograd.Function):
         low = x @ a_cast.T
         ctx.save_for_backward(x, weight, a_cast, b_cast, low)
         ctx.scaling, ctx.dtypes = scaling, (a.dtype, b.dtype)
-        return F.linear(x, weight, bias).addmm_(low, b_cast.T, alpha=scaling)
+        return functional.linear(x, weight, bias).addmm_(low, b_cast.T, alpha=scaling)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None, None]:
         x, weight, a, b, low = ctx.saved_tensors
         grad_low = (grad @ b).mul_(ctx.scaling)  # [M, r]
         grad_x = grad_a = grad_b = None
@@ -80,7 +78,7 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         flat = x.reshape(-1, x.shape[-1])
         base = self.base_layer
-        lean: Tensor = _LoraFunction.apply(flat, base.weight, base.bias, a, b, self.scaling[name])
+        lean: Tensor = cast(Any, _LoraFunction).apply(flat, base.weight, base.bias, a, b, self.scaling[name])
         return lean.view(*x.shape[:-1], lean.shape[-1])
 
     def _plain_adapter(self, x: Tensor) -> str | None:
@@ -133,7 +131,7 @@ def attach_lora(
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
         config = LoraConfig(
             r=r,
-            lora_alpha=alpha,  # type: ignore[arg-type]
+            lora_alpha=alpha,
             lora_dropout=dropout,
             target_modules=targets,
             bias="none",
@@ -161,9 +159,7 @@ def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
     config, weights = _read(path)
     problem = _misfit(model, weights)
     if problem:
-        raise ModelError(
-            f"{path}: is an adapter for another model ({problem}); give the adapter's own base model"
-        )
+        raise ModelError(f"{path}: is an adapter for another model ({problem}); give the adapter's own base model")
     config.inference_mode = False
     peft_model = attach_lora(model, config=config)
     _fill(peft_model, weights, path)
@@ -181,9 +177,7 @@ def load_adapter(model: PeftModel, path: str | Path) -> None:
     for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         mine, theirs = getattr(own, field, None), getattr(config, field, None)
         if mine != theirs:
-            raise ModelError(
-                f"{path}: its {field} is {theirs}, the attached adapter has {mine}; attach it afresh"
-            )
+            raise ModelError(f"{path}: its {field} is {theirs}, the attached adapter has {mine}; attach it afresh")
     _fill(model, weights, path)
 
 
@@ -196,9 +190,7 @@ def save_adapter(model: PeftModel, path: str | Path) -> None:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The base model's own weights inside the block. Leaves `requires_grad` alone, unlike PEFT's switch."""
-    layers = [
-        module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)
-    ]
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]
     before = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
@@ -231,7 +223,7 @@ def _read(path: str | Path) -> tuple[PeftConfig, dict[str, Tensor]]:
         )
     try:
         config = PeftConfig.from_pretrained(str(folder))
-        weights = load_file(folder / WEIGHTS_FILE)
+        weights = load_tensors((folder / WEIGHTS_FILE).read_bytes())
     except (
         SafetensorError,
         json.JSONDecodeError,
@@ -247,7 +239,7 @@ def _read(path: str | Path) -> tuple[PeftConfig, dict[str, Tensor]]:
 def _misfit(model: nn.Module, weights: dict[str, Tensor]) -> str:
     """Why adapter weights do not fit a bare model, or ""."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    for key, value in weights.items():
+    for key, value in sorted(weights.items()):
         name = key.removeprefix(_BASE_PREFIX)
         if ".lora_" not in name:
             if name not in parameters:

@@ -81,9 +81,7 @@ class Policy:
         self._lm = causal_lm(self.model)
         self._transformer = transformer(self._lm)
         if not self.trainable_parameters():
-            raise ModelError(
-                f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model"
-            )
+            raise ModelError(f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model")
         _switch_dropout_off(self.model)
         self.eval()
         check_scores(self.source, self._lm, self._probe_padded)
@@ -250,9 +248,7 @@ class Policy:
 
     def _hidden(self, pack: Pack) -> Tensor:
         """`[S, d]` the hidden states that predict the pack's targets."""
-        return (
-            self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)
-        )
+        return self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)
 
     def _hidden_packed(self, pack: Pack, layout: PrefixLayout | None = None) -> Tensor:
         device = self.device
@@ -293,9 +289,7 @@ class Policy:
         return self._probe(pack, self._hidden_padded(pack))
 
     def _probe(self, pack: Pack, hidden: Tensor) -> Tensor:
-        return score_tokens(
-            hidden, torch.from_numpy(pack.targets).to(self.device), output_head(self._lm)
-        ).logp
+        return score_tokens(hidden, torch.from_numpy(pack.targets).to(self.device), output_head(self._lm)).logp
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Every parameter that is trained, in the model's order."""
@@ -320,7 +314,7 @@ class Policy:
         """
         embeddings = {
             id(parameter)
-            for module in (self._lm.get_input_embeddings(), self._lm.get_output_embeddings())
+            for module in (self._lm.get_input_embeddings(), output_head(self._lm).module)
             if module is not None
             for parameter in module.parameters()
         }
@@ -343,9 +337,7 @@ class Policy:
 
     def eval(self) -> None:
         """Switch every dropout off."""
-        checkpointed = [
-            m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer) and m.training
-        ]
+        checkpointed = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer) and m.training]
         self.model.eval()
         for layer in checkpointed:
             layer.training = True  # of the layer alone: transformers checkpoints only layers in training mode
@@ -353,9 +345,7 @@ class Policy:
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
         """The model without gradient checkpointing, for anything that wants a key-value cache."""
-        checkpointed = [
-            m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer) and m.training
-        ]
+        checkpointed = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer) and m.training]
         try:
             for layer in checkpointed:
                 layer.training = False

@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -128,12 +128,10 @@ class PrefixLayout:
                 suffix_width = max(length for _, _, length in chosen)
                 add([start for _, start, _ in chosen], [length for _, _, length in chosen], suffix_width)
                 prefix_of_row = torch.tensor([b for b, _, _ in chosen], device=device)
-                one_hot = F.one_hot(prefix_of_row, len(prefixes)).T.to(torch.float32)
+                one_hot = functional.one_hot(prefix_of_row, len(prefixes)).T.to(torch.float32)
                 suffixes.append(_SuffixTile(len(chosen), suffix_width, prefix_of_row, one_hot.contiguous()))
             lens = [block.prefix_len for block in prefixes]
-            tiles.append(
-                _Tile(len(prefixes), width, torch.tensor(lens, device=device), len(set(lens)) == 1, suffixes)
-            )
+            tiles.append(_Tile(len(prefixes), width, torch.tensor(lens, device=device), len(set(lens)) == 1, suffixes))
         gather = np.concatenate(slots)
         is_real = np.concatenate(real)
         inverse = np.empty(int(is_real.sum()), dtype=np.int64)
@@ -171,9 +169,7 @@ class PrefixLayout:
             in_prefix = torch.arange(parent.length, device=device)[None, None, :]
             in_suffix = torch.arange(rows.length, device=device)
             q = prefix_lens + in_suffix[None, :, None]  # [., R, 1]
-            k = torch.cat(
-                [in_prefix.expand(len(prefix_lens), 1, -1), prefix_lens + in_suffix[None, None, :]], dim=-1
-            )
+            k = torch.cat([in_prefix.expand(len(prefix_lens), 1, -1), prefix_lens + in_suffix[None, None, :]], dim=-1)
             exists = torch.cat(
                 [in_prefix < prefix_lens, torch.ones_like(k[..., parent.length :], dtype=torch.bool)], dim=-1
             )
@@ -208,9 +204,7 @@ def _similar(lens: Sequence[int], ratio: float = 2.0, enough: int = 64) -> list[
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, float("-inf")
-    )
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
 class _ToTiles(torch.autograd.Function):
@@ -222,7 +216,7 @@ class _ToTiles(torch.autograd.Function):
         return x.index_select(0, gather)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
 
@@ -237,7 +231,7 @@ class _FromTiles(torch.autograd.Function):
         return x.index_select(0, inverse)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (inverse,) = ctx.saved_tensors
         return grad.new_zeros(ctx.num_slots, grad.shape[1]).index_copy_(0, inverse, grad), None
 
@@ -251,7 +245,7 @@ class _RepeatPrefixes(torch.autograd.Function):
         return x.index_select(0, prefix_of_row)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (one_hot,) = ctx.saved_tensors
         rows, length, width = grad.shape
         summed = one_hot.to(grad.dtype) @ grad.reshape(rows, length * width)
@@ -274,7 +268,7 @@ def _attend(
             # The fused CUDA kernel that takes a mask does not take grouped heads; the math fallback would be
             # slower.
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        return F.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             q,
             k,
             v,
@@ -291,8 +285,9 @@ def _attend(
     if mask is None:
         mask = _additive(torch.ones(length, length, dtype=torch.bool, device=q.device).tril(), scores.dtype)
         mask = mask[None, None]
-    weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=torch.float32).to(q.dtype)
-    weights = F.dropout(weights, dropout, training=dropout > 0)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    weights = torch.softmax(scores + mask[:, :, None], dim=-1, dtype=wide).to(q.dtype)
+    weights = functional.dropout(weights, dropout, training=dropout > 0)
     return torch.matmul(weights, v[:, :, None]).reshape(n, heads, length, width)
 
 

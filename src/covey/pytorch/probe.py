@@ -25,13 +25,13 @@ by about 1 on average; half precision alone by about 0.02."""
 
 
 def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Tensor]) -> None:
-    """Raise `ModelError` if scores from hidden states and output head are not those of the model's logits."""
+    """Raise `ModelError` if scores from hidden states and head are not those of the model's logits."""
     pack = _probe_pack(model)
     with torch.no_grad():
         problem = _difference(model, score(pack), _expected(model, pack))
     if problem:
         raise ModelError(
-            f"{source}: the log-probabilities of {type(model).__name__} cannot be computed from its hidden states "
+            f"{source}: log-probabilities of {type(model).__name__} cannot be computed from hidden states "
             f"and output head ({problem}); use a model whose logits are linear in its last hidden state"
         )
 
@@ -65,9 +65,7 @@ def find_obstacle(model: PreTrainedModel, score_packed: Callable[[Pack, PrefixLa
         with torch.no_grad():
             expected = _expected(model, pack)
             model.set_attn_implementation(NAME_PREFIX + before)
-            reason = _difference(model, score_packed(pack, layout), expected) or _missing_windows(
-                model, layout
-            )
+            reason = _difference(model, score_packed(pack, layout), expected) or _missing_windows(model, layout)
     except Exception as error:  # whatever an architecture does with what it does not expect
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -100,9 +98,7 @@ def _expected(model: PreTrainedModel, pack: Pack) -> Tensor:
         start = block.start + block.prefix_len
         for length in block.suffix_lens:
             tokens = np.concatenate([prefix, pack.token_ids[start : start + length]])
-            logits = model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[
-                0
-            ]
+            logits = model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
             mine = pack.row == row
             at = torch.from_numpy(pack.position_ids[pack.score_at[mine]]).to(model.device)
             targets = torch.from_numpy(pack.targets[mine]).to(model.device)

@@ -99,7 +99,7 @@ class Reference:
                 parameter.data = data
 
     def after_step(self, step: int) -> bool:
-        """Update by the rule after optimiser step number `step`, counted from 1. Returns whether it changed."""
+        """Update by the rule after optimiser step `step`, counted from 1. Returns whether it changed."""
         if self._update == "none" or step % self._every:
             return False
         if self._update == "copy":
@@ -128,9 +128,7 @@ class Reference:
             self._snapshot = {}
             return
         check_fits(own, state, "the saved reference")
-        self._snapshot = {
-            name: state[name].to(device=p.device, dtype=p.dtype, copy=True) for name, p in own.items()
-        }
+        self._snapshot = {name: state[name].to(device=p.device, dtype=p.dtype, copy=True) for name, p in own.items()}
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}

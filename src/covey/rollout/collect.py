@@ -80,7 +80,12 @@ def collect_groups(
     for index, prompt in enumerate(prompts):
         rows = slice(index * num_generations, (index + 1) * num_generations)
         groups.append(
-            Group(prompt, tuple(episodes[rows]), rewards[rows], {name: values[rows] for name, values in parts.items()})
+            Group(
+                prompt,
+                tuple(episodes[rows]),
+                rewards[rows],
+                {name: values[rows] for name, values in parts.items()},
+            )
         )
     return Rollout(
         groups=tuple(groups),

@@ -16,7 +16,9 @@ class DynamicSampling:
     max_tries: int = 3
 
 
-def collect_informative_groups(collect: Callable[[int], Rollout], wanted: int, settings: DynamicSampling) -> Rollout:
+def collect_informative_groups(
+    collect: Callable[[int], Rollout], wanted: int, settings: DynamicSampling
+) -> Rollout:
     """Sample until `wanted` groups have rewards that differ, or the tries are used up.
 
     A step that stays short trains on the partial batch: the tied groups would add nothing to the gradient. When no group

@@ -116,8 +116,7 @@ class Pack:
         if len(present) != len(kept):
             missing = next(int(row) for row, support in zip(self.rows, kept, strict=True) if support is None)
             raise ValueError(
-                f"row {missing} recorded no kept ids while others did; "
-                "sample the whole batch with keep_support on"
+                f"row {missing} recorded no kept ids while others did; sample the whole batch with keep_support on"
             )
         counts = np.concatenate([np.diff(support.offsets) for support in present])
         return Support(
@@ -164,9 +163,7 @@ def pack_episodes(
         ValueError: `tokens_per_pack` is not positive, or the first token of an episode is marked as sampled.
     """
     if tokens_per_pack < 1:
-        raise ValueError(
-            f"tokens_per_pack={tokens_per_pack}: a pack needs room for at least one token; raise it"
-        )
+        raise ValueError(f"tokens_per_pack={tokens_per_pack}: a pack needs room for at least one token; raise it")
     chosen = range(len(episodes)) if rows is None else [int(row) for row in rows]
     by_prefix: dict[bytes, list[int]] = {}
     for row in chosen:

@@ -42,7 +42,9 @@ class Recorder:
         evaluated_at: step of the last evaluation, -1 before the first.
     """
 
-    def __init__(self, trainer: GRPOTrainer, plan: PhasePlan, total_steps: int | None, callbacks: Callbacks) -> None:
+    def __init__(
+        self, trainer: GRPOTrainer, plan: PhasePlan, total_steps: int | None, callbacks: Callbacks
+    ) -> None:
         self._trainer = trainer
         self._plan = plan
         self._total_steps = total_steps
@@ -102,11 +104,16 @@ class Recorder:
     def _finish(self, folder: RunFolder) -> None:
         trainer, state = self._trainer, self._trainer.state
         self._save(folder)
-        if trainer.args.evaluation.load_best_model_at_end and state.best_step not in (None, state.global_step):
+        if trainer.args.evaluation.load_best_model_at_end and state.best_step not in (
+            None,
+            state.global_step,
+        ):
             best = load_checkpoint(folder.checkpoints / f"step_{state.best_step:06d}", run_id=folder.run_id)
             trainer.policy.load_state_dict(best.tensors["policy"])
             trainer.engine.sync(trainer.policy.model, state.policy_version)
-            self.event("best", f"the run ends with the weights of step {state.best_step}, its best evaluation")
+            self.event(
+                "best", f"the run ends with the weights of step {state.best_step}, its best evaluation"
+            )
         with folder.publishing(folder.adapter) as aside:
             trainer.policy.save_pretrained(aside)
         draw_run(folder)
@@ -172,7 +179,10 @@ class Recorder:
         value = metrics.get(wanted, metrics["eval/reward"] if wanted == "eval/accuracy" else None)
         if value is None:
             known = ", ".join(sorted(metrics))
-            self.event("warning", f"metric_for_best_model={wanted!r} is not among the metrics of an evaluation: {known}")
+            self.event(
+                "warning",
+                f"metric_for_best_model={wanted!r} is not among the metrics of an evaluation: {known}",
+            )
         elif state.best_metric is None or value > state.best_metric:
             state.best_metric, state.best_step = float(value), state.global_step
             state.evaluations_without_improvement = 0
@@ -231,7 +241,9 @@ class Recorder:
         trainer.policy.load_state_dict(checkpoint.tensors["policy"])
         trainer.policy.reference.load_state_dict(checkpoint.tensors["reference"])
         restore_optimizer(
-            trainer.learner.optimizer, trainer.policy.named_trainable_parameters(), checkpoint.tensors["optimizer"]
+            trainer.learner.optimizer,
+            trainer.policy.named_trainable_parameters(),
+            checkpoint.tensors["optimizer"],
         )
         trainer.learner.steps = checkpoint.state["trainer"]["updates"]
         trainer.learner.tokens_per_micro_batch = checkpoint.state["tokens_per_micro_batch"]
@@ -258,4 +270,6 @@ def _random_state() -> dict[str, Any]:
 def _restore_random(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.from_numpy(np.asarray(state["cpu"], np.uint8)))
     if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state_all([torch.from_numpy(np.asarray(entry, np.uint8)) for entry in state["cuda"]])
+        torch.cuda.set_rng_state_all(
+            [torch.from_numpy(np.asarray(entry, np.uint8)) for entry in state["cuda"]]
+        )

@@ -52,7 +52,11 @@ def completion_rows(groups: Sequence[Group], batch: Batch | None = None) -> list
     rows = []
     row = 0
     for number, group in enumerate(groups):
-        prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
+        prompt = (
+            group.prompt.content
+            if isinstance(group.prompt.content, str)
+            else json.dumps(group.prompt.content)
+        )
         for sample, episode in enumerate(group.episodes):
             entry: dict[str, Any] = {
                 "group": number,
@@ -68,7 +72,9 @@ def completion_rows(groups: Sequence[Group], batch: Batch | None = None) -> list
             entry |= {f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()}
             if batch is not None:
                 entry["advantage"] = float(batch.advantages[row, 0])
-                entry["masked_by"] = ", ".join(name for name, tokens in batch.excluded.items() if tokens[row].any())
+                entry["masked_by"] = ", ".join(
+                    name for name, tokens in batch.excluded.items() if tokens[row].any()
+                )
             rows.append(entry)
             row += 1
     return rows

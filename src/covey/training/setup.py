@@ -63,7 +63,11 @@ def load_task(config: GRPOConfig) -> Task | None:
 
 
 def load_data(
-    config: GRPOConfig, task: Task | None, reward_funcs: Any = None, train_dataset: Any = None, eval_dataset: Any = None
+    config: GRPOConfig,
+    task: Task | None,
+    reward_funcs: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
 ) -> Data:
     """Rows and reward functions, from arguments where they are given, else from the config and its task.
 
@@ -118,7 +122,9 @@ def tokenize(
     )
 
 
-def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None) -> Policy:
+def make_policy(
+    config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
+) -> Policy:
     """Load the policy named by the config, or wrap the model that the user passed."""
     chosen = config.model
     torch.manual_seed(config.run.seed)
@@ -277,7 +283,9 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
         schedule=config.optim.lr_scheduler_type,
         learning_rate=config.optim.learning_rate,
     )
-    learning_rate_factor(length.schedule, length.warmup_steps, warmup_steps=length.warmup_steps, total_steps=total)
+    learning_rate_factor(
+        length.schedule, length.warmup_steps, warmup_steps=length.warmup_steps, total_steps=total
+    )
     return length
 
 

@@ -23,7 +23,7 @@ from covey.observe.memory import memory_metrics
 from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout, collect_groups
 from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
-from covey.tasks.dataset import DataOrder
+from covey.tasks.dataset import DataOrder, load_rows
 from covey.training import setup
 from covey.training.callbacks import Callbacks
 from covey.training.evaluate import Evaluation, evaluate
@@ -131,14 +131,18 @@ class GRPOTrainer:
                 phase = self._plan.at(self._progress())
                 rollout, position = self._sample_and_score(phase, recorder)
                 batch = make_batch(rollout.groups, self._batch_settings)
-                with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
+                with (
+                    recorder.inconsistent()
+                ):  # between here and the counters a checkpoint would be of no moment
                     done = self._learn(batch, phase)
                     self._publish(done)
                     self._count(rollout, position, time.perf_counter() - started)
                 self._report(recorder, rollout, done, phase, time.perf_counter() - started)
                 self._evaluate_when_due(recorder)
                 recorder.checkpoint_when_due()
-        return TrainOutput(self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {})
+        return TrainOutput(
+            self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {}
+        )
 
     def _sample_and_score(self, phase: ResolvedPhase, recorder: Recorder) -> tuple[Rollout, int]:
         """Groups for one step, and the data position after them."""
@@ -246,7 +250,7 @@ class GRPOTrainer:
         """As `evaluate`, with every completion and whether it is correct."""
         prompts = self.eval_prompts
         if eval_dataset is not None:
-            prompts = self._tokenize(setup.load_rows(eval_dataset, split="test"))
+            prompts = self._tokenize(load_rows(eval_dataset, split="test"))
         if not prompts:
             raise DataError("no held-out prompts: pass eval_dataset, or set data.eval_dataset or data.task")
         recorder = self._recorder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,7 +150,11 @@ def _mask_by_policy(
     if settings.reference_drift_threshold is not None:
         assert reference is not None
         keep["reference_drift_mask"] = reference_drift_mask(
-            current, reference, batch.mask, settings.reference_drift_threshold, settings.reference_drift_reduction
+            current,
+            reference,
+            batch.mask,
+            settings.reference_drift_threshold,
+            settings.reference_drift_reduction,
         )
     if entropy is not None:
         among = batch.mask & np.isin(np.arange(len(batch.episodes)), rows)[:, None]
@@ -163,9 +166,13 @@ def _mask_by_policy(
 
 def _why_nothing(batch: Batch) -> str:
     if not batch.mask.any():
-        reasons = ", ".join(name for name, tokens in batch.excluded.items() if tokens.any()) or "no sampled token"
+        reasons = (
+            ", ".join(name for name, tokens in batch.excluded.items() if tokens.any()) or "no sampled token"
+        )
         return f"nothing to train on: every token is masked ({reasons})"
-    return "nothing to train on: the rewards in every group are equal, so no completion is better than another"
+    return (
+        "nothing to train on: the rewards in every group are equal, so no completion is better than another"
+    )
 
 
 def _loss_metrics(gradients: Gradients, settings: UpdateSettings) -> dict[str, float]:
@@ -198,7 +205,7 @@ def _mismatch_metrics(batch: Batch, gradients: Gradients) -> dict[str, float]:
     }
 
 
-def _mask_metrics(before: Batch, after: Batch) -> Mapping[str, float]:
+def _mask_metrics(before: Batch, after: Batch) -> dict[str, float]:
     exists = before.mask.copy()
     for tokens in before.excluded.values():
         exists |= tokens

@@ -55,9 +55,7 @@ def test_recorded_logprobs_are_the_plain_models(family: str) -> None:
     requests = groups(3)
     for temperature in (1.0, 0.6):
         settings = SamplingSettings(temperature=temperature, max_tokens=10, eos_token_ids=(2, 9))
-        for request, completion in zip(
-            requests, Engine(model)(requests, settings, policy_version=0), strict=True
-        ):
+        for request, completion in zip(requests, Engine(model)(requests, settings, policy_version=0), strict=True):
             expected = plain_logprobs(model, request, completion, temperature)
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
@@ -144,9 +142,7 @@ def test_company_does_not_matter(family: str) -> None:
     token = engine._cache.bytes_per_token
     others = {
         "waves": Engine(model, max_batch_size=2)(requests, settings, policy_version=0),
-        "small cache": Engine(model, kv_cache_bytes=token * (48 + 32 + 2 * 13))(
-            requests, settings, policy_version=0
-        ),
+        "small cache": Engine(model, kv_cache_bytes=token * (48 + 32 + 2 * 13))(requests, settings, policy_version=0),
         "shuffled": engine(requests[::-1], settings, policy_version=0)[::-1],
         "alone": [engine([r], settings, policy_version=0)[0] for r in requests[::3]],
     }
@@ -229,9 +225,7 @@ def test_stop_strings() -> None:
         Engine(tiny_model("llama"))(requests, SamplingSettings(stop_strings=("x",)), policy_version=0)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}]
-)
+@pytest.mark.parametrize("settings", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8}])
 def test_kept_support_and_its_logprobs(settings: dict[str, float]) -> None:
     """With keep_support: renormalised over the recorded ids. Without: the same tokens, whole vocabulary."""
     model = tiny_model("llama")
@@ -354,9 +348,7 @@ def test_the_models_training_mode_is_left_alone() -> None:
 def test_bfloat16_copy_of_a_float32_model() -> None:
     model = tiny_model("llama")
     requests = groups(2)
-    completions = Engine(model, dtype=torch.bfloat16)(
-        requests, SamplingSettings(max_tokens=8), policy_version=0
-    )
+    completions = Engine(model, dtype=torch.bfloat16)(requests, SamplingSettings(max_tokens=8), policy_version=0)
     for request, completion in zip(requests, completions, strict=True):
         difference = np.abs(completion.logprobs - plain_logprobs(model, request, completion))
         assert 1e-5 < difference.max() < 0.5

@@ -39,9 +39,7 @@ def test_lora_by_hand() -> None:
         LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", use_dora=True),
         LoraConfig(r=2, target_modules=["v_proj", "embed_tokens"], task_type="CAUSAL_LM"),
         LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=["norm"], task_type="CAUSAL_LM"),
-        IA3Config(
-            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-        ),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
     ],
     ids=["rslora", "dora", "embedding", "modules_to_save", "ia3"],
 )
@@ -60,9 +58,7 @@ def test_a_copy_with_effective_weights_computes_what_the_policy_computes(config:
         with model.disable_adapter():
             assert (model(ids).logits - expected).abs().max() > 1e-3
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-    names = {name for name, _ in twin.named_parameters()} - {
-        "lm_head.weight"
-    }  # own, where adapters untied it
+    names = {name for name, _ in twin.named_parameters()} - {"lm_head.weight"}  # own, where adapters untied it
     assert names == {name for name, _ in tiny_model("llama").named_parameters()}
 
 

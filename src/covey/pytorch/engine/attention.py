@@ -22,9 +22,9 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from covey.pytorch.engine.cache import KVCache, PromptBlock
 
@@ -85,7 +85,7 @@ class PrefillAttention:
                 attended, _ = _by_products(grouped, k, v, scale, mask.repeat(rep, 1), softcap)
                 result = attended.view(q.shape[0], block.length, -1)
             else:
-                result = F.scaled_dot_product_attention(
+                result = functional.scaled_dot_product_attention(
                     q[None],
                     k[None],
                     v[None],
@@ -287,12 +287,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over `[..., T]` keys with its log-sum-exp: `[n, heads, Q, D]` and `[n, heads, Q]`."""
-    if (
-        _FLASH_CPU is not None
-        and query.device.type == "cpu"
-        and softcap is None
-        and key.shape[-1] == value.shape[-1]
-    ):
+    if _FLASH_CPU is not None and query.device.type == "cpu" and softcap is None and key.shape[-1] == value.shape[-1]:
         if mask is not None:
             mask = mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
         out, lse = _FLASH_CPU(query, key, value, attn_mask=mask, scale=scale)
@@ -314,6 +309,4 @@ def _by_products(
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where seen, the lowest finite number where hidden: a row that sees nothing gets weight 0, not NaN."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-        hidden, torch.finfo(dtype).min
-    )
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min)

@@ -141,9 +141,7 @@ class KVCache:
     def _allocate(self, shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
         layers = self.shapes.count(shape)
         sizes = (shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim)
-        keys, values = (
-            torch.zeros(layers, tokens * size, dtype=self._dtype, device=self._device) for size in sizes
-        )
+        keys, values = (torch.zeros(layers, tokens * size, dtype=self._dtype, device=self._device) for size in sizes)
         return keys, values
 
     def _view(self, layer: int, start: int, count: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -58,9 +58,7 @@ def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
             refusals.append(f"not {name}: {str(refusal).splitlines()[0] if str(refusal) else repr(refusal)}")
             continue
         if difference <= tolerance:
-            return runner, "; ".join(
-                refusals
-            ) or f"log-probabilities within {difference:.1e} of the model's own"
+            return runner, "; ".join(refusals) or f"log-probabilities within {difference:.1e} of the model's own"
         refusals.append(f"not {name}: log-probabilities differ by {difference:.1e}")
     raise ModelError(
         f"{type(bare_model(model)).__name__}: no way of running it gives the model's own logits "

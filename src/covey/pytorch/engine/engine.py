@@ -37,7 +37,7 @@ from covey.pytorch.engine.streams import stream_key, uniforms
 from covey.types import Completion, FinishReason, IntArray, Progress, Request, SamplingSettings, Support
 
 _LOG = logging.getLogger(__name__)
-_PREFILL_TOKENS = 4096
+_PREFILL_TOKENS = 2048
 """Prompts are prefilled together up to this many tokens: bounds the memory of activations."""
 _NO_VERSION = -1
 
@@ -99,9 +99,7 @@ class Engine:
         device: torch.device | str | None = None,
     ) -> None:
         if max_batch_size < 1:
-            raise ModelError(
-                f"max_batch_size={max_batch_size}: at least one completion must run; use 1 or more"
-            )
+            raise ModelError(f"max_batch_size={max_batch_size}: at least one completion must run; use 1 or more")
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         self._device = torch.device(device) if device is not None else parameter.device
         self._dtype = dtype or parameter.dtype
@@ -241,9 +239,7 @@ class _Call:
             self.sequences.append(_Sequence(prompt, limit, stream_key(request.stream), matcher))
         order = {id(p): i for i, p in enumerate(prompts.values())}
         # requests of a prompt together, so that it is prefilled once; equal capacities together: they batch
-        in_turn = sorted(
-            self.sequences, key=lambda s: (-block_capacity(len(s.prompt.token_ids)), order[id(s.prompt)])
-        )
+        in_turn = sorted(self.sequences, key=lambda s: (-block_capacity(len(s.prompt.token_ids)), order[id(s.prompt)]))
         self.waiting = deque(in_turn)
         self.rows: list[_Sequence] = []
         self._attention: DecodeAttention | None = None
@@ -457,7 +453,5 @@ def _context_length(model: nn.Module, asked: int | None) -> int:
     if asked is None:
         return int(built_for) if built_for else 1 << 31
     if asked < 2 or (built_for and asked > built_for):
-        raise ModelError(
-            f"context_length={asked}: the model was built for 2 to {built_for} tokens; use one of these"
-        )
+        raise ModelError(f"context_length={asked}: the model was built for 2 to {built_for} tokens; use one of these")
     return asked

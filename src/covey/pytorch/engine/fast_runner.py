@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 from covey.errors import ModelError
 from covey.pytorch.engine.cache import LayerShape
@@ -55,9 +55,7 @@ class FastRunner:
         self._rope_scaling = float(decoder.rotary_emb.attention_scaling)
         self._inverse_frequencies = decoder.rotary_emb.inv_freq.detach().to(device, torch.float32, copy=True)
         self._layers = [_Layer(i, layer, config, dtype, device) for i, layer in enumerate(decoder.layers)]
-        self.layer_shapes: Sequence[LayerShape] = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(
-            self._layers
-        )
+        self.layer_shapes: Sequence[LayerShape] = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
         self._embedding = torch.empty(0)
         self._norm = torch.empty(0)
         self._head = Linear(dtype, device)
@@ -76,14 +74,14 @@ class FastRunner:
     def forward(self, step: Step) -> Tensor:
         """Logits `[n, V]`; see `Runner`."""
         attend, heads, kv_heads, dim = step.attention.attend, self._heads, self._kv_heads, self._dim
-        x = F.embedding(step.token_ids, self._embedding)
+        x = functional.embedding(step.token_ids, self._embedding)
         cos, sin = self._rotary(step.positions)
         for i, layer in enumerate(self._layers):
-            h = F.rms_norm(x, (x.shape[-1],), layer.input_norm, self._eps)
+            h = functional.rms_norm(x, (x.shape[-1],), layer.input_norm, self._eps)
             qkv = layer.qkv(h).view(x.shape[0], heads + 2 * kv_heads, dim)
             qk = qkv[:, : heads + kv_heads]
             if layer.qk_norm is not None:
-                qk = F.rms_norm(qk, (dim,), None, self._eps) * layer.qk_norm
+                qk = functional.rms_norm(qk, (dim,), None, self._eps) * layer.qk_norm
             # rotate_half(x) * sin with its minus sign moved into sin: one roll, no negation and joining
             qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
             attended = attend(
@@ -95,12 +93,12 @@ class FastRunner:
                 window=layer.window,
             )
             x = x.add_(layer.out(attended.reshape(x.shape[0], heads * dim)))
-            h = F.rms_norm(x, (x.shape[-1],), layer.mlp_norm, self._eps)
+            h = functional.rms_norm(x, (x.shape[-1],), layer.mlp_norm, self._eps)
             gate, up = layer.gate_up(h).chunk(2, dim=-1)
-            x = x.add_(layer.down(F.silu(gate).mul_(up)))
+            x = x.add_(layer.down(functional.silu(gate).mul_(up)))
         if step.last is not None:
             x = x.index_select(0, step.last)
-        return self._head(F.rms_norm(x, (x.shape[-1],), self._norm, self._eps))
+        return self._head(functional.rms_norm(x, (x.shape[-1],), self._norm, self._eps))
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The cosines and signed sines of the positions, `[M, 1, head_dim]` each."""
@@ -146,9 +144,7 @@ class _Layer:
 class _Taker:
     """Weights by name under a prefix, in the engine's dtype and device."""
 
-    def __init__(
-        self, weights: EffectiveWeights, dtype: torch.dtype, device: torch.device, prefix: str = ""
-    ) -> None:
+    def __init__(self, weights: EffectiveWeights, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
         self._weights, self._dtype, self._device, self._prefix = weights, dtype, device, prefix
 
     def __call__(self, name: str, *, copy: bool = False) -> Tensor:

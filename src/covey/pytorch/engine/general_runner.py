@@ -72,9 +72,7 @@ class _Copy:
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self._model: Any = copy_without_adapters(model).to(device)
         for parameter in self._model.parameters():
-            parameter.data = parameter.data.to(
-                dtype
-            )  # buffers, such as rotary frequencies, keep their precision
+            parameter.data = parameter.data.to(dtype)  # buffers, such as rotary frequencies, keep their precision
         self._device = device
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
 
@@ -106,9 +104,7 @@ class AttentionRunner(_Copy):
             self._run(place, place, None, recorder)
         layers = sorted(recorder.shapes)
         if not layers or layers != list(range(len(layers))):
-            raise ModelError(
-                f"{type(self._model).__name__}: only layers {layers} use the attention interface"
-            )
+            raise ModelError(f"{type(self._model).__name__}: only layers {layers} use the attention interface")
         self.layer_shapes = [recorder.shapes[i] for i in layers]
 
     def forward(self, step: Step) -> Tensor:
@@ -119,9 +115,7 @@ class AttentionRunner(_Copy):
         kept: dict[str, Tensor] = {"logits_to_keep": last} if self._keeps_logits and last is not None else {}
         token = _active.set(attention)
         try:
-            output = self._model(
-                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **kept
-            )
+            output = self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **kept)
         finally:
             _active.reset(token)
         logits: Tensor = output.logits[0]

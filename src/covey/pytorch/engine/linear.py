@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 _WIDE = 4
 """Outputs for each input from which packing pays."""
@@ -57,7 +57,7 @@ class Linear:
                 return lambda x: torch.mm(x, columns)
             return lambda x: torch.addmm(bias, x, columns)
         own = weight.clone(memory_format=torch.contiguous_format)
-        return lambda x: F.linear(x, own, bias)
+        return lambda x: functional.linear(x, own, bias)
 
 
 _packable: bool | None = None

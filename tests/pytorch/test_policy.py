@@ -1,0 +1,387 @@
+"""Scoring a pack gives the plain model's numbers, one sequence at a time, values and gradients."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
+
+from covey.errors import ModelError
+from covey.pytorch import Policy
+from covey.pytorch.prefix_attention import NAME_PREFIX
+from covey.pytorch.probe import find_obstacle
+from covey.rollout.packing import Pack, pack_episodes
+from covey.types import Episode, Support
+
+TEMPERATURE = 0.8
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_episodes() -> list[Episode]:
+    """Three prompts, one of them longer than every sliding window, groups of 4, 2 and 1; two agent episodes."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(4, VOCAB_SIZE, length) for length in (9, 3, 14)]
+    plans: list[tuple[int, list[tuple[bool, int]]]] = [
+        (0, [(True, 5)]),
+        (0, [(True, 1)]),
+        (1, [(True, 12)]),
+        (0, [(True, 8)]),
+        (1, [(True, 3), (False, 4), (True, 2), (False, 2)]),
+        (0, [(True, 2), (False, 1), (True, 1)]),
+        (2, [(True, 7)]),
+    ]
+    episodes = []
+    for prompt, segments in plans:
+        token_ids, sampled = [*prompts[prompt]], [False] * len(prompts[prompt])
+        for is_sampled, length in segments:
+            token_ids += [*rng.integers(4, VOCAB_SIZE, length)]
+            sampled += [is_sampled] * length
+        episodes.append(
+            Episode(np.array(token_ids), np.array(sampled), np.zeros(len(sampled), np.float32), "", "stop", 0)
+        )
+    return episodes
+
+
+EPISODES = make_episodes()
+(PACK,) = pack_episodes(EPISODES)
+WEIGHTS = torch.linspace(-1, 1, PACK.num_targets)
+
+
+def policy_of(family: str = "llama", *, use_peft: bool = True, filled: bool = True, **options: Any) -> Policy:
+    policy = Policy.load(tiny_model(family), tiny_tokenizer(), use_peft=use_peft, lora_r=4, **options)
+    if use_peft and filled:
+        fill(policy, 1)
+    return policy
+
+
+def fill(policy: Policy, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in policy.trainable_parameters():
+        parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def plain_scores(policy: Policy, pack: Pack = PACK, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies from the model's own forward, without padding, in the pack's order."""
+    logps, entropies = [], []
+    with policy.plain() as model:
+        for row in pack.rows:
+            episode = EPISODES[row]
+            logits = model(torch.from_numpy(episode.token_ids)[None]).logits[0]
+            at = np.flatnonzero(episode.sampled)
+            logp = (logits[at - 1] / temperature).log_softmax(-1)
+            logps.append(logp[torch.arange(len(at)), episode.token_ids[at]])
+            entropies.append(-(logp.exp() * logp).sum(-1))
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def gradients(policy: Policy, loss: Tensor) -> dict[str, Tensor]:
+    policy.model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in policy.named_trainable_parameters() if p.grad is not None}
+
+
+def assert_gradients(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal to 1e-4 of the largest element of each parameter's gradient."""
+    assert mine.keys() == expected.keys()
+    for name, grad in mine.items():
+        largest = float(expected[name].abs().max())
+        assert float((grad - expected[name]).abs().max()) <= 1e-4 * largest + 1e-6, name
+
+
+@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_and_gradients_are_those_of_the_plain_model(family: str, use_peft: bool) -> None:
+    policy = policy_of(family, use_peft=use_peft)
+    assert policy.prefix_sharing_obstacle is None
+    expected, expected_entropy = plain_scores(policy)
+    expected_grads = gradients(policy, (expected * WEIGHTS).sum())
+    scores = policy.score(PACK, temperature=TEMPERATURE, entropy=True)
+    torch.testing.assert_close(scores.logp, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores.entropy, expected_entropy.detach(), rtol=1e-4, atol=1e-4)
+    grads = gradients(policy, (scores.logp * WEIGHTS).sum())
+    assert grads.keys() == expected_grads.keys() == policy.state_dict().keys()
+    assert_gradients(grads, expected_grads)
+
+
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"prefix_sharing": False}], ids=str)
+@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_slower_ways_give_the_same(family: str, use_peft: bool, options: dict[str, Any]) -> None:
+    usual, other = policy_of(family, use_peft=use_peft), policy_of(family, use_peft=use_peft, **options)
+    results = []
+    for policy in (usual, other):
+        scores = policy.score(PACK, temperature=TEMPERATURE, entropy=True, entropy_grad=True)
+        assert scores.entropy is not None
+        results.append((scores, gradients(policy, (scores.logp * WEIGHTS - scores.entropy).sum())))
+    (first, first_grads), (second, second_grads) = results
+    torch.testing.assert_close(first.logp, second.logp, rtol=1e-4, atol=1e-4)
+    assert_gradients(first_grads, second_grads)
+
+
+def test_gradient_checkpointing_recomputes_each_layer() -> None:
+    calls = {True: 0, False: 0}
+    for checkpointing in calls:
+        policy = policy_of(gradient_checkpointing=checkpointing)
+        for module in policy.model.modules():
+            if isinstance(module, LlamaAttention):
+                module.q_proj.register_forward_hook(lambda *_, on=checkpointing: calls.update({on: calls[on] + 1}))
+        policy.score(PACK).logp.sum().backward()
+    assert calls == {False: 2, True: 4}  # two layers
+
+
+def test_gradient_checkpointing_leaves_generation_alone() -> None:
+    policy = policy_of(gradient_checkpointing=True)
+    with policy.plain() as model, torch.no_grad():
+        assert model(torch.arange(4, 9)[None], use_cache=True).past_key_values is not None
+    policy.eval()  # must not switch checkpointing off
+    assert policy.score(PACK).logp.requires_grad
+
+
+def test_packs_do_not_show() -> None:
+    """The same scores whether a row is packed alone, with others, or its group is split over packs."""
+    policy = policy_of()
+    expected = np.full((len(EPISODES), 12), np.nan)
+    with torch.no_grad():
+        PACK.put(policy.score(PACK).logp.numpy(), expected)
+        for budget in (1, 15, 40):
+            found = np.full_like(expected, np.nan)
+            packs = pack_episodes(EPISODES, tokens_per_pack=budget)
+            assert len(packs) > 1
+            for pack in packs:
+                pack.put(policy.score(pack).logp.numpy(), found)
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_half_precision_stays_close() -> None:
+    policy = Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4)
+    assert policy.prefix_sharing_obstacle is None
+    fill(policy, 1)
+    with torch.no_grad():
+        exact = policy_of().score(PACK).logp
+        mine = (policy.score(PACK).logp - exact).abs().mean()
+        plain = (plain_scores(policy, temperature=1.0)[0] - exact).abs().mean()
+    assert mine < 1.5 * plain  # rounding to bfloat16 costs the plain model as much
+    policy.score(PACK).logp.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable_parameters())
+
+
+@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+def test_the_reference_is_the_starting_policy(use_peft: bool) -> None:
+    policy = policy_of(use_peft=use_peft, filled=False)
+    start = policy.score(PACK).logp.detach()
+    kl = policy.score(PACK, exact_kl="exact").exact_kl
+    assert kl is not None
+    assert kl.abs().max() < 1e-5
+    fill(policy, 3)
+    assert not torch.allclose(policy.score(PACK).logp, start, atol=0.1)
+    reference = policy.score(PACK, reference=True)
+    torch.testing.assert_close(reference.logp, start, rtol=1e-5, atol=1e-5)
+    assert not reference.logp.requires_grad
+
+
+@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["exact", "exact_weighted"])
+def test_exact_kl_is_the_sum_over_the_vocabulary(kind: Any, use_peft: bool) -> None:
+    policy = policy_of(use_peft=use_peft, filled=False)
+    fill(policy, 2)
+    got = policy.score(PACK, temperature=TEMPERATURE, exact_kl=kind).exact_kl
+
+    def log_distributions() -> Tensor:
+        rows = []
+        for row in PACK.rows:
+            episode = EPISODES[row]
+            logits = policy.model(torch.from_numpy(episode.token_ids)[None]).logits[0]
+            rows.append((logits[np.flatnonzero(episode.sampled) - 1] / TEMPERATURE).log_softmax(-1))
+        return torch.cat(rows)
+
+    with policy.reference.active():
+        logq = log_distributions()
+    logp = log_distributions()
+    expected = (logp.exp() * (logp - logq)).sum(-1)
+    if kind == "exact_weighted":
+        expected = expected * (logp.exp() / (logq.exp() + 1e-8)).mean(-1)
+    assert got is not None
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+    assert_gradients(gradients(policy, got.sum()), gradients(policy, expected.sum()))
+
+
+def test_lora_on_the_head_is_served_through_the_module() -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    policy = Policy.load(tiny_model("llama", tie_word_embeddings=False), tiny_tokenizer(), lora_config=config)
+    fill(policy, 1)
+    expected, _ = plain_scores(policy)
+    expected_grads = gradients(policy, (expected * WEIGHTS).sum())
+    scores = policy.score(PACK, temperature=TEMPERATURE)
+    torch.testing.assert_close(scores.logp, expected, rtol=1e-4, atol=1e-4)
+    grads = gradients(policy, (scores.logp * WEIGHTS).sum())
+    assert any("lm_head" in name for name in grads)
+    assert_gradients(grads, expected_grads)
+    kl = policy.score(PACK, exact_kl="exact").exact_kl
+    assert kl is not None
+    assert kl.mean() > 0.1
+
+
+def test_support_renormalises() -> None:
+    policy = policy_of()
+    only = Support(PACK.targets, np.arange(PACK.num_targets + 1))
+    assert policy.score(PACK, supports=only).logp.abs().max() < 1e-5
+    everything = Support(np.tile(np.arange(VOCAB_SIZE), PACK.num_targets), np.arange(PACK.num_targets + 1) * VOCAB_SIZE)
+    torch.testing.assert_close(policy.score(PACK, supports=everything).logp, policy.score(PACK).logp)
+
+
+class ForgetfulAttention(LlamaAttention):
+    """Drops what it is passed, as models outside transformers' attention interface do."""
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any = None, attention_mask: Any = None, **_: Any
+    ) -> Any:
+        return super().forward(hidden_states, position_embeddings, attention_mask)
+
+
+class DoubledLogits(LlamaForCausalLM):
+    """Its logits are no function of hidden states and head that we know."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+
+def test_a_model_that_cannot_share_prompts_is_padded_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = ForgetfulAttention
+    with caplog.at_level(logging.WARNING, logger="covey.pytorch"):
+        policy = Policy.load(model, tiny_tokenizer(), lora_r=4)
+        policy.score(PACK)
+        scores = policy.score(PACK, temperature=TEMPERATURE)
+    assert policy.prefix_sharing_obstacle is not None
+    assert "differ by" in policy.prefix_sharing_obstacle
+    (record,) = caplog.records
+    assert "prompts are not shared" in record.getMessage()
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(scores.logp, plain_scores(policy)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [
+        ("attention_chunk_size", 4, "chunked"),
+        ("layer_types", ["full_attention", "linear_attention"], "linear_attention"),
+        ("sliding_window", 64, "sliding windows"),  # longer than the probe, and Llama's attention is not told
+        ("_attn_implementation_internal", "flash_attention_2", "flash_attention_2"),
+    ],
+)
+def test_what_the_probe_cannot_feel_is_read_from_the_config(attribute: str, value: Any, reason: str) -> None:
+    policy = policy_of()
+    model: Any = policy.model.get_base_model()  # type: ignore[operator]
+    setattr(model.config, attribute, value)
+    obstacle = find_obstacle(model, policy._probe_packed)
+    assert obstacle is not None
+    assert reason in obstacle
+
+
+def test_unknown_logits_are_an_error() -> None:
+    model = tiny_model("llama")
+    model.__class__ = DoubledLogits
+    with pytest.raises(ModelError, match="cannot be computed from hidden states and output head"):
+        Policy.load(model, tiny_tokenizer())
+    with pytest.raises(ModelError, match="no transformers model"):
+        Policy.load(nn.Linear(2, 2), tiny_tokenizer(), use_peft=False)
+    frozen = tiny_model("llama").requires_grad_(False)
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        Policy.load(frozen, tiny_tokenizer(), use_peft=False)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameter_groups(tied: bool) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=tied)
+    policy = Policy.load(model, tiny_tokenizer(), use_peft=False)
+    groups = {group["name"]: group for group in policy.parameter_groups(1e-3, embedding_lr=1e-5, weight_decay=0.1)}
+    assert groups.keys() == {"weights", "weights_without_decay", "embeddings"}
+    assert (groups["weights"]["lr"], groups["weights"]["weight_decay"]) == (1e-3, 0.1)
+    assert (groups["embeddings"]["lr"], groups["embeddings"]["weight_decay"]) == (1e-5, 0.1)
+    assert groups["weights_without_decay"]["weight_decay"] == 0.0
+    assert len(groups["embeddings"]["params"]) == (1 if tied else 2)
+    assert all(p.dim() == 1 for p in groups["weights_without_decay"]["params"])
+    assert sum(len(group["params"]) for group in groups.values()) == len(policy.trainable_parameters())
+    (lora,) = policy_of().parameter_groups(1e-3, embedding_lr=1e-5)
+    assert (lora["name"], lora["lr"]) == ("weights", 1e-3)
+
+
+def test_dropout_is_off_unless_lora_asks_for_it() -> None:
+    policy = policy_of("gpt2")  # resid, embd and attention dropout of 0.1 in its config
+    policy.train()
+    assert torch.equal(policy.score(PACK).logp, policy.score(PACK).logp)
+    policy = policy_of(lora_dropout=0.5)
+    steady = policy.score(PACK).logp
+    assert torch.equal(steady, policy.score(PACK).logp)
+    policy.train()
+    assert not torch.equal(steady, policy.score(PACK).logp)
+    policy.eval()
+    assert torch.equal(steady, policy.score(PACK).logp)
+
+
+@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+def test_state_goes_round(use_peft: bool) -> None:
+    policy, other = policy_of(use_peft=use_peft), policy_of(use_peft=use_peft)
+    fill(other, 9)
+    other.load_state_dict(policy.state_dict())
+    assert torch.equal(other.score(PACK).logp, policy.score(PACK).logp)
+    state = policy.state_dict()
+    fill(policy, 4)
+    assert not torch.equal(policy.state_dict()[next(iter(state))], state[next(iter(state))])
+    before = other.state_dict()
+    broken = dict(state)
+    broken.popitem()
+    with pytest.raises(ModelError, match="1 tensors missing"):
+        other.load_state_dict({**broken, next(iter(state)): torch.zeros(3)})
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+def test_a_saved_adapter_is_peft_s_own_and_a_policy_starts_from_it(tmp_path: Path) -> None:
+    policy = policy_of()
+    policy.save_pretrained(tmp_path)
+    start = policy.score(PACK).logp.detach()
+    model = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path))
+    torch.testing.assert_close(
+        model(torch.arange(4, 9)[None]).logits, policy.model(torch.arange(4, 9)[None]).logits, rtol=1e-5, atol=1e-5
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == policy.tokenizer.chat_template
+    continued = Policy.load(tiny_model("llama"), tiny_tokenizer(), adapter=tmp_path)
+    assert torch.equal(continued.score(PACK).logp, start)
+    fill(continued, 5)
+    torch.testing.assert_close(continued.score(PACK, reference=True).logp, start, rtol=1e-5, atol=1e-5)
+
+
+def test_a_saved_model_is_plain_transformers(tmp_path: Path) -> None:
+    policy = policy_of(use_peft=False)
+    policy.save_pretrained(tmp_path)
+    assert NAME_PREFIX not in (tmp_path / "config.json").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(model(torch.arange(4, 9)[None]).logits, tiny_model("llama")(torch.arange(4, 9)[None]).logits)
+
+
+def test_the_policy_takes_a_peft_model_as_it_is() -> None:
+    inner = policy_of().model
+    policy = Policy.load(inner, tiny_tokenizer())
+    assert policy.model is inner
+    assert not policy.reference.is_base_model
+    assert policy.eos_token_ids == (2,)

@@ -1,0 +1,164 @@
+"""The reference is the starting policy until its rule says otherwise, and never trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from torch import Tensor, nn
+
+from covey.errors import ConfigError, ModelError
+from covey.pytorch.lora import attach_lora
+from covey.pytorch.reference import Reference
+
+TOKENS = torch.arange(4, 12)[None]
+
+
+def build(lora: bool) -> nn.Module:
+    return attach_lora(tiny_model("llama"), r=2) if lora else tiny_model("llama")
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def take_a_step(model: nn.Module, amount: float = 0.1) -> None:
+    with torch.no_grad():
+        for parameter in trained(model).values():
+            parameter.add_(amount)
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits  # type: ignore[no-any-return]
+
+
+def reference_logits(model: nn.Module, reference: Reference) -> Tensor:
+    with reference.active():
+        return model(TOKENS).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_it_stays_the_starting_policy(lora: bool) -> None:
+    model = build(lora)
+    start = logits(model)
+    reference = Reference(model)
+    assert reference.is_base_model == lora
+    take_a_step(model)
+    after = logits(model)
+    assert not torch.allclose(after, start)
+    assert torch.equal(reference_logits(model, reference), start)
+    assert torch.equal(logits(model), after)
+    assert reference.after_step(1) is False
+    assert torch.equal(reference_logits(model, reference), start)
+
+
+def test_a_starting_adapter_is_what_it_holds_on_to() -> None:
+    model = build(True)
+    take_a_step(model)
+    start = logits(model)
+    reference = Reference(model, from_current=True)
+    take_a_step(model)
+    assert torch.equal(reference_logits(model, reference), start)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_copy_every_two_steps(lora: bool) -> None:
+    model = build(lora)
+    reference = Reference(model, update="copy", every=2)
+    changes = []
+    for step in (1, 2, 3, 4):
+        take_a_step(model)
+        changes.append(reference.after_step(step))
+        if changes[-1]:
+            assert torch.equal(reference_logits(model, reference), logits(model))
+        else:
+            assert not torch.allclose(reference_logits(model, reference), logits(model))
+    assert changes == [False, True, False, True]
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_the_moving_average_by_hand(lora: bool) -> None:
+    """Start at x, policy at x + 1 after the step, decay 0.75: reference x + 0.25, then x + 0.4375."""
+    model = build(lora)
+    start = {name: p.detach().clone() for name, p in trained(model).items()}
+    reference = Reference(model, update="ema", ema_decay=0.75)
+    take_a_step(model, 1.0)
+    for step, moved in ((1, 0.25), (2, 0.4375)):
+        assert reference.after_step(step)
+        for name, value in reference.state_dict().items():
+            torch.testing.assert_close(value, start[name] + moved, rtol=1e-5, atol=1e-5)
+
+
+def test_a_graph_built_before_is_walked_with_its_own_weights() -> None:
+    def gradients(use_reference_between: bool) -> dict[str, Tensor]:
+        model = build(False)
+        reference = Reference(model)
+        take_a_step(model)
+        loss = model(TOKENS).logits.square().mean()
+        if use_reference_between:
+            reference_logits(model, reference)
+        loss.backward()
+        return {name: p.grad for name, p in trained(model).items() if p.grad is not None}
+
+    plain, between = gradients(False), gradients(True)
+    assert plain.keys() == between.keys()
+    assert all(torch.equal(plain[name], between[name]) for name in plain)
+
+
+def test_no_gradients_inside_and_weights_return_after_an_error() -> None:
+    model = build(False)
+    reference = Reference(model)
+    take_a_step(model)
+    before = logits(model)
+    with pytest.raises(KeyError), reference.active():
+        assert not torch.is_grad_enabled()
+        raise KeyError
+    assert torch.is_grad_enabled()
+    assert torch.equal(logits(model), before)
+
+
+def test_tied_embeddings_stay_tied() -> None:
+    model: Any = tiny_model("llama", tie_word_embeddings=True)
+    reference = Reference(model)
+    with reference.active():
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("update", ["none", "copy", "ema"])
+def test_it_resumes_to_the_same_numbers(lora: bool, update: Any) -> None:
+    model = build(lora)
+    reference = Reference(model, update=update, every=2)
+    for step in (1, 2, 3):
+        take_a_step(model)
+        reference.after_step(step)
+    resumed = Reference(model, update=update, every=2)
+    resumed.load_state_dict(reference.state_dict())
+    assert resumed.is_base_model == reference.is_base_model
+    take_a_step(model)
+    assert reference.after_step(4) == resumed.after_step(4)
+    assert torch.equal(reference_logits(model, reference), reference_logits(model, resumed))
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    reference = Reference(build(False))
+    state = reference.state_dict()
+    with pytest.raises(ModelError, match="tensors missing"):
+        reference.load_state_dict({})
+    name = next(iter(state))
+    with pytest.raises(ModelError, match="the model's is"):
+        reference.load_state_dict({**state, name: torch.zeros(1)})
+
+
+def test_bad_settings_are_named() -> None:
+    model = build(True)
+    with pytest.raises(ConfigError, match="reference_update='sometimes'"):
+        Reference(model, update="sometimes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="reference_update_steps=0"):
+        Reference(model, every=0)
+    with pytest.raises(ConfigError, match=r"reference_ema_decay=1\.0"):
+        Reference(model, ema_decay=1.0)
