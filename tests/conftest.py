@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import tiny_model, tiny_tokenizer
+
+# Tiny models gain nothing from a second thread, and threads that wait for each other on a busy machine cost minutes.
+torch.set_num_threads(1)
 
 REWARDS = '''
 def few_vowels(completions, **columns):

@@ -1,7 +1,7 @@
 """The command line: `covey train`, `resume`, `eval`, `sample`, `config`, `curve`.
 
-Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one message
-and ends with exit status 2; anything else is a bug and shows its traceback.
+Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
+message and ends with exit status 2; anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def main() -> None:
     """Entry point of the `covey` command."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that wait actively steal the core from the one they wait for, where the machine has other work too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except CoveyError as error:

@@ -14,8 +14,8 @@ An agent's episode has several sampled segments with foreign tokens (observation
                                  token_ids [11 12 13 14 21 2 31 32 33 22 2]
                                  sampled   [ 0  0  0  0  1 1  0  0  0  1 1]
 
-In a `Batch`, `[N, T]` arrays count *sampled* tokens: column t is the t-th sampled token of the row, foreign tokens do not
-appear. Row n of the example above has T = 4 entries.
+In a `Batch`, `[N, T]` arrays count *sampled* tokens: column t is the t-th sampled token of the row, foreign tokens do
+not appear. Row n of the example above has T = 4 entries.
 """
 
 from __future__ import annotations

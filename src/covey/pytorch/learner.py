@@ -1,8 +1,8 @@
 """The PyTorch learner: log-probabilities, gradients of a whole optimiser step, and the optimiser.
 
 A step is split into packs of at most `tokens_per_micro_batch` tokens. Token weights carry the denominators of the whole
-step (`covey.algorithms.aggregation`), so the split changes memory and time, never the gradient. When memory runs out the
-budget is halved and the same step is computed again from zero gradients.
+step (`covey.algorithms.aggregation`), so the split changes memory and time, never the gradient. When memory runs out
+the budget is halved and the same step is computed again from zero gradients.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Gradients:
 def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
     """Rows whose gradient can differ from zero; the others are not run at all.
 
-    A row without an active token adds nothing. A row with advantage 0 (a tied group) adds nothing unless a KL or entropy
-    term acts on it.
+    A row without an active token adds nothing. A row with advantage 0 (a tied group) adds nothing unless a KL or
+    entropy term acts on it.
     """
     active = batch.mask.any(axis=1)
     if objective.beta == 0 and objective.entropy_coef == 0:

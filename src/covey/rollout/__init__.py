@@ -1,4 +1,4 @@
-"""From prompts to scored groups to a training batch. Knows no backend: a `Generator` and NumPy arrays are all it sees."""
+"""From prompts to scored groups to a training batch. Knows no backend, only a `Generator` and arrays."""
 
 from covey.rollout.batching import BatchSettings, make_batch
 from covey.rollout.collect import Rollout, collect_groups

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): replace groups whose rewards are all equal, with a bounded number of tries."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476): replace groups whose rewards are all equal, in a bounded number of tries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def collect_informative_groups(
 ) -> Rollout:
     """Sample until `wanted` groups have rewards that differ, or the tries are used up.
 
-    A step that stays short trains on the partial batch: the tied groups would add nothing to the gradient. When no group
-    at all differs, the last try's groups are returned so that the step still has rewards to report.
+    A step that stays short trains on the partial batch: the tied groups would add nothing to the gradient. When no
+    group at all differs, the last try's groups are returned so that the step still has rewards to report.
 
     Args:
         collect: draws the next k prompts of the data order and returns their scored groups.

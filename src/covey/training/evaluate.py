@@ -49,8 +49,8 @@ def evaluate(
 ) -> Evaluation:
     """Sample `samples` completions for each held-out prompt, score them, and count the correct ones.
 
-    Accuracy is the share of completions for which `is_correct` holds. Without it, rewards that are all 0 or 1 are taken as
-    right or wrong; other rewards have no accuracy and only `eval/reward` is reported.
+    Accuracy is the share of completions for which `is_correct` holds. Without it, rewards that are all 0 or 1 are taken
+    as right or wrong; other rewards have no accuracy and only `eval/reward` is reported.
 
     The interval is Wilson's over the completions; with `samples` above 1 completions of one prompt are not independent,
     and the interval is too narrow: use 1 to quote a number.

@@ -55,8 +55,8 @@ class GRPOTrainer:
 
     Args:
         model: hub id, folder, .gguf file, `pkg:NAME`, or a loaded `transformers` model; None = `args.model.model`.
-        reward_funcs: one reward function or several: `f(prompts, completions, **columns) -> list[float | None]`, sync or
-            async, or a `Verifier`; None = those of the task.
+        reward_funcs: one reward function or several: `f(prompts, completions, **columns) -> list[float | None]`, sync
+            or async, or a `Verifier`; None = those of the task.
         args: the settings.
         train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = those of
             `args.data`.
@@ -118,8 +118,8 @@ class GRPOTrainer:
         """Run GRPO to its end.
 
         Args:
-            resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is none
-                yet), a path = that checkpoint. The run continues with the numbers that it would have had unbroken.
+            resume_from_checkpoint: True = the newest complete checkpoint in `output_dir` (from the start if there is
+                none yet), a path = that checkpoint. The run continues with the numbers that it would have had unbroken.
 
         Raises:
             RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
