@@ -163,3 +163,12 @@ def test_bad_settings_are_named() -> None:
         Reference(model, every=0)
     with pytest.raises(ConfigError, match=r"reference_ema_decay=1\.0"):
         Reference(model, ema_decay=1.0)
+
+
+def test_a_run_without_a_reference_holds_no_copy() -> None:
+    reference = Reference(build(False), needed=False, update="ema")
+    assert reference.state_dict() == {}
+    assert reference.after_step(1) is False
+    reference.load_state_dict({})
+    with pytest.raises(ModelError, match="needs_reference"), reference.active():
+        pass

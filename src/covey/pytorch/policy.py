@@ -60,6 +60,7 @@ class Policy:
         reference_update_steps: int = 1,
         reference_ema_decay: float = 0.99,
         reference_from_current: bool = False,
+        needs_reference: bool = True,
     ) -> None:
         """Take a loaded model whose `requires_grad` flags say what is trained.
 
@@ -71,6 +72,7 @@ class Policy:
             reference_update_steps: steps between updates of the reference.
             reference_ema_decay: weight of the old reference in an "ema" update.
             reference_from_current: with LoRA: hold on to the present adapter, not to the base model.
+            needs_reference: False saves the copy of the weights that full fine-tuning needs for its reference.
 
         Raises:
             ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its
@@ -102,6 +104,7 @@ class Policy:
             every=reference_update_steps,
             ema_decay=reference_ema_decay,
             from_current=reference_from_current,
+            needed=needs_reference,
         )
 
     @classmethod

@@ -45,6 +45,7 @@ class Reference:
         every: int = 1,
         ema_decay: float = 0.99,
         from_current: bool = False,
+        needed: bool = True,
     ) -> None:
         """Make a reference that equals the policy as it is now.
 
@@ -55,6 +56,8 @@ class Reference:
             ema_decay: weight of the old reference in each "ema" update.
             from_current: LoRA only: keep a snapshot of the current adapter instead of switching adapters off.
                 Needed where training starts from an adapter that is not zero.
+            needed: False holds no reference at all: a run that never looks at one need not pay for a copy of the
+                weights.
 
         Raises:
             ConfigError: a value is out of range.
@@ -68,7 +71,10 @@ class Reference:
         self._model = model
         self._update, self._every, self._ema_decay = update, every, ema_decay
         self._snapshot: dict[str, Tensor] = {}
-        if not isinstance(model, PeftModel) or from_current or update == "ema":
+        self._needed = needed
+        if not needed:
+            self._update = "none"
+        elif not isinstance(model, PeftModel) or from_current or update == "ema":
             self.copy_current()
 
     @property
@@ -79,6 +85,8 @@ class Reference:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside the block the model computes with the reference's weights, without gradients."""
+        if not self._needed:
+            raise ModelError("the policy was built without a reference; build it with needs_reference=True")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             if self.is_base_model:
@@ -124,7 +132,7 @@ class Reference:
             ModelError: the tensors are not those of this model's trainable parameters; nothing was changed.
         """
         own = self._trainable()
-        if not state and isinstance(self._model, PeftModel):
+        if not state and (isinstance(self._model, PeftModel) or not self._needed):
             self._snapshot = {}
             return
         check_fits(own, state, "the saved reference")

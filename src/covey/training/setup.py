@@ -147,7 +147,14 @@ def make_policy(
         reference_update=config.algorithm.reference_update,
         reference_update_steps=config.algorithm.reference_update_steps,
         reference_ema_decay=config.algorithm.reference_ema_decay,
+        needs_reference=needs_reference(config),
     )
+
+
+def needs_reference(config: GRPOConfig) -> bool:
+    """True when some phase of the run compares with the reference policy."""
+    betas = [config.algorithm.beta, *(phase.beta or 0.0 for phase in config.schedule.phases)]
+    return max(betas) > 0 or config.algorithm.reference_drift_threshold is not None
 
 
 def make_engine(config: GRPOConfig, policy: Policy) -> Engine:
