@@ -91,7 +91,7 @@ class Learner:
         betas: tuple[float, float] = (0.9, 0.999),
         epsilon: float = 1e-8,
         max_grad_norm: float = 1.0,
-        tokens_per_micro_batch: int = 2048,
+        tokens_per_micro_batch: int = 1024,
     ) -> None:
         self.policy = policy
         self.max_grad_norm = max_grad_norm

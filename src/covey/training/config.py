@@ -41,7 +41,7 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         default=1.0, ge=0, description="Gradients with a larger norm are scaled down to it; 0 = never."
     )
     tokens_per_micro_batch: int = Field(
-        default=2048,
+        default=1024,
         ge=1,
         description="Packed tokens in one forward and backward pass. Changes memory and speed only: the "
         "gradient is that of the whole step.",
