@@ -97,9 +97,7 @@ def imports_of(tree: ast.Module, path: Path, root: Path = SOURCE) -> Iterator[Im
                 base = ".".join([*above, base] if base else above)
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                is_module = base == "covey" and (
-                    (root / alias.name).is_dir() or (root / f"{alias.name}.py").is_file()
-                )
+                is_module = base == "covey" and ((root / alias.name).is_dir() or (root / f"{alias.name}.py").is_file())
                 yield Import(node.lineno, inner if is_module else base, node in guarded, node in deferred)
 
 

@@ -45,9 +45,7 @@ def test_help_lists_the_commands(covey: Command) -> None:
 
 def test_train_eval_sample_curve(covey: Command, workplace: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    status, out, err = covey(
-        "train", workplace, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0"
-    )
+    status, out, err = covey("train", workplace, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
     assert status == 0, err
     assert "before (step 0)" in out
     assert "after (step 2)" in out
@@ -74,9 +72,7 @@ def test_train_eval_sample_curve(covey: Command, workplace: Path, tmp_path: Path
     assert picture.stat().st_size > 5_000
 
 
-def test_config_prints_what_a_recipe_means_and_reads_back(
-    covey: Command, workplace: Path, tmp_path: Path
-) -> None:
+def test_config_prints_what_a_recipe_means_and_reads_back(covey: Command, workplace: Path, tmp_path: Path) -> None:
     status, out, _ = covey("config", workplace, "kl_coef=0.5")
     assert status == 0
     assert re.search(r"^beta = 0.5$", out, re.MULTILINE)

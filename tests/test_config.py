@@ -231,9 +231,7 @@ def test_toml_round_trip_is_exact() -> None:
 def test_none_is_the_default_wherever_it_is_allowed() -> None:
     """TOML cannot say None: leaving a setting out must mean the same."""
     fields = {name: SECTIONS[section].model_fields[name] for name, section in FIELDS.items()}
-    nullable = {
-        name: field.default for name, field in fields.items() if type(None) in get_args(field.annotation)
-    }
+    nullable = {name: field.default for name, field in fields.items() if type(None) in get_args(field.annotation)}
     assert len(nullable) > 10
     assert {name: default for name, default in nullable.items() if default is not None} == {}
 
@@ -285,9 +283,7 @@ def test_from_toml_reads_sections_flat_names_and_phases(tmp_path: Path) -> None:
     )
     config = GRPOConfig.from_toml(path)
     assert (config.beta, config.num_generations) == (0.01, 4)
-    assert [(phase.name, phase.steps, phase.temperature) for phase in config.schedule.phases] == [
-        ("warmup", 10, 0.7)
-    ]
+    assert [(phase.name, phase.steps, phase.temperature) for phase in config.schedule.phases] == [("warmup", 10, 0.7)]
 
 
 def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> None:
@@ -626,9 +622,7 @@ def test_every_training_argument_is_known() -> None:
         for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
     ]
-    public = [
-        name for name in arguments if not name.startswith("_") and name.islower() and "framework" not in name
-    ]
+    public = [name for name in arguments if not name.startswith("_") and name.islower() and "framework" not in name]
     assert len(public) > 80
     assert [name for name in public if name not in FIELDS and name not in NAMES] == []
 
@@ -664,6 +658,4 @@ def test_render_explain_filters_and_shows_brackets() -> None:
 
 def test_a_section_can_be_made_by_itself() -> None:
     section = SamplingConfig(num_generations=4)
-    assert GRPOConfig(sampling=section, temperature=0.5).sampling == SamplingConfig(
-        num_generations=4, temperature=0.5
-    )
+    assert GRPOConfig(sampling=section, temperature=0.5).sampling == SamplingConfig(num_generations=4, temperature=0.5)

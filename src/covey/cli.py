@@ -47,8 +47,8 @@ def main() -> None:
     """Entry point of the `covey` command."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Waiting threads spin about 10 us, then sleep. Longer spins take the core from the thread that is waited for when the
-    # machine has other work (8 times slower sampling); no spin at all costs a quarter of the speed on a quiet one.
+    # Waiting threads spin about 10 us, then sleep. Longer spins take the core from the thread that is waited for when
+    # the machine has other work (8 times slower sampling); no spin costs a quarter of the speed on a quiet one.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
@@ -63,9 +63,7 @@ def main() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[
-        Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")
-    ],
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
     overrides: Overrides = None,
 ) -> None:
     """Train as a recipe says. Measures before and after where the recipe has held-out prompts.
@@ -100,20 +98,14 @@ def resume(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[
-        str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")
-    ],
-    task: Annotated[
-        str | None, typer.Option(help="Task to measure on; a run's folder knows its own.")
-    ] = None,
+    model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
+    task: Annotated[str | None, typer.Option(help="Task to measure on; a run's folder knows its own.")] = None,
     dataset: Annotated[
         str | None, typer.Option(help="Prompts to measure on, instead of the task's held-out ones.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
     num: Annotated[int | None, typer.Option(help="Use the first NUM held-out prompts.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature; 0 = greedy, the default.")
-    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 = greedy, the default.")] = None,
     show: Annotated[int, typer.Option(help="Print this many completions.")] = 0,
     overrides: Overrides = None,
 ) -> None:
@@ -149,12 +141,8 @@ def evaluate(
 
 @app.command()
 def sample(
-    model: Annotated[
-        str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")
-    ],
-    prompt: Annotated[
-        list[str], typer.Argument(help="One or more prompts; they go through the chat template.")
-    ],
+    model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; they go through the chat template.")],
     adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
     number: Annotated[int, typer.Option("-n", "--number", min=1, help="Completions for each prompt.")] = 1,
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 1.0,
@@ -181,12 +169,8 @@ def sample(
         max_completion_length=max_tokens,
     )
     engine.sync(policy.model, 1)
-    requests = [
-        Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)
-    ]
-    settings = replace(
-        setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False
-    )
+    requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
+    settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
     decode = setup.decoder(policy)
     for position, completion in enumerate(engine(requests, settings, policy_version=1)):
         text = decode(completion.token_ids.tolist())
@@ -199,13 +183,9 @@ def sample(
 
 @app.command("config")
 def show_config(
-    recipe: Annotated[
-        Path | None, typer.Argument(help="Print this recipe with every default filled in.")
-    ] = None,
+    recipe: Annotated[Path | None, typer.Argument(help="Print this recipe with every default filled in.")] = None,
     overrides: Overrides = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Every field with its type, default and meaning.")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Every field with its type, default and meaning.")] = False,
     only: Annotated[
         str, typer.Option("--only", help="With --explain: only sections or fields that contain this.")
     ] = "",
@@ -214,11 +194,7 @@ def show_config(
     if explain:
         render_explain(out, only)
         return
-    config = (
-        GRPOConfig()
-        if recipe is None
-        else GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
-    )
+    config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
     out.print(config.to_toml(), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -227,9 +203,7 @@ def curve(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders; several are drawn together with their mean and range.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path(
-        "learning_curve.png"
-    ),
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("learning_curve.png"),
     title: Annotated[str, typer.Option(help="Title of the picture.")] = "",
 ) -> None:
     """Draw the learning curve of one run, or of several seeds together."""
@@ -260,9 +234,7 @@ def _config_for(model: str, adapter: str | None, overrides: list[str] | None) ->
         elif not config.model.use_peft and folder.adapter.is_dir():
             config = config.replace(model=str(folder.adapter))
         if adapter is None and config.model.use_peft:
-            raise ConfigError(
-                f"{model}: the run has no adapter yet; give --adapter, or wait for its first checkpoint"
-            )
+            raise ConfigError(f"{model}: the run has no adapter yet; give --adapter, or wait for its first checkpoint")
         return config if adapter is None else config.replace(adapter=adapter)
     config = GRPOConfig.from_overrides(overrides or [])
     return config.replace(model=model) if adapter is None else config.replace(model=model, adapter=adapter)
@@ -284,17 +256,9 @@ def _summary(trainer: GRPOTrainer, folder: Path) -> None:
         for label, record in (("before", evaluations[0]), ("after", evaluations[-1])):
             interval = "-"
             if name == "accuracy":
-                interval = (
-                    f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"
-                )
-            value = (
-                f"{100 * record['eval/accuracy']:.1f} %"
-                if name == "accuracy"
-                else f"{record['eval/reward']:.3f}"
-            )
-            table.add_row(
-                f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}"
-            )
+                interval = f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"
+            value = f"{100 * record['eval/accuracy']:.1f} %" if name == "accuracy" else f"{record['eval/reward']:.3f}"
+            table.add_row(f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}")
         out.print(table)
     minutes, seconds = divmod(round(trainer.state.seconds), 60)
     out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)

@@ -67,12 +67,8 @@ class GRPOConfig(BaseModel):
     data: DataConfig = Field(default_factory=DataConfig, description="Where prompts come from.")
     rewards: RewardConfig = Field(default_factory=RewardConfig, description="How rewards are combined.")
     optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its learning rate.")
-    schedule: ScheduleConfig = Field(
-        default_factory=ScheduleConfig, description="How long a run is, in phases."
-    )
-    evaluation: EvaluationConfig = Field(
-        default_factory=EvaluationConfig, description="When the policy is measured."
-    )
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="How long a run is, in phases.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="When the policy is measured.")
     run: RunConfig = Field(default_factory=RunConfig, description="Folder, seed, logging, checkpoints.")
 
     def __init__(self, **settings: Any) -> None:
@@ -92,9 +88,7 @@ class GRPOConfig(BaseModel):
         if section is not None:
             return getattr(section, name)
         close = get_close_matches(name, FIELDS, n=1)
-        raise AttributeError(
-            f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else "")
-        )
+        raise AttributeError(f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
 
     @property
     def completions_per_step(self) -> int:

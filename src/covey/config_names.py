@@ -107,11 +107,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def _phase(phase: Any) -> Any:
-    return (
-        {SYNONYMS.get(name, name): value for name, value in phase.items()}
-        if isinstance(phase, Mapping)
-        else phase
-    )
+    return {SYNONYMS.get(name, name): value for name, value in phase.items()} if isinstance(phase, Mapping) else phase
 
 
 class _Settings:
@@ -131,8 +127,7 @@ class _Settings:
             value = tuple(value)
         if field in self.values and self.values[field] != value:
             self.problems.append(
-                f"{self.written[field]} and {written}: both set {field_path(field)}, to different values; "
-                "keep one"
+                f"{self.written[field]} and {written}: both set {field_path(field)}, to different values; keep one"
             )
         self.values[field] = value
         self.written[field] = written

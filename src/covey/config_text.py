@@ -80,15 +80,13 @@ def render_explain(console: Console, filter: str | None = None) -> int:
         if wanted in f"{line.section}.{line.name} {line.meaning}".lower():
             by_section[line.section].append(line)
     for section, lines in by_section.items():
-        table = Table(
-            title=f"[{section}]".replace("[", r"\["), title_justify="left", title_style="bold", expand=True
-        )
+        table = Table(title=f"[{section}]".replace("[", r"\["), title_justify="left", title_style="bold", expand=True)
         table.add_column("setting", no_wrap=True)
-        table.add_column("type", ratio=2)
-        table.add_column("default", ratio=1)
+        table.add_column("default", ratio=1, overflow="fold")
         table.add_column("meaning", ratio=4)
         for line in lines:
-            table.add_row(line.name, escape(line.type), escape(line.default), escape(line.meaning))
+            meaning = f"{escape(line.meaning)} [dim]({escape(line.type)})[/dim]"
+            table.add_row(line.name, escape(line.default), meaning)
         console.print(table)
     return sum(len(lines) for lines in by_section.values())
 
@@ -216,11 +214,7 @@ def parse_value(name: str, text: str) -> Any:
     """Read the value of a field or TRL option: TOML, else plain text; `true` and `none` in any case."""
     allowed = _alternatives(SECTIONS[FIELDS[name]].model_fields[name].annotation) if name in FIELDS else set()
     lower = text.lower()
-    if (
-        lower in ("none", "null")
-        and "none" not in allowed
-        and (types.NoneType in allowed or name not in FIELDS)
-    ):
+    if lower in ("none", "null") and "none" not in allowed and (types.NoneType in allowed or name not in FIELDS):
         return None
     if lower in ("true", "false"):
         text = lower
@@ -249,9 +243,7 @@ def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
         lines += ["", f"[{section}]"]
         tables = {}
         for name, value in settings.items():
-            if isinstance(value, list | tuple) and any(
-                isinstance(item, Mapping | BaseModel) for item in value
-            ):
+            if isinstance(value, list | tuple) and any(isinstance(item, Mapping | BaseModel) for item in value):
                 tables[name] = value
             elif value is not None:
                 lines.append(f"{name} = {toml_value(value)}")
@@ -273,6 +265,4 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(item) for item in value)}]"
-    return (
-        "{" + ", ".join(f"{toml_value(str(key))} = {toml_value(inner)}" for key, inner in value.items()) + "}"
-    )
+    return "{" + ", ".join(f"{toml_value(str(key))} = {toml_value(inner)}" for key, inner in value.items()) + "}"

@@ -32,9 +32,7 @@ def _batch(options: Options, known: Options) -> Settings:
     for name in _BATCH_OPTIONS:
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(
-                f"{name}={value!r}: must be a whole number, 1 or more; set data.prompts_per_step instead"
-            )
+            raise ConfigError(f"{name}={value!r}: must be a whole number, 1 or more; set data.prompts_per_step instead")
     size = options.get("per_device_train_batch_size") or 8
     accumulation = options.get("gradient_accumulation_steps") or 1
     group = known.get("num_generations") or 8
@@ -85,9 +83,7 @@ def _precision(options: Options, known: Options) -> Settings:
         if value not in (True, False, None):
             raise ConfigError(f"{name}={value!r}: must be true or false; set model.dtype instead")
     if bf16 and fp16:
-        raise ConfigError(
-            'bf16=True and fp16=True: only one can hold; set model.dtype to "bfloat16" or "float16"'
-        )
+        raise ConfigError('bf16=True and fp16=True: only one can hold; set model.dtype to "bfloat16" or "float16"')
     if bf16:
         yield "dtype", "bfloat16", "bf16=True"
     elif fp16:
@@ -158,9 +154,7 @@ def _evaluating(options: Options, known: Options) -> Settings:
     if strategy == "no":
         yield "eval_steps", 0, "eval_strategy='no'"
     elif strategy != "steps":
-        raise ConfigError(
-            f"eval_strategy={strategy!r}: Covey evaluates every so many steps; set evaluation.eval_steps"
-        )
+        raise ConfigError(f"eval_strategy={strategy!r}: Covey evaluates every so many steps; set evaluation.eval_steps")
     elif "eval_steps" not in known:
         steps = known.get("logging_steps", 10)
         yield "eval_steps", steps, f"eval_strategy='steps' (every logging_steps={steps}, as in TRL)"
@@ -184,9 +178,7 @@ def _shuffling(options: Options, known: Options) -> Settings:
 def _loading(options: Options, known: Options) -> Settings:
     value = options["model_init_kwargs"]
     if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(
-            f"model_init_kwargs={value!r}: must be a table; set the fields of the model section instead"
-        )
+        raise ConfigError(f"model_init_kwargs={value!r}: must be a table; set the fields of the model section instead")
     for name, setting in (value or {}).items():
         written = f"model_init_kwargs[{name!r}]"
         if name in ("dtype", "torch_dtype"):
@@ -197,8 +189,7 @@ def _loading(options: Options, known: Options) -> Settings:
             yield "device", str(setting), written
         elif name != "device_map":
             raise ConfigError(
-                f"{written}={setting!r}: no counterpart in Covey; give GRPOTrainer a model that you loaded "
-                "yourself"
+                f"{written}={setting!r}: no counterpart in Covey; give GRPOTrainer a model that you loaded yourself"
             )
 
 
@@ -402,7 +393,5 @@ def translate(options: Options, known: Options) -> tuple[list[tuple[str, Any, st
                 problems.append(str(error))
     for name, (instead, harmless) in UNSUPPORTED.items():
         if name in options and options[name] is not None and options[name] not in harmless:
-            problems.append(
-                f"{name}={options[name]!r}: TRL's option {name} has no counterpart in Covey; {instead}"
-            )
+            problems.append(f"{name}={options[name]!r}: TRL's option {name} has no counterpart in Covey; {instead}")
     return settings, problems

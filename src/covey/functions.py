@@ -67,6 +67,4 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    return sorted(
-        name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
-    )
+    return sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))

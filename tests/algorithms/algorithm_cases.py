@@ -117,9 +117,7 @@ def textbook_kl(name: str, d: float, w: float) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": k3, "k3_unbiased": w * k3}[name]
 
 
-def textbook_loss(
-    loss_type: str, objective: Objective, case: Case, logp: np.ndarray, frozen: np.ndarray
-) -> float:
+def textbook_loss(loss_type: str, objective: Objective, case: Case, logp: np.ndarray, frozen: np.ndarray) -> float:
     """The loss of a whole step by the definitions; `frozen` is `logp` where one stops the gradient."""
     rows, tokens = case.mask.shape
     active_in_step = int(case.mask.sum())
@@ -141,9 +139,7 @@ def textbook_loss(
             )
             if objective.beta:
                 token_w = math.exp(logp[n, t] - case.old[n, t])
-                value += objective.beta * textbook_kl(
-                    objective.kl_estimator, logp[n, t] - case.ref[n, t], token_w
-                )
+                value += objective.beta * textbook_kl(objective.kl_estimator, logp[n, t] - case.ref[n, t], token_w)
             value -= objective.entropy_coef * case.entropy[n, t]
             denominator = {
                 "bnpo": active_in_step,

@@ -81,15 +81,11 @@ def test_a_group_without_relative_information_gets_exactly_zero(name: str, rewar
         both = ADVANTAGE_ESTIMATORS[name]([*rewards, 0.0, 1.0], [*[0] * len(rewards), 1, 1], scale=scale)
         assert (both[: len(rewards)] == 0).all()
         assert both[-1] > 0
-        assert ADVANTAGE_ESTIMATORS[name](rewards, [0] * len(rewards), scale=scale).tolist() == [0] * len(
-            rewards
-        )
+        assert ADVANTAGE_ESTIMATORS[name](rewards, [0] * len(rewards), scale=scale).tolist() == [0] * len(rewards)
 
 
 reward_lists = st.lists(
-    st.tuples(
-        st.integers(0, 3), st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-1e3, 1e3))
-    ),
+    st.tuples(st.integers(0, 3), st.one_of(st.just(NAN), st.integers(-3, 3).map(float), st.floats(-1e3, 1e3))),
     min_size=1,
     max_size=12,
 )
@@ -169,9 +165,7 @@ def test_steps_are_normalised_over_all_steps_of_the_group() -> None:
     np.testing.assert_allclose(advantages, expected)
     a, b, c = expected[0, 0], expected[0, 1], expected[1, 1]
     np.testing.assert_allclose(broadcast_steps(advantages, step_of_token), [[a, a, b, 0], [b, c, a, a]])
-    by_jax = jax.jit(
-        lambda r, s: broadcast_steps(step_advantages(step_scores(r, s, 3), [0, 0], correction=0), s)
-    )
+    by_jax = jax.jit(lambda r, s: broadcast_steps(step_advantages(step_scores(r, s, 3), [0, 0], correction=0), s))
     np.testing.assert_allclose(
         by_jax(token_rewards, step_of_token), [[a, a, b, 0], [b, c, a, a]], rtol=1e-5, atol=1e-12
     )
@@ -197,9 +191,7 @@ def test_several_rewards_by_hand() -> None:
 def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first() -> None:
     parts = np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1000.0, 1000.0]])
     together = multi_reward_advantages(parts, [1.0, 1.0], [0] * 4)
-    apart = multi_reward_advantages(
-        parts, [1.0, 1.0], [0] * 4, aggregation="normalize_then_sum", scale="batch"
-    )
+    apart = multi_reward_advantages(parts, [1.0, 1.0], [0] * 4, aggregation="normalize_then_sum", scale="batch")
     assert together[2] - together[3] < 0.01
     assert apart[2] - apart[3] > 1.0
     assert np.std(apart, ddof=1) == pytest.approx(1.0, abs=1e-5)
@@ -211,9 +203,7 @@ def test_the_signature_of_the_agents_document() -> None:
         np.array([1.0, 2.0, 2.0]), mask, np.array(["u", "u", "u"], dtype=object), np.array(["a", "b", "b"])
     )
     assert advantages.dtype == torch.float32
-    torch.testing.assert_close(
-        advantages, torch.tensor([[-1.0, -1, 0], [1, 0, 0], [1, 1, 1]]), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1, 0], [1, 0, 0], [1, 1, 1]]), atol=1e-5, rtol=0)
     assert torch.equal(advantages, returns)
     centred, _ = compute_naive_grpo_outcome_advantage(
         [1.0, 2.0], mask[:2], [0, 0], [0, 1], norm_adv_by_std_in_grpo=False

@@ -107,9 +107,7 @@ def test_vocabulary_gradients_in_all_libraries(function: object) -> None:
 def test_the_whole_is_the_sum_of_chunks_of_tokens() -> None:
     p, q = log_softmax(RNG.normal(size=(5, 7))), log_softmax(RNG.normal(size=(5, 7)))
     for function in VOCABULARY_KL.values():
-        np.testing.assert_allclose(
-            np.concatenate([function(p[:2], q[:2]), function(p[2:], q[2:])]), function(p, q)
-        )
+        np.testing.assert_allclose(np.concatenate([function(p[:2], q[:2]), function(p[2:], q[2:])]), function(p, q))
 
 
 def test_a_kept_support_is_renormalised_and_differentiable() -> None:
@@ -121,13 +119,9 @@ def test_a_kept_support_is_renormalised_and_differentiable() -> None:
     assert exact_kl(kept, reference) == pytest.approx([5 / 7 * np.log(20 / 7) + 2 / 7 * np.log(8 / 21)])
 
     logits = torch.from_numpy(logp).clone().requires_grad_()
-    value = exact_kl(
-        restrict_to_support(logits, torch.from_numpy(support)), torch.from_numpy(reference)
-    ).sum()
+    value = exact_kl(restrict_to_support(logits, torch.from_numpy(support)), torch.from_numpy(reference)).sum()
     (gradient,) = torch.autograd.grad(value, logits)
-    numeric = finite_difference(
-        lambda x: float(exact_kl(restrict_to_support(x, support), reference)[0]), logp
-    )
+    numeric = finite_difference(lambda x: float(exact_kl(restrict_to_support(x, support), reference)[0]), logp)
     np.testing.assert_allclose(gradient, numeric, atol=1e-8)
     # what lies outside the support does not matter, whatever it is
     spoiled = np.where(support, logp, np.nan)

@@ -94,9 +94,7 @@ def test_masks_agree_across_libraries() -> None:
     logp, other, entropy = (rng.normal(size=(6, 5)) for _ in range(3))
     advantages, mask = rng.normal(size=6), rng.random((6, 5)) < 0.7
 
-    def all_masks(
-        logp: object, other: object, entropy: object, advantages: object, mask: object
-    ) -> list[object]:
+    def all_masks(logp: object, other: object, entropy: object, advantages: object, mask: object) -> list[object]:
         return [
             off_policy_mask(logp, other, advantages, mask, 0.1),
             reference_drift_mask(logp, other, mask, 0.1),
@@ -128,9 +126,7 @@ def test_mismatch_correction_by_hand() -> None:
         "sequence_mask": [[0], [1.5]],
     }
     for mode in MODES:
-        np.testing.assert_allclose(
-            mismatch_correction(trainer, sampler, mask, mode, 3.0 + 1e-12), expected[mode]
-        )
+        np.testing.assert_allclose(mismatch_correction(trainer, sampler, mask, mode, 3.0 + 1e-12), expected[mode])
         huge = mismatch_correction(trainer + 1e4, sampler, mask, mode, 3.0)
         assert np.isfinite(huge).all()
     tensor = torch.zeros(1, 1, requires_grad=True)

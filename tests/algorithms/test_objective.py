@@ -126,9 +126,7 @@ def test_kl_term_and_its_gradient_are_those_of_the_textbook(estimator: str) -> N
     def loss(c: Case) -> object:
         return loss_of(c, objective).loss
 
-    assert float(loss(case)) == pytest.approx(
-        textbook_loss("bnpo", objective, case, case.logp, case.logp), abs=1e-12
-    )
+    assert float(loss(case)) == pytest.approx(textbook_loss("bnpo", objective, case, case.logp, case.logp), abs=1e-12)
     gradient = finite_difference(lambda x: textbook_loss("bnpo", objective, case, x, case.logp), case.logp)
     torch_grad = torch_gradient(case, loss)[1]
     np.testing.assert_allclose(torch_grad, gradient, atol=1e-7)
@@ -216,9 +214,7 @@ def test_a_step_without_an_active_token_has_loss_zero(loss_type: str) -> None:
     assert float(terms.loss) == 0
     means = mean_metrics(terms.metrics)
     assert (means["kl"], means["ratio"], means["ratio_min"], means["ratio_max"]) == (0, 1, 1, 1)
-    np.testing.assert_array_equal(
-        torch_gradient(case, lambda c: loss_of(c, make_objective(loss_type)).loss)[1], 0
-    )
+    np.testing.assert_array_equal(torch_gradient(case, lambda c: loss_of(c, make_objective(loss_type)).loss)[1], 0)
 
 
 def test_on_policy_the_gradient_of_every_ratio_loss_is_that_of_reinforce() -> None:
@@ -250,9 +246,7 @@ def test_advantages_may_be_one_per_row_and_weights_of_another_precision() -> Non
     objective = make_objective("grpo")
     weights = token_weights(case.mask, count_step(case.mask), "sequence_mean")
     full = policy_loss(case.logp, case.old, case.advantages, case.mask, weights, objective)
-    rows = policy_loss(
-        case.logp, case.old, case.advantages[:, 0], case.mask.astype(np.int64), weights, objective
-    )
+    rows = policy_loss(case.logp, case.old, case.advantages[:, 0], case.mask.astype(np.int64), weights, objective)
     assert float(rows.loss) == float(full.loss)
     single = random_case(seed=11).map(lambda x: x if x.dtype == bool else x.astype(np.float32))
     mixed = policy_loss(single.logp, single.old, single.advantages, single.mask, weights, objective)
@@ -281,6 +275,4 @@ def test_a_term_without_its_input_is_an_error(changes: dict[str, object], missin
     case = random_case(seed=13)
     weights = token_weights(case.mask, count_step(case.mask), "sequence_mean", LENGTH)
     with pytest.raises(ConfigError, match=missing):
-        policy_loss(
-            case.logp, case.old, case.advantages, case.mask, weights, make_objective("grpo", **changes)
-        )
+        policy_loss(case.logp, case.old, case.advantages, case.mask, weights, make_objective("grpo", **changes))

@@ -92,14 +92,10 @@ def test_sapo_gate_by_hand() -> None:
     a = np.array([1.0, -1.0])
     np.testing.assert_allclose(sapo_surrogate(np.ones(2), a, 1.0, 2.0).loss, [-2.0, 1.0])
     h = 1e-6
-    slope = (
-        sapo_surrogate(np.ones(2) + h, a, 1.0, 2.0).loss - sapo_surrogate(np.ones(2) - h, a, 1.0, 2.0).loss
-    ) / h
+    slope = (sapo_surrogate(np.ones(2) + h, a, 1.0, 2.0).loss - sapo_surrogate(np.ones(2) - h, a, 1.0, 2.0).loss) / h
     np.testing.assert_allclose(slope / 2, -a, atol=1e-8)
     # sharp temperatures do not overflow
-    assert np.isfinite(
-        sapo_surrogate(np.array([0.0, 4e8], np.float32), a.astype(np.float32), 1e4, 1e4).loss
-    ).all()
+    assert np.isfinite(sapo_surrogate(np.array([0.0, 4e8], np.float32), a.astype(np.float32), 1e4, 1e4).loss).all()
 
 
 def test_presets_are_the_table() -> None:
@@ -128,9 +124,7 @@ def test_overrides() -> None:
     assert make_objective("dapo", epsilon=0.3).upper == 0.3
     assert make_objective("gspo", epsilon=0.2).upper == 0.2
     assert make_objective("gspo", epsilon=0.2, epsilon_high=0.25).upper == 0.25
-    assert (
-        make_objective("grpo", importance_sampling_level="sequence").importance_sampling_level == "sequence"
-    )
+    assert make_objective("grpo", importance_sampling_level="sequence").importance_sampling_level == "sequence"
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,7 @@ def test_two_steps_are_too_few_except_for_broken_numbers():
 
 
 def test_evaluations_between_steps_do_not_count_as_steps():
-    steps = [
-        line for step in history(4, kl=9.0) for line in (step, {"step": step["step"], "eval/accuracy": 0.0})
-    ]
+    steps = [line for step in history(4, kl=9.0) for line in (step, {"step": step["step"], "eval/accuracy": 0.0})]
     assert codes(steps) == []
     assert codes([*steps, history(1, kl=9.0)[0]]) == ["kl_high"]
 
@@ -158,9 +156,7 @@ def test_a_resumed_doctor_does_not_repeat_itself():
     assert [d.code for d in Doctor(history=past[:4]).check(past[4])] == ["kl_high"]
     doctor = Doctor(history=past)
     for _ in range(30):
-        assert (
-            doctor.check({"step": 20, "eval/accuracy": 0.1}) == []
-        )  # an evaluation is no step without trouble
+        assert doctor.check({"step": 20, "eval/accuracy": 0.1}) == []  # an evaluation is no step without trouble
     assert doctor.check(past[-1]) == []
 
 

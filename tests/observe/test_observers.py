@@ -109,9 +109,7 @@ def test_plain_console_prints_a_line_every_few_steps():
     progress.on_run_start({}, {"total_steps": 5, "name": "demo [bold]"})
     for step in range(1, 6):
         progress.on_step(step, {"reward": step / 7, "kl": 0.0123456, "completions/mean_length": 31.0})
-        progress.on_completions(
-            step, [{"completion": "[red]5[/red]\x1b[2J", "reward": 1.0}, {"completion": "hidden"}]
-        )
+        progress.on_completions(step, [{"completion": "[red]5[/red]\x1b[2J", "reward": 1.0}, {"completion": "hidden"}])
     progress.on_eval(5, {"eval/accuracy": 0.425, "eval/accuracy_low": 0.36, "eval/accuracy_high": 0.492})
     progress.on_run_end("finished")
     lines = text.getvalue().splitlines()

@@ -9,9 +9,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[
 
 
 def printed_by(code):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     return done.stdout.split()
 
 

@@ -117,9 +117,7 @@ def test_a_folder_without_permission_is_explained(tmp_path):
 
 def test_metrics_come_back_with_null_for_what_is_no_number(tmp_path):
     with RunFolder.create(tmp_path) as run:
-        run.append_metrics(
-            1, {"reward": np.float32(0.5), "loss": float("nan"), "kl": float("inf"), "n": np.int64(3)}
-        )
+        run.append_metrics(1, {"reward": np.float32(0.5), "loss": float("nan"), "kl": float("inf"), "n": np.int64(3)})
         run.append_metrics(2, {"reward": 0.1, "phase": 0, "nested": {"a": [1.0, float("-inf")]}})
         assert run.metrics_path.read_text().splitlines()[0] == (
             '{"step": 1, "reward": 0.5, "loss": null, "kl": null, "n": 3}'

@@ -52,12 +52,8 @@ def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> 
     objective = make_objective(loss_type, **options)
     rows = np.arange(len(batch.episodes))
     reference, _ = learner.scores(batch, rows, temperature=0.8, reference=True)
-    learner.forward_backward(
-        batch, rows, objective, temperature=0.8, max_completion_length=12, reference=reference
-    )
-    return {
-        name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None
-    }
+    learner.forward_backward(batch, rows, objective, temperature=0.8, max_completion_length=12, reference=reference)
+    return {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("loss_type", sorted(LOSS_PRESETS))
@@ -80,9 +76,7 @@ def test_gradient_matches_the_formula_on_the_plain_model() -> None:
     total = torch.zeros(())
     for row, episode in enumerate(batch.episodes):
         logits = learner.policy.model(input_ids=torch.from_numpy(episode.token_ids)[None]).logits[0] / 0.8
-        logp = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(episode.token_ids[1:, None]))[
-            :, 0
-        ]
+        logp = torch.log_softmax(logits[:-1], -1).gather(1, torch.from_numpy(episode.token_ids[1:, None]))[:, 0]
         logp = logp[torch.from_numpy(episode.sampled[1:])]
         ratio = torch.exp(logp - torch.from_numpy(batch.old_logprobs[row, : len(logp)]))
         advantage = float(batch.advantages[row, 0])
@@ -118,9 +112,7 @@ def test_rows_without_gradient_are_skipped_exactly() -> None:
     few, all_rows = make_learner(), make_learner()
     for learner, rows in ((few, rows_with_gradient(batch, objective)), (all_rows, np.arange(12))):
         learner.forward_backward(batch, rows, objective, temperature=1.0, max_completion_length=12)
-    pairs = zip(
-        few.policy.named_trainable_parameters(), all_rows.policy.named_trainable_parameters(), strict=True
-    )
+    pairs = zip(few.policy.named_trainable_parameters(), all_rows.policy.named_trainable_parameters(), strict=True)
     for (_, ours), (_, theirs) in pairs:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-4, atol=1e-7)
 
@@ -135,9 +127,7 @@ def test_correction_for_a_sampler_that_disagrees() -> None:
         correction=Correction("token_mask", 1e-9),
     )  # fmt: skip
     assert run.metrics["ratio_min"] == run.metrics["ratio_max"] == 1.0
-    assert all(
-        float(p.grad.abs().max()) == 0 for p in learner.policy.trainable_parameters() if p.grad is not None
-    )
+    assert all(float(p.grad.abs().max()) == 0 for p in learner.policy.trainable_parameters() if p.grad is not None)
 
 
 def test_step_clips_and_refuses_a_gradient_that_is_not_finite() -> None:

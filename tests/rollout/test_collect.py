@@ -32,9 +32,7 @@ class EchoGenerator:
         self.requests.extend(requests)
         lengths = [request.stream[-1] + 1 for request in requests]
         return [
-            Completion(
-                np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", policy_version
-            )
+            Completion(np.full(n, 7), np.full(n, -0.5, np.float32), "stop" if n < 3 else "length", policy_version)
             for n in lengths
         ]
 
@@ -105,9 +103,7 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
     groups = [group([0, 1, 5], [2, 2, 3])]
     plain = make_batch(groups, settings())
     masked = make_batch(groups, settings(mask_truncated_completions=True))
-    np.testing.assert_array_equal(
-        plain.advantages, masked.advantages
-    )  # the dropped one still counts in the mean
+    np.testing.assert_array_equal(plain.advantages, masked.advantages)  # the dropped one still counts in the mean
     assert masked.mask[2].sum() == 0
     assert masked.excluded["mask_truncated_completions"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
     assert masked.mask[:2].tolist() == plain.mask[:2].tolist()

@@ -150,9 +150,7 @@ def test_verifiers_are_rewards() -> None:
     rewards, parts = score([Even(), DuckVerifier()], ["4", "3"], [fake_prompt("1+3"), fake_prompt("1+3")])
     assert parts == {"Even": [1.0, 0.0], "DuckVerifier": [0.0, 1.0]}
     assert rewards == [1.0, 1.0]
-    with pytest.raises(
-        RewardError, match="'Even' failed for sample 1: ValueError: invalid literal"
-    ) as caught:
+    with pytest.raises(RewardError, match="'Even' failed for sample 1: ValueError: invalid literal") as caught:
         score(Even(), ["4", "four"])
     assert caught.value.sample == 1
 
@@ -433,9 +431,7 @@ except RewardError:
     print("error")
 """
     begin = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "error"
     assert time.perf_counter() - begin < 25
 

@@ -49,9 +49,7 @@ def test_answers_are_right_and_the_split_is_disjoint(kind: str, digits: int) -> 
     assert len(held_out) >= 5
     for seed in range(3):
         assert not {map(question, held_out)} & {map(question, task.train_rows(seed))}
-    assert not set(map(question, held_out)) & {
-        q for seed in range(3) for q in map(question, task.train_rows(seed))
-    }
+    assert not set(map(question, held_out)) & {q for seed in range(3) for q in map(question, task.train_rows(seed))}
     assert len(set(map(question, train))) == len(train)
 
 

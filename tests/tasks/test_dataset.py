@@ -177,9 +177,7 @@ def test_conversations_go_through_the_template(returns: str) -> None:
     (prompt,) = build_prompts([{"prompt": CHAT}], FakeTokenizer(returns=returns))
     assert text_of(prompt.token_ids) == "<user>hi<assistant>"
     assert prompt.content == CHAT
-    (thinking,) = build_prompts(
-        [{"prompt": CHAT}], FakeTokenizer(), chat_template_kwargs={"enable_thinking": True}
-    )
+    (thinking,) = build_prompts([{"prompt": CHAT}], FakeTokenizer(), chat_template_kwargs={"enable_thinking": True})
     assert text_of(thinking.token_ids) == "<user>hi<assistant><think>"
 
 
@@ -194,18 +192,14 @@ def test_system_prompt() -> None:
     ]
     assert prompts[2].content == [{"role": "system", "content": "yours"}, *CHAT]
     assert CHAT == [{"role": "user", "content": "hi"}]
-    with pytest.raises(
-        DataError, match="row 0: system_prompt is set, but this tokenizer has no chat template"
-    ):
+    with pytest.raises(DataError, match="row 0: system_prompt is set, but this tokenizer has no chat template"):
         build_prompts(ROWS, FakeTokenizer(has_template=False), system_prompt="yours")
 
 
 def test_a_real_tokenizer_without_download() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
-    vocabulary = {
-        word: index for index, word in enumerate(["[UNK]", "user", "assistant", "hi", "there", ":"])
-    }
+    vocabulary = {word: index for index, word in enumerate(["[UNK]", "user", "assistant", "hi", "there", ":"])}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]")
@@ -220,9 +214,7 @@ def test_a_real_tokenizer_without_download() -> None:
 
 
 def test_names_of_rows() -> None:
-    assert [
-        p.uid for p in build_prompts([{"prompt": "a", "id": 7}, {"prompt": "b", "id": 9}], FakeTokenizer())
-    ] == [
+    assert [p.uid for p in build_prompts([{"prompt": "a", "id": 7}, {"prompt": "b", "id": 9}], FakeTokenizer())] == [
         "7",
         "9",
     ]
@@ -257,9 +249,7 @@ def test_prompts_that_are_none(rows: list[dict[str, Any]], message: str) -> None
 
 
 def test_a_conversation_without_a_template() -> None:
-    with pytest.raises(
-        DataError, match="row 0: the prompt is a conversation, but this tokenizer has no chat"
-    ):
+    with pytest.raises(DataError, match="row 0: the prompt is a conversation, but this tokenizer has no chat"):
         build_prompts([{"prompt": CHAT}], FakeTokenizer(has_template=False))
 
 

@@ -57,7 +57,5 @@ def test_one_of_your_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_room_exports_and_needs() -> None:
     assert all(hasattr(covey.tasks, name) for name in covey.tasks.__all__)
-    program = (
-        "import sys, covey.tasks, covey.rewards; sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
-    )
+    program = "import sys, covey.tasks, covey.rewards; sys.exit('torch' in sys.modules or 'jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

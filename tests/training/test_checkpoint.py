@@ -30,17 +30,11 @@ SOURCE = Path(__file__).resolve().parents[2] / "src"
 
 
 def same_bits(a, b):
-    return (
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
-    )
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
 
 
 def save(folder, step, **kwargs):
-    return save_checkpoint(
-        folder, step, {"policy": {"w": torch.full((4,), float(step))}}, {"at": step}, **kwargs
-    )
+    return save_checkpoint(folder, step, {"policy": {"w": torch.full((4,), float(step))}}, {"at": step}, **kwargs)
 
 
 def test_tensors_come_back_bit_for_bit(tmp_path):
@@ -101,9 +95,7 @@ def test_state_comes_back_exactly(tmp_path):
     assert resumed.random() == random.Random(5).random()
     philox = np.random.Philox(0)
     philox.state = loaded["numpy_rng"]
-    assert np.random.Generator(philox).integers(2**60) == np.random.Generator(np.random.Philox(5)).integers(
-        2**60
-    )
+    assert np.random.Generator(philox).integers(2**60) == np.random.Generator(np.random.Philox(5)).integers(2**60)
     legacy = np.random.RandomState(0)
     legacy.set_state(loaded["legacy_rng"])
     assert legacy.rand() == np.random.RandomState(5).rand()
@@ -236,9 +228,7 @@ def test_missing_and_foreign_checkpoints(tmp_path):
         load_checkpoint(path, run_id="bbb")
 
 
-@pytest.mark.parametrize(
-    "text", ["{}", "[1]", "null", '{"format": 1, "run_id": "", "step": 1, "groups": 3}', "{"]
-)
+@pytest.mark.parametrize("text", ["{}", "[1]", "null", '{"format": 1, "run_id": "", "step": 1, "groups": 3}', "{"])
 def test_a_manifest_cannot_vouch_for_nonsense(tmp_path, text):
     """Whole by its hashes, yet no checkpoint: still a clear error."""
     from covey.files import publishing

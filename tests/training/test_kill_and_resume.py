@@ -107,9 +107,7 @@ def test_killed_at_random_moments_again_and_again(workplace: Path, unbroken: Pat
     folder = tmp_path / "run"
     for delay in (0.3, 1.1, 0.7, 1.6):
         started = folder.exists()
-        arguments = (
-            ("resume", str(folder)) if started else ("train", str(workplace), f"run.output_dir={folder}")
-        )
+        arguments = ("resume", str(folder)) if started else ("train", str(workplace), f"run.output_dir={folder}")
         before = events(folder)
         process = subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.DEVNULL)
         try:

@@ -31,10 +31,7 @@ def test_same_numbers_as_transformers(ours, theirs, warmup):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=warmup, num_training_steps=11)
     for step in range(11):
-        assert (
-            learning_rate_factor(ours, step, warmup_steps=warmup, total_steps=11)
-            == scheduler.get_last_lr()[0]
-        )
+        assert learning_rate_factor(ours, step, warmup_steps=warmup, total_steps=11) == scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
 
@@ -88,9 +85,7 @@ def test_the_plan_ends_with_its_last_limit():
     assert not plan.finished(Progress(12, 0, 70.0))
     assert plan.finished(Progress(13, 0, 71.0))
     assert plan.total_steps is None
-    assert (
-        PhasePlan([Phase(steps=2), Phase(steps=3)], temperature=1, beta=0, num_generations=2).total_steps == 5
-    )
+    assert PhasePlan([Phase(steps=2), Phase(steps=3)], temperature=1, beta=0, num_generations=2).total_steps == 5
 
 
 def test_a_jump_over_a_whole_phase_still_visits_it():

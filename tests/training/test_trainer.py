@@ -30,9 +30,7 @@ def build(settings: dict[str, Any], reward: Any = share_of_letters, **changes: A
 def test_learns_and_leaves_everything_behind(settings: dict[str, Any]) -> None:
     trainer = GRPOTrainer(
         reward_funcs=share_of_letters,
-        args=GRPOConfig(
-            **(settings | {"max_steps": 15, "num_generations": 8, "beta": 0.0, "learning_rate": 0.03})
-        ),
+        args=GRPOConfig(**(settings | {"max_steps": 15, "num_generations": 8, "beta": 0.0, "learning_rate": 0.03})),
         train_dataset=ROWS,
         eval_dataset=ROWS[:2],
     )
@@ -40,9 +38,7 @@ def test_learns_and_leaves_everything_behind(settings: dict[str, Any]) -> None:
     folder = RunFolder.read(settings["output_dir"])
     steps = [record for record in folder.read_metrics() if "loss" in record]
     assert result.global_step == len(steps) == 15
-    assert (
-        steps[-1]["policy_version"] == 15
-    )  # sampled by the weights after 14 updates, the first being version 1
+    assert steps[-1]["policy_version"] == 15  # sampled by the weights after 14 updates, the first being version 1
     early = np.mean([record["reward"] for record in steps[:4]])
     late = np.mean([record["reward"] for record in steps[-4:]])
     assert late > early + 0.1
@@ -187,6 +183,25 @@ def test_several_rewards_sync_and_async_with_weights(settings: dict[str, Any]) -
     assert first["reward"] == pytest.approx(expected)
 
 
+def test_rewards_log_metrics_and_columns_and_see_the_state(settings: dict[str, Any]) -> None:
+    seen = []
+
+    def talkative(
+        completions: list[str], trainer_state: Any = None, log_metric: Any = None, log_extra: Any = None, **columns: Any
+    ) -> list[float]:
+        seen.append(trainer_state.global_step)
+        log_metric("words", 3.0)
+        log_extra("first letter", [text[:1] for text in completions])
+        return share_of_letters(completions)
+
+    trainer = build(settings, reward=talkative)
+    trainer.train()
+    assert seen == [0, 1]
+    assert trainer.state.log_history[0]["words"] == 3.0
+    for row in RunFolder.read(settings["output_dir"]).read_completions(1):
+        assert row["first letter"] == row["completion"][:1]
+
+
 def test_reward_error_names_function_and_run_is_resumable(settings: dict[str, Any]) -> None:
     calls = []
 
@@ -227,10 +242,7 @@ def test_phases_change_settings(settings: dict[str, Any]) -> None:
 def test_early_stop_and_best_model(settings: dict[str, Any]) -> None:
     # Learning rate so high that the policy breaks: the first evaluations are the best.
     args = GRPOConfig(
-        **(
-            settings
-            | {"max_steps": 12, "eval_steps": 1, "early_stopping_patience": 2, "load_best_model_at_end": True}
-        )
+        **(settings | {"max_steps": 12, "eval_steps": 1, "early_stopping_patience": 2, "load_best_model_at_end": True})
     )
     constant = iter([0.5, 0.9] + [0.1] * 20)
 

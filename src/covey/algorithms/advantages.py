@@ -286,12 +286,9 @@ def combine_rewards(
     scored = xp.isfinite(parts)
     if aggregation == "normalize_then_sum":
         if groups is None:
-            raise ConfigError(
-                "aggregation='normalize_then_sum': rewards are normalised in their groups; pass groups"
-            )
+            raise ConfigError("aggregation='normalize_then_sum': rewards are normalised in their groups; pass groups")
         rows = [
-            group_advantages(parts[f, :], groups, correction=correction, epsilon=epsilon)
-            for f in range(parts.shape[0])
+            group_advantages(parts[f, :], groups, correction=correction, epsilon=epsilon) for f in range(parts.shape[0])
         ]
         values = xp.stack(rows)
     elif aggregation == "sum_then_normalize":

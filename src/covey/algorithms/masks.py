@@ -112,9 +112,7 @@ def reference_drift_mask(
     return array_namespace(logp).broadcast_to(drift < threshold, logp.shape)
 
 
-def compute_off_policy_mask(
-    current_log_probs: Array, reference_log_probs: Array, threshold: float = 0.5
-) -> Array:
+def compute_off_policy_mask(current_log_probs: Array, reference_log_probs: Array, threshold: float = 0.5) -> Array:
     """The function of that name in usmle-qa.md: 1.0 where `current - reference < threshold`, else 0.0.
 
     It compares with the *reference*, not with the policy that sampled, and so measures drift rather than
@@ -158,9 +156,7 @@ def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
         ConfigError: quantile out of range.
     """
     if not 0 < quantile <= 1:
-        raise ConfigError(
-            f"top_entropy_quantile={quantile}: it is the share of tokens to keep; choose 0 < q <= 1"
-        )
+        raise ConfigError(f"top_entropy_quantile={quantile}: it is the share of tokens to keep; choose 0 < q <= 1")
     xp = array_namespace(entropy)
     mask = as_mask(mask)
     if quantile == 1:
@@ -242,8 +238,5 @@ def create_sampling_mask(
         has_valid_answer: text -> truthy when an answer can be found; by default a letter A to D.
         is_repetitive: text -> truthy when the text is degenerate.
     """
-    keep = [
-        len(text) >= min_length and bool(has_valid_answer(text)) and not is_repetitive(text)
-        for text in samples
-    ]
+    keep = [len(text) >= min_length and bool(has_valid_answer(text)) and not is_repetitive(text) for text in samples]
     return np.asarray(keep, dtype=np.bool_)

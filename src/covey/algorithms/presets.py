@@ -76,9 +76,7 @@ class Objective:
         )
         _require(self.epsilon_max > 0, "epsilon_max", self.epsilon_max, "it caps a ratio", "more than 0")
         for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
-            _require(
-                getattr(self, name) > 0, name, getattr(self, name), "the gate divides by it", "more than 0"
-            )
+            _require(getattr(self, name) > 0, name, getattr(self, name), "the gate divides by it", "more than 0")
         _require(self.beta >= 0, "beta", self.beta, "it would reward leaving the reference", "0 or more")
 
     @property

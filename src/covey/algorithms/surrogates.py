@@ -94,9 +94,7 @@ def cispo_surrogate(ratio: Array, logp: Array, advantages: Array, epsilon_max: f
     return Surrogate(-weight * advantages * logp, _never(ratio), too_high)
 
 
-def sapo_surrogate(
-    ratio: Array, advantages: Array, temperature_pos: float, temperature_neg: float
-) -> Surrogate:
+def sapo_surrogate(ratio: Array, advantages: Array, temperature_pos: float, temperature_neg: float) -> Surrogate:
     """`-f(w) · A` with the soft gate `f(w) = sigmoid(tau (w - 1)) · 4 / tau` (arXiv 2511.20347).
 
     `tau` is `temperature_pos` for A > 0, else `temperature_neg`. The slope of f is 1 at w = 1, as without a

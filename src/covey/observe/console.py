@@ -74,6 +74,7 @@ class ConsoleProgress(BaseObserver):
         self._total: int | None = None
         self._start_step = 0
         self._started = time.monotonic()
+        self._step_times: list[float] = []
         self._bar: Progress | None = None
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
@@ -104,6 +105,7 @@ class ConsoleProgress(BaseObserver):
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Move the bar, or print a line."""
         self._remember(metrics)
+        self._step_times.append(float(metrics.get("step_time", 0.0)))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=self._numbers(), activity="")
         elif step % self._every == 0 or step == self._total:
@@ -114,9 +116,7 @@ class ConsoleProgress(BaseObserver):
         """Print the accuracy with its interval."""
         self._remember(metrics)
         low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
-        interval = (
-            "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
-        )
+        interval = "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
         values = [
             f"{label} {format_number(metrics[name])}{interval if name == 'eval/accuracy' else ''}"
             for name, label in (("eval/accuracy", "accuracy"), ("eval/reward", "reward"))
@@ -157,10 +157,11 @@ class ConsoleProgress(BaseObserver):
         )
 
     def _time_left(self, step: int) -> str:
-        done = step - self._start_step
-        if not self._total or done <= 0:
+        """By the mean time of the steps seen; evaluations are not counted."""
+        if not self._total or not self._step_times:
             return ""
-        return f"  left {_duration((time.monotonic() - self._started) / done * max(0, self._total - step))}"
+        mean = sum(self._step_times) / len(self._step_times)
+        return f"  left {_duration(mean * max(0, self._total - step))}"
 
     def _say(self, text: str) -> None:
         # A live bar belongs to its console, so printing there keeps the bar below the text.

@@ -147,9 +147,7 @@ def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, 
                 f"{label} (mean of {len(seeds)} seeds, band: lowest to highest)" if len(seeds) > 1 else label
             )
             marker = "o" if name.startswith("eval/") or len(rows) == 1 else ""
-            axis.plot(
-                steps, means, color=colour, linewidth=1.8, marker=marker, markersize=4, label=name_in_legend
-            )
+            axis.plot(steps, means, color=colour, linewidth=1.8, marker=marker, markersize=4, label=name_in_legend)
             axis.fill_between(steps, lows, highs, color=colour, alpha=0.18, linewidth=0)
         if name == "eval/accuracy":
             axis.set_ylim(bottom=0)
@@ -234,9 +232,7 @@ def _draw_length_range(axis: Any, records: Records) -> None:
         axis.fill_between(
             steps, [lows[s] for s in steps], [highs[s] for s in steps], color=_BLUE, alpha=0.12, linewidth=0
         )
-        axis.set_title(
-            "Completion length (mean, band: shortest to longest)", fontsize=10, loc="left", color=_INK
-        )
+        axis.set_title("Completion length (mean, band: shortest to longest)", fontsize=10, loc="left", color=_INK)
 
 
 def _save(figure: Any, path: str | Path) -> Path:

@@ -73,11 +73,7 @@ class _Window:
 
     def values(self, name: str) -> list[float]:
         found = (step.get(name) for step in self.steps)
-        return [
-            float(v)
-            for v in found
-            if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)
-        ]
+        return [float(v) for v in found if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)]
 
     def mean(self, name: str) -> float | None:
         values = self.values(name)
@@ -91,8 +87,7 @@ class _Window:
     def bad_steps(self, name: str) -> int:
         """Steps at which the metric was recorded as NaN or infinite (null in `metrics.jsonl`)."""
         return sum(
-            name in step
-            and (step[name] is None or (isinstance(step[name], float) and not math.isfinite(step[name])))
+            name in step and (step[name] is None or (isinstance(step[name], float) and not math.isfinite(step[name])))
             for step in self.steps
         )
 
@@ -152,11 +147,7 @@ def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
         )
     rewards = recent.values("reward")
     spread = recent.mean("reward_std")
-    if (
-        len(rewards) >= limits.min_steps
-        and max(rewards) - min(rewards) < 1e-9
-        and (spread is None or spread < 1e-9)
-    ):
+    if len(rewards) >= limits.min_steps and max(rewards) - min(rewards) < 1e-9 and (spread is None or spread < 1e-9):
         value = rewards[0]
         if value == 0:
             yield Diagnosis(
@@ -172,8 +163,7 @@ def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 "reward_constant",
                 f"every completion of the last {total} steps got the same reward, {value:g}",
-                "Reward something that completions differ in: GRPO learns only from differences within a "
-                "group",
+                "Reward something that completions differ in: GRPO learns only from differences within a group",
             )
         return
     tied = recent.above("frac_reward_zero_std", limits.tied_groups)
@@ -206,9 +196,7 @@ def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
         )
 
 
-def _gradient(
-    recent: _Window, steps: Sequence[Record], limits: Thresholds, *, explained: bool
-) -> Iterator[Diagnosis]:
+def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, explained: bool) -> Iterator[Diagnosis]:
     norms = recent.values("grad_norm")[-limits.min_steps :]
     tied = _Window(steps[-limits.min_steps :]).mean("frac_reward_zero_std")
     some_differ = tied is None or tied < 1
@@ -216,8 +204,7 @@ def _gradient(
         yield Diagnosis(
             "gradient_zero",
             f"the gradient was exactly 0 in the last {len(norms)} steps although rewards differ",
-            "See which mask/<reason> excludes the tokens, and that model.use_peft or the weights really are "
-            "trainable",
+            "See which mask/<reason> excludes the tokens, and that model.use_peft or the weights really are trainable",
         )
     rates = recent.values("learning_rate")
     if len(rates) >= limits.min_steps and max(rates) == 0:
@@ -293,8 +280,7 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     if clip is not None:
         yield Diagnosis(
             "clip_fraction_high",
-            f"{clip:.0%} of the tokens were held back by the clip (last {total} steps): updates are too "
-            "large",
+            f"{clip:.0%} of the tokens were held back by the clip (last {total} steps): updates are too large",
             "Lower optim.learning_rate or algorithm.num_iterations",
         )
     entropy = recent.mean("entropy")
@@ -314,8 +300,7 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the "
             "trained "
             "objective is not that of the sampled completions",
-            "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same "
-            "model.dtype",
+            "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype",
         )
 
 

@@ -91,9 +91,7 @@ eval/<metric> | | as <metric>, on the evaluation prompts, sampled at evaluation.
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(
-        "".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name))
-    )
+    return re.compile("".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name)))
 
 
 _FAMILIES = [(_pattern(name), definition) for name, definition in METRICS.items() if "<" in name]
@@ -108,9 +106,5 @@ def describe_metric(name: str) -> MetricDefinition | None:
         return METRICS[name]
     if name.startswith("eval/"):
         inner = describe_metric(name.removeprefix("eval/"))
-        return (
-            None
-            if inner is None
-            else MetricDefinition(inner.unit, inner.meaning + ", on the evaluation prompts")
-        )
+        return None if inner is None else MetricDefinition(inner.unit, inner.meaning + ", on the evaluation prompts")
     return next((definition for pattern, definition in _FAMILIES if pattern.fullmatch(name)), None)

@@ -175,6 +175,4 @@ def _column(pa: Any, name: str, values: list[Any]) -> Any:
     if kinds == {int} and all(value is None or -(2**63) <= value < 2**63 for value in values):
         return pa.array(values, pa.int64())
     texts = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
-    return pa.array(
-        [None if text is None else text.encode("utf-8", "replace").decode() for text in texts], pa.string()
-    )
+    return pa.array([None if text is None else text.encode("utf-8", "replace").decode() for text in texts], pa.string())

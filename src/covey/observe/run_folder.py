@@ -92,9 +92,7 @@ class RunFolder:
             with files.explained(folder):
                 run.completions.mkdir(exist_ok=True)
                 run.checkpoints.mkdir(exist_ok=True)
-            files.write_atomically(
-                run.versions_path, _as_json({"run_id": uuid.uuid4().hex[:12], **collect_versions()})
-            )
+            files.write_atomically(run.versions_path, _as_json({"run_id": uuid.uuid4().hex[:12], **collect_versions()}))
         except BaseException:
             run.close()
             raise
@@ -110,14 +108,11 @@ class RunFolder:
         folder = Path(path).expanduser().absolute()
         if cls.is_run(folder) and not _is_unused(folder):
             raise RunFolderError(
-                f"{path} holds another run; continue it with `covey resume {path}`, "
-                "or choose another run.output_dir"
+                f"{path} holds another run; continue it with `covey resume {path}`, or choose another run.output_dir"
             )
         with files.explained(folder, "create the run folder"):
             present = [entry.name for entry in folder.iterdir()] if folder.exists() else []
-        foreign = sorted(
-            name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name)
-        )
+        foreign = sorted(name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name))
         if foreign:
             raise RunFolderError(
                 f"{path} is not empty (it holds {', '.join(foreign[:3])}) and is no Covey run; "
@@ -148,9 +143,7 @@ class RunFolder:
             now, before = collect_versions(), run.versions()
             changed = {name: value for name, value in now.items() if before.get(name) != value}
             if changed:
-                was = ", ".join(
-                    f"{name} {before.get(name)} -> {value}" for name, value in sorted(changed.items())
-                )
+                was = ", ".join(f"{name} {before.get(name)} -> {value}" for name, value in sorted(changed.items()))
                 run.append_event("versions", f"resumed with other versions: {was}")
         except BaseException:
             run.close()
@@ -175,8 +168,7 @@ class RunFolder:
     def _existing(cls, path: str | os.PathLike[str]) -> Path:
         if not cls.is_run(path):
             raise RunFolderError(
-                f"{path} holds no run (it has no versions.json); check the path, or start a run with `covey "
-                "train`"
+                f"{path} holds no run (it has no versions.json); check the path, or start a run with `covey train`"
             )
         return Path(path).expanduser().absolute()
 
@@ -320,9 +312,7 @@ class RunFolder:
         except ValueError:
             versions = None
         if not isinstance(versions, dict):
-            raise RunFolderError(
-                f"{self.versions_path} is damaged: it is no JSON object; restore it from a backup"
-            )
+            raise RunFolderError(f"{self.versions_path} is damaged: it is no JSON object; restore it from a backup")
         return versions
 
     def read_metrics(self) -> list[Record]:

@@ -177,11 +177,7 @@ def make_observers(
             continue
         if name not in _TRACKERS:
             near = get_close_matches(name, _TRACKERS, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"set run.report_to to {', '.join(_TRACKERS)} or 'none'"
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"set run.report_to to {', '.join(_TRACKERS)} or 'none'"
             raise ConfigError(f"report_to={name!r}: no such tracker; {hint}")
         if run_folder is None:
             raise ConfigError(f"report_to={name!r}: a tracker needs a run folder; set run.output_dir")

@@ -224,9 +224,7 @@ class Learner:
         Returns:
             The gradient's norm before clipping. When it is not finite, no step is taken.
         """
-        parameters = [
-            p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         limit = self.max_grad_norm if self.max_grad_norm > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit)) if parameters else 0.0
         if parameters and np.isfinite(norm):

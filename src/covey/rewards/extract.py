@@ -39,9 +39,7 @@ _DECORATION = r"[\s*$:=(\\{\[`]{0,8}?"
 # In "the answer is 5 + 3 = 8" the 5 is an operand, not the answer.
 _RESULT = rf"{_DECORATION}({_NUMBER})(?!\s{{0,4}}[-−+*/×÷x^]\s{{0,4}}[0-9$(])"
 _AFTER_MARKER = re.compile(_RESULT)
-_AFTER_ANSWER = re.compile(
-    rf"\banswers?(?:[^\n.0-9]{{0,60}}?(?:\b(?:is|are|was)\b|[:=]))?{_RESULT}", re.IGNORECASE
-)
+_AFTER_ANSWER = re.compile(rf"\banswers?(?:[^\n.0-9]{{0,60}}?(?:\b(?:is|are|was)\b|[:=]))?{_RESULT}", re.IGNORECASE)
 _AFTER_EQUALS = re.compile(f"={_RESULT}")
 _WHOLE = re.compile(r"[-−+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?%?\.?")
 _RATIO = re.compile(r"([-−+]?[0-9]+)\s*/\s*([0-9]+)|([-−+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")

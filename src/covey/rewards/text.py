@@ -76,10 +76,7 @@ def format_reward(
 
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         texts = [completion_text(completion) for completion in completions]
-        return [
-            1.0 if (compiled.fullmatch(text.strip()) if full else compiled.search(text)) else 0.0
-            for text in texts
-        ]
+        return [1.0 if (compiled.fullmatch(text.strip()) if full else compiled.search(text)) else 0.0 for text in texts]
 
     return _named(reward, name, ())
 
@@ -95,9 +92,7 @@ def _against_column(name: str, column: str, compare: Callable[[str, Any], bool])
         rewards: list[float | None] = []
         for index, (completion, reference) in enumerate(zip(completions, columns[column], strict=True)):
             try:
-                rewards.append(
-                    None if reference is None else float(compare(completion_text(completion), reference))
-                )
+                rewards.append(None if reference is None else float(compare(completion_text(completion), reference)))
             except ValueError as error:
                 raise RewardError(str(error), function=name, sample=index) from None
         return rewards

@@ -38,9 +38,7 @@ class Verifier:
     def verify(self, prompt: str, completion: str) -> float | None:
         """Score one pair; None if it cannot be scored."""
         if type(self).batch_verify is Verifier.batch_verify:
-            raise NotImplementedError(
-                f"{type(self).__name__} overrides neither verify nor batch_verify; define one"
-            )
+            raise NotImplementedError(f"{type(self).__name__} overrides neither verify nor batch_verify; define one")
         return self.batch_verify([(prompt, completion)])[0]
 
     def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
@@ -89,9 +87,7 @@ class _RewardVerifier(Verifier):
         return list(rewards)
 
 
-def verifier_from_reward(
-    function: RewardFunction, columns: Mapping[str, Mapping[str, Any]] | None = None
-) -> Verifier:
+def verifier_from_reward(function: RewardFunction, columns: Mapping[str, Mapping[str, Any]] | None = None) -> Verifier:
     """Make a `Verifier` of a synchronous reward function; it gets prompts and completions as plain strings.
 
     Args:

@@ -54,9 +54,7 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
     episodes = tuple(episode for group in groups for episode in group.episodes)
     group_ids = np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])
     advantages = _advantages(groups, group_ids, episodes, settings)
-    exists = np.arange(max(e.num_sampled for e in episodes))[None, :] < np.array(
-        [[e.num_sampled] for e in episodes]
-    )
+    exists = np.arange(max(e.num_sampled for e in episodes))[None, :] < np.array([[e.num_sampled] for e in episodes])
     keep: dict[str, BoolArray] = {}
     if settings.mask_truncated_completions:
         keep["mask_truncated_completions"] = truncated_mask([episode.finish_reason for episode in episodes])
@@ -92,9 +90,7 @@ def _advantages(
     weights = list(settings.reward_weights)
     if settings.soft_overlong_cache > 0:
         lengths = np.array([episode.num_sampled for episode in episodes])
-        punishment = soft_overlong_punishment(
-            lengths, settings.max_completion_length, settings.soft_overlong_cache
-        )
+        punishment = soft_overlong_punishment(lengths, settings.max_completion_length, settings.soft_overlong_cache)
         # A completion that no function could score stays unscored: its length alone says nothing about it.
         unscored = np.isnan(np.concatenate([group.rewards for group in groups]))
         parts.append(np.where(unscored, np.nan, punishment))

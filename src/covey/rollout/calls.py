@@ -82,9 +82,7 @@ class AsyncRunner:
         if not awaitables:
             return []
         outcomes: list[Any] = [Failure(None)] * len(awaitables)
-        future = asyncio.run_coroutine_threadsafe(
-            _gather(awaitables, outcomes, timeout), self._running_loop()
-        )
+        future = asyncio.run_coroutine_threadsafe(_gather(awaitables, outcomes, timeout), self._running_loop())
         try:
             return future.result(None if timeout is None else timeout + _GRACE_SECONDS)
         except TimeoutError:  # something blocks the loop: leave its thread behind
@@ -124,9 +122,7 @@ def _stop(loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(loop.stop)
 
 
-async def _gather(
-    awaitables: Sequence[Awaitable[Any]], outcomes: list[Any], timeout: float | None
-) -> list[Any]:
+async def _gather(awaitables: Sequence[Awaitable[Any]], outcomes: list[Any], timeout: float | None) -> list[Any]:
     async def one(index: int, awaitable: Awaitable[Any]) -> None:
         try:
             outcomes[index] = await awaitable

@@ -42,12 +42,8 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         default=True, description="Train a LoRA adapter on the frozen model; false trains all weights."
     )
     lora_r: int = Field(default=16, ge=1, description="Rank of the adapter.")
-    lora_alpha: float = Field(
-        default=32, gt=0, description="Scale of the adapter: it is multiplied by alpha / r."
-    )
-    lora_dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout before the adapter, in training only."
-    )
+    lora_alpha: float = Field(default=32, gt=0, description="Scale of the adapter: it is multiplied by alpha / r.")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the adapter, in training only.")
     lora_target_modules: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
         default="all-linear",
         description="Layers that get an adapter: all-linear, or a list of module names such as q_proj.",
@@ -56,9 +52,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         default=True,
         description="Run each prompt once for its whole group in training; false = once a completion.",
     )
-    adapter: str | None = Field(
-        default=None, description="Folder of a PEFT adapter to start from; none = a new one."
-    )
+    adapter: str | None = Field(default=None, description="Folder of a PEFT adapter to start from; none = a new one.")
 
     @field_validator("model", "adapter", mode="before")
     @classmethod
@@ -92,8 +86,7 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         default=0.0,
         ge=0,
         lt=1,
-        description="Draw only tokens with at least this fraction of the likeliest token's probability; 0 "
-        "= all.",
+        description="Draw only tokens with at least this fraction of the likeliest token's probability; 0 = all.",
     )
     max_completion_length: int = Field(
         default=256, ge=1, description="Longest completion, in tokens; longer ones are truncated."
@@ -104,8 +97,7 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     kv_cache_gb: float = Field(
         default=1.0,
         gt=0,
-        description="Memory for the keys and values of running completions, in GiB; completions that do "
-        "not fit wait.",
+        description="Memory for the keys and values of running completions, in GiB; completions that do not fit wait.",
     )
     max_batch_size: int = Field(
         default=64,

@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476): replace groups whose rewards are all equal, in a bounded number of tries."""
+"""Dynamic sampling (DAPO, arXiv 2503.14476): replace groups whose rewards are all equal, in a few tries at most."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ class DynamicSampling:
     max_tries: int = 3
 
 
-def collect_informative_groups(
-    collect: Callable[[int], Rollout], wanted: int, settings: DynamicSampling
-) -> Rollout:
+def collect_informative_groups(collect: Callable[[int], Rollout], wanted: int, settings: DynamicSampling) -> Rollout:
     """Sample until `wanted` groups have rewards that differ, or the tries are used up.
 
     A step that stays short trains on the partial batch: the tied groups would add nothing to the gradient. When no

@@ -109,9 +109,7 @@ class Scorer:
             if not math.isfinite(weight):
                 raise ConfigError(f"reward_weights={list(weights)}: {weight} is not a finite number; use one")
         if timeout is not None and not timeout > 0:
-            raise ConfigError(
-                f"reward_timeout={timeout}: must be above 0 seconds; leave it out to wait for ever"
-            )
+            raise ConfigError(f"reward_timeout={timeout}: must be above 0 seconds; leave it out to wait for ever")
         names = _unique_names([reward_name(function) for function in functions])
         self.specs: tuple[RewardSpec, ...] = tuple(
             _describe(function, name, float(weight))
@@ -182,9 +180,7 @@ class Scorer:
             ConfigError: a function requires an argument that does not exist.
         """
         if len(prompts) != len(episodes):
-            raise ValueError(
-                f"{len(prompts)} prompts for {len(episodes)} episodes; pass one prompt for each episode"
-            )
+            raise ValueError(f"{len(prompts)} prompts for {len(episodes)} episodes; pass one prompt for each episode")
         count = len(episodes)
         rows = [prompt.uid for prompt in prompts]
         self.check_columns(name for prompt in prompts for name in prompt.columns)
@@ -291,9 +287,7 @@ class Scorer:
         self._extras.setdefault(column, []).extend(values)
 
 
-_PROVIDED = frozenset(
-    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
-)
+_PROVIDED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:

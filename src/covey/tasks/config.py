@@ -22,20 +22,17 @@ class DataConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
     )
     task: str | None = Field(
         default=None,
-        description="A named task that renders prompts and scores answers; none = prompts as they are in "
-        "the dataset.",
+        description="A named task that renders prompts and scores answers; none = prompts as they are in the dataset.",
     )
     prompts_per_step: int = Field(
         default=8,
         ge=1,
-        description="Distinct prompts for each optimiser step; completions per step are this times "
-        "num_generations.",
+        description="Distinct prompts for each optimiser step; completions per step are this times num_generations.",
     )
     max_prompt_length: int | None = Field(
         default=None,
         ge=1,
-        description="Longest prompt, in tokens; a longer one is an error, found before training. none = no "
-        "limit.",
+        description="Longest prompt, in tokens; a longer one is an error, found before training. none = no limit.",
     )
     shuffle: bool = Field(default=True, description="Visit the dataset in a new random order in each epoch.")
     system_prompt: str | None = Field(

@@ -62,9 +62,7 @@ def load_rows(source: Any, *, split: str = "train") -> list[Row]:
             )
         rows.append(dict(entry))
     if not rows:
-        raise DataError(
-            f"{name}: no rows; training needs at least one prompt, so give a dataset that has some"
-        )
+        raise DataError(f"{name}: no rows; training needs at least one prompt, so give a dataset that has some")
     return rows
 
 
@@ -224,9 +222,7 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
         if isinstance(content, str):
             encoded = tokenizer(content)
         else:
-            encoded = tokenizer.apply_chat_template(
-                content, add_generation_prompt=True, tokenize=True, **kwargs
-            )
+            encoded = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=True, **kwargs)
     except Exception as error:  # a template may raise whatever it likes, and text may hold lone surrogates
         raise DataError(
             f"row {index}: the prompt {shown(content)} cannot be tokenised ({type(error).__name__}: "

@@ -79,8 +79,7 @@ class GSM8K(Task):
         rows = [row for row in self._problems if row["question"] not in held_out]
         if not rows:
             raise DataError(
-                f"{self.path}: all {len(self._problems)} problems are held out; lower "
-                f"num_eval={self.num_eval}"
+                f"{self.path}: all {len(self._problems)} problems are held out; lower num_eval={self.num_eval}"
             )
         if self.num_train is not None and self.num_train < len(rows):
             chosen = sorted(random.Random(seed).sample(range(len(rows)), self.num_train))

@@ -71,9 +71,7 @@ def _parse(text: str, where: str) -> Any:
     except RecursionError:
         raise DataError(f"{where}: nested too deeply to read; flatten or remove that row") from None
     except ValueError as error:
-        raise DataError(
-            f"{where}: not valid JSON ({error}): {shown(text.strip())}; correct or remove it"
-        ) from None
+        raise DataError(f"{where}: not valid JSON ({error}): {shown(text.strip())}; correct or remove it") from None
 
 
 def _read_csv(path: Path) -> Iterator[Any]:
@@ -84,8 +82,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
         for row in reader:
             if None in row or None in row.values():
                 raise DataError(
-                    f"{path}, line {reader.line_num}: not as many fields as the header has; correct or "
-                    "remove it"
+                    f"{path}, line {reader.line_num}: not as many fields as the header has; correct or remove it"
                 )
             yield row
     except csv.Error as error:

@@ -126,8 +126,7 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
         step = int(document["step"])
         if run_id is not None and found and found != run_id:
             raise CheckpointError(
-                f"checkpoint {folder} belongs to run {found}, not to {run_id}; resume from that run's own "
-                "folder"
+                f"checkpoint {folder} belongs to run {found}, not to {run_id}; resume from that run's own folder"
             )
         tensors = {name: _load_group(folder / f"{name}.safetensors") for name in document["groups"]}
         state = _decode(document["state"])
@@ -143,11 +142,7 @@ def list_checkpoints(folder: str | Path) -> list[Path]:
     root = Path(folder)
     if not root.is_dir():
         return []
-    found = [
-        (int(match[1]), path)
-        for path in root.iterdir()
-        if (match := _NAME.match(path.name)) and path.is_dir()
-    ]
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name)) and path.is_dir()]
     return [path for _, path in sorted(found)]
 
 
@@ -185,8 +180,7 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
         return []
     if keep_last < 1:
         raise ConfigError(
-            f"save_total_limit={keep_last}: at least one checkpoint must stay; set run.save_total_limit to 1 "
-            "or more"
+            f"save_total_limit={keep_last}: at least one checkpoint must stay; set run.save_total_limit to 1 or more"
         )
     whole = [path for path in list_checkpoints(folder) if not folder_problem(path, hashes=False)]
     best = "" if best_step is None else checkpoint_name(best_step)
@@ -237,9 +231,7 @@ def restore_optimizer(
         name, _, key = full_name.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
-            reason = (
-                "is not trained here" if parameter is None else f"has shape {tuple(parameter.shape)} here"
-            )
+            reason = "is not trained here" if parameter is None else f"has shape {tuple(parameter.shape)} here"
             raise CheckpointError(
                 f"the checkpoint has {key} {tuple(tensor.shape)} for parameter {name}, which {reason}; "
                 "resume with the model and adapter settings that the run was started with"
@@ -323,9 +315,7 @@ def _encode(value: Any) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _encode(item) for key, item in value.items()}
         return {"$pairs": [[_encode(key), _encode(item)] for key, item in value.items()]}
-    raise TypeError(
-        f"a checkpoint's state cannot hold a {type(value).__name__}; put tensors in a tensor group"
-    )
+    raise TypeError(f"a checkpoint's state cannot hold a {type(value).__name__}; put tensors in a tensor group")
 
 
 def _decode(value: Any) -> Any:

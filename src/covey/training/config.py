@@ -23,17 +23,13 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     )
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of AdamW.")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of AdamW's mean of gradients.")
-    adam_beta2: float = Field(
-        default=0.999, ge=0, lt=1, description="Decay of AdamW's mean of squared gradients."
-    )
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of AdamW's mean of squared gradients.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to AdamW's denominator.")
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
         default="linear",
         description="Course of the learning rate after warm-up: down to 0 (linear, cosine) or constant.",
     )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Optimiser steps over which the learning rate rises from 0."
-    )
+    warmup_steps: int = Field(default=0, ge=0, description="Optimiser steps over which the learning rate rises from 0.")
     warmup_ratio: float = Field(
         default=0.0, ge=0, lt=1, description="The same as a fraction of all steps; set one of the two."
     )
@@ -93,9 +89,7 @@ class ScheduleConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         description="Optimiser steps; -1 = as many as num_train_epochs makes, above 0 replaces it.",
     )
     num_train_epochs: float = Field(default=1.0, gt=0, description="Passes over the dataset.")
-    max_minutes: float | None = Field(
-        default=None, gt=0, description="Time limit of the run in minutes; none = none."
-    )
+    max_minutes: float | None = Field(default=None, gt=0, description="Time limit of the run in minutes; none = none.")
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = Field(
         default=(),
         description="Stretches of the run, one after another, each with a name, one length (steps, tokens "
@@ -106,9 +100,7 @@ class ScheduleConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     @classmethod
     def _no_empty_run(cls, value: int) -> int:
         if value == 0:
-            raise ValueError(
-                "a run without steps trains nothing; set schedule.max_steps to 1 or more, or to -1"
-            )
+            raise ValueError("a run without steps trains nothing; set schedule.max_steps to 1 or more, or to -1")
         return value
 
 
@@ -124,9 +116,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allo
     num_eval_prompts: int | None = Field(
         default=None, ge=1, description="Evaluate on the first this many held-out prompts; none = all."
     )
-    eval_temperature: float = Field(
-        default=0.0, ge=0, description="Sampling temperature in evaluation; 0 = greedy."
-    )
+    eval_temperature: float = Field(default=0.0, ge=0, description="Sampling temperature in evaluation; 0 = greedy.")
     num_generations_eval: int = Field(
         default=1,
         ge=1,

@@ -77,9 +77,7 @@ def evaluate(
         "eval/seconds": rollout.sampling_seconds + rollout.scoring_seconds,
     }
     for name in rollout.groups[0].reward_parts:
-        metrics[f"eval/rewards/{name}/mean"] = _mean(
-            np.concatenate([g.reward_parts[name] for g in rollout.groups])
-        )
+        metrics[f"eval/rewards/{name}/mean"] = _mean(np.concatenate([g.reward_parts[name] for g in rollout.groups]))
     correct = _correct(rollout, rewards, is_correct)
     if correct is not None:
         low, high = wilson_interval(int(correct.sum()), len(correct))
@@ -98,9 +96,7 @@ def _mean(values: np.ndarray) -> float:
 
 def _correct(rollout: Rollout, rewards: np.ndarray, is_correct: IsCorrect | None) -> BoolArray | None:
     if is_correct is not None:
-        return np.array(
-            [is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_
-        )
+        return np.array([is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_)
     if np.isin(rewards, (0.0, 1.0)).all():
         return np.asarray(rewards == 1.0)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,6 @@ from covey.training.evaluate import Evaluation
 from covey.training.report import completion_rows
 from covey.training.schedule import PhasePlan
 from covey.training.state import TrainerState
-from covey.types import Batch, Group
 
 if TYPE_CHECKING:
     from covey.training.trainer import GRPOTrainer
@@ -42,9 +41,7 @@ class Recorder:
         evaluated_at: step of the last evaluation, -1 before the first.
     """
 
-    def __init__(
-        self, trainer: GRPOTrainer, plan: PhasePlan, total_steps: int | None, callbacks: Callbacks
-    ) -> None:
+    def __init__(self, trainer: GRPOTrainer, plan: PhasePlan, total_steps: int | None, callbacks: Callbacks) -> None:
         self._trainer = trainer
         self._plan = plan
         self._total_steps = total_steps
@@ -100,6 +97,7 @@ class Recorder:
                 raise
             finally:
                 self._observers.on_run_end(status)
+                trainer.data.scorer.close()
 
     def _finish(self, folder: RunFolder) -> None:
         trainer, state = self._trainer, self._trainer.state
@@ -111,9 +109,7 @@ class Recorder:
             best = load_checkpoint(folder.checkpoints / f"step_{state.best_step:06d}", run_id=folder.run_id)
             trainer.policy.load_state_dict(best.tensors["policy"])
             trainer.engine.sync(trainer.policy.model, state.policy_version)
-            self.event(
-                "best", f"the run ends with the weights of step {state.best_step}, its best evaluation"
-            )
+            self.event("best", f"the run ends with the weights of step {state.best_step}, its best evaluation")
         with folder.publishing(folder.adapter) as aside:
             trainer.policy.save_pretrained(aside)
         draw_run(folder)
@@ -145,7 +141,7 @@ class Recorder:
         """Something long moves on."""
         self._observers.on_progress(activity, done, total)
 
-    def step(self, metrics: dict[str, Any], groups: Sequence[Group], batch: Batch) -> None:
+    def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]]) -> None:
         """A step is done: metrics, completions, and a diagnosis in words if something is wrong."""
         state = self._trainer.state
         self._unsaved = True
@@ -155,7 +151,7 @@ class Recorder:
             self._phase = metrics["phase"]
         state.log_history.append({"step": state.global_step, **metrics})
         self._observers.on_step(state.global_step, metrics)
-        self._observers.on_completions(state.global_step, completion_rows(groups, batch))
+        self._observers.on_completions(state.global_step, completions)
         for diagnosis in self._doctor.check(state.log_history[-1]):
             self.event("diagnosis", str(diagnosis))
 
@@ -163,11 +159,12 @@ class Recorder:
         """An evaluation is done: metrics, and whether it is the best so far."""
         state, folder = self._trainer.state, self._folder
         assert folder is not None
-        metrics: dict[str, Any] = dict(result.metrics)
+        logged = self._trainer.data.scorer.take_logged()
+        metrics: dict[str, Any] = dict(result.metrics) | {f"eval/{name}": v for name, v in logged.metrics.items()}
         self.evaluated_at, self._unsaved = state.global_step, True
         state.log_history.append({"step": state.global_step, **metrics})
         self._observers.on_eval(state.global_step, metrics)
-        rows = completion_rows(result.rollout.groups)
+        rows = completion_rows(result.rollout.groups, columns=logged.columns)
         if result.correct is not None:
             for row, correct in zip(rows, result.correct.tolist(), strict=True):
                 row["correct"] = correct
@@ -270,6 +267,4 @@ def _random_state() -> dict[str, Any]:
 def _restore_random(state: dict[str, Any]) -> None:
     torch.set_rng_state(torch.from_numpy(np.asarray(state["cpu"], np.uint8)))
     if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state_all(
-            [torch.from_numpy(np.asarray(entry, np.uint8)) for entry in state["cuda"]]
-        )
+        torch.cuda.set_rng_state_all([torch.from_numpy(np.asarray(entry, np.uint8)) for entry in state["cuda"]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,16 +47,18 @@ def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
     return metrics
 
 
-def completion_rows(groups: Sequence[Group], batch: Batch | None = None) -> list[dict[str, Any]]:
-    """One row for each completion: what was asked, answered and given for it, and why tokens were masked."""
+def completion_rows(
+    groups: Sequence[Group], batch: Batch | None = None, columns: Mapping[str, Sequence[Any]] | None = None
+) -> list[dict[str, Any]]:
+    """One row for each completion: what was asked, answered and given for it, and why tokens were masked.
+
+    `columns` are what reward functions logged beside their rewards; one with another number of entries is left out
+    (with dynamic sampling, entries of discarded groups are among them).
+    """
     rows = []
     row = 0
     for number, group in enumerate(groups):
-        prompt = (
-            group.prompt.content
-            if isinstance(group.prompt.content, str)
-            else json.dumps(group.prompt.content)
-        )
+        prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
         for sample, episode in enumerate(group.episodes):
             entry: dict[str, Any] = {
                 "group": number,
@@ -72,11 +74,13 @@ def completion_rows(groups: Sequence[Group], batch: Batch | None = None) -> list
             entry |= {f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()}
             if batch is not None:
                 entry["advantage"] = float(batch.advantages[row, 0])
-                entry["masked_by"] = ", ".join(
-                    name for name, tokens in batch.excluded.items() if tokens[row].any()
-                )
+                entry["masked_by"] = ", ".join(name for name, tokens in batch.excluded.items() if tokens[row].any())
             rows.append(entry)
             row += 1
+    for name, values in (columns or {}).items():
+        if len(values) == len(rows):
+            for entry, value in zip(rows, values, strict=True):
+                entry.setdefault(name, value)
     return rows
 
 

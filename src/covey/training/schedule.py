@@ -21,9 +21,7 @@ from covey.errors import CheckpointError, ConfigError
 ScheduleType = Literal["linear", "cosine", "constant"]
 
 
-def learning_rate_factor(
-    schedule: str, step: int, *, warmup_steps: int = 0, total_steps: int | None = None
-) -> float:
+def learning_rate_factor(schedule: str, step: int, *, warmup_steps: int = 0, total_steps: int | None = None) -> float:
     """Factor in [0, 1] on the learning rate for the optimiser step that follows `step` finished ones.
 
     Warm-up is `step / warmup_steps`. After it, with `x = (step - warmup) / (total - warmup)`: `linear` is `1
@@ -40,9 +38,7 @@ def learning_rate_factor(
     """
     if schedule not in get_args(ScheduleType):
         known = ", ".join(get_args(ScheduleType))
-        raise ConfigError(
-            f"lr_scheduler_type={schedule!r}: no such schedule; set optim.lr_scheduler_type to {known}"
-        )
+        raise ConfigError(f"lr_scheduler_type={schedule!r}: no such schedule; set optim.lr_scheduler_type to {known}")
     if step < warmup_steps:
         return step / max(1, warmup_steps)
     if schedule == "constant":
@@ -153,9 +149,7 @@ class PhasePlan:
     tokens or minutes begins where the one before really ended; `state` and `restore` carry it over a resume.
     """
 
-    def __init__(
-        self, phases: Sequence[PhaseLike], *, temperature: float, beta: float, num_generations: int
-    ) -> None:
+    def __init__(self, phases: Sequence[PhaseLike], *, temperature: float, beta: float, num_generations: int) -> None:
         """Take the phases (none = one phase without end) and the run's own settings.
 
         Raises:

@@ -122,9 +122,7 @@ def tokenize(
     )
 
 
-def make_policy(
-    config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
-) -> Policy:
+def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None) -> Policy:
     """Load the policy named by the config, or wrap the model that the user passed."""
     chosen = config.model
     torch.manual_seed(config.run.seed)
@@ -261,9 +259,7 @@ class RunLength:
 
     def rate(self, phase: ResolvedPhase, step: int) -> float:
         """Learning rate of the step that follows `step` finished ones."""
-        factor = learning_rate_factor(
-            self.schedule, step, warmup_steps=self.warmup_steps, total_steps=self.total_steps
-        )
+        factor = learning_rate_factor(self.schedule, step, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
         return phase.effective_learning_rate(self.learning_rate, factor)
 
 
@@ -290,9 +286,7 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
         schedule=config.optim.lr_scheduler_type,
         learning_rate=config.optim.learning_rate,
     )
-    learning_rate_factor(
-        length.schedule, length.warmup_steps, warmup_steps=length.warmup_steps, total_steps=total
-    )
+    learning_rate_factor(length.schedule, length.warmup_steps, warmup_steps=length.warmup_steps, total_steps=total)
     return length
 
 

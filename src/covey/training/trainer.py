@@ -28,7 +28,7 @@ from covey.training import setup
 from covey.training.callbacks import Callbacks
 from covey.training.evaluate import Evaluation, evaluate
 from covey.training.recorder import Recorder
-from covey.training.report import rollout_metrics
+from covey.training.report import completion_rows, rollout_metrics
 from covey.training.schedule import Progress, ResolvedPhase
 from covey.training.state import TrainerState
 from covey.training.update import Update, update
@@ -131,18 +131,14 @@ class GRPOTrainer:
                 phase = self._plan.at(self._progress())
                 rollout, position = self._sample_and_score(phase, recorder)
                 batch = make_batch(rollout.groups, self._batch_settings)
-                with (
-                    recorder.inconsistent()
-                ):  # between here and the counters a checkpoint would be of no moment
+                with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
                     done = self._learn(batch, phase)
                     self._publish(done)
                     self._count(rollout, position, time.perf_counter() - started)
                 self._report(recorder, rollout, done, phase, time.perf_counter() - started)
                 self._evaluate_when_due(recorder)
                 recorder.checkpoint_when_due()
-        return TrainOutput(
-            self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {}
-        )
+        return TrainOutput(self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {})
 
     def _sample_and_score(self, phase: ResolvedPhase, recorder: Recorder) -> tuple[Rollout, int]:
         """Groups for one step, and the data position after them."""
@@ -216,9 +212,7 @@ class GRPOTrainer:
         state.num_tokens += prompt_tokens + rollout.sampled_tokens
         state.seconds += seconds
 
-    def _report(
-        self, recorder: Recorder, rollout: Rollout, done: Update, phase: ResolvedPhase, seconds: float
-    ) -> None:
+    def _report(self, recorder: Recorder, rollout: Rollout, done: Update, phase: ResolvedPhase, seconds: float) -> None:
         state = self.state
         metrics: dict[str, Any] = {
             "epoch": state.epoch,
@@ -230,9 +224,11 @@ class GRPOTrainer:
             **memory_metrics(),
             "step_time": seconds,
         }
+        logged = self.data.scorer.take_logged()
+        metrics |= logged.metrics
         if done.skipped:
             recorder.event("skipped", f"step {state.global_step}: {done.skipped}")
-        recorder.step(metrics, rollout.groups, done.batch)
+        recorder.step(metrics, completion_rows(rollout.groups, done.batch, logged.columns))
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
 
@@ -297,7 +293,7 @@ class GRPOTrainer:
         recorder = Recorder(self, self._plan, self._length.total_steps, self._callbacks)
         with recorder.running(resume):
             self._recorder = recorder
-            self._callbacks.state = self.state
+            self._callbacks.state = self.data.scorer.trainer_state = self.state
             try:
                 self._callbacks("on_train_begin")
                 yield recorder

@@ -166,13 +166,9 @@ def _mask_by_policy(
 
 def _why_nothing(batch: Batch) -> str:
     if not batch.mask.any():
-        reasons = (
-            ", ".join(name for name, tokens in batch.excluded.items() if tokens.any()) or "no sampled token"
-        )
+        reasons = ", ".join(name for name, tokens in batch.excluded.items() if tokens.any()) or "no sampled token"
         return f"nothing to train on: every token is masked ({reasons})"
-    return (
-        "nothing to train on: the rewards in every group are equal, so no completion is better than another"
-    )
+    return "nothing to train on: the rewards in every group are equal, so no completion is better than another"
 
 
 def _loss_metrics(gradients: Gradients, settings: UpdateSettings) -> dict[str, float]:
