@@ -101,7 +101,7 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
     task: Annotated[str | None, typer.Option(help="Task to measure on; a run's folder knows its own.")] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="Prompts to measure on, instead of the task's held-out ones.")
+        str | None, typer.Option(help="Prompts to measure on; with --task, the file that the task reads.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
     num: Annotated[int | None, typer.Option(help="Use the first NUM held-out prompts.")] = None,
@@ -113,7 +113,7 @@ def evaluate(
     config = _config_for(model, adapter, overrides)
     changes: dict[str, Any] = {
         "task": task,
-        "eval_dataset": dataset,
+        "dataset" if task else "eval_dataset": dataset,
         "num_eval_prompts": num,
         "eval_temperature": temperature,
     }

@@ -14,6 +14,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
+from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
@@ -110,6 +111,8 @@ def test_every_variant_trains(settings: dict[str, Any], changes: dict[str, Any])
     assert len(steps) == 2
     assert all(np.isfinite(record["loss"]) and np.isfinite(record["grad_norm"]) for record in steps)
     assert steps[-1]["grad_norm"] > 0
+    undefined = [name for record in steps for name in record if describe_metric(name) is None]
+    assert undefined == []
     after = trainer.policy.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
@@ -181,6 +184,17 @@ def test_several_rewards_sync_and_async_with_weights(settings: dict[str, Any]) -
     first = trainer.state.log_history[0]
     expected = first["rewards/share_of_letters/mean"] + 0.5 * first["rewards/length/mean"]
     assert first["reward"] == pytest.approx(expected)
+
+
+def test_a_task_brings_prompts_rewards_and_length(settings: dict[str, Any]) -> None:
+    del settings["max_completion_length"]
+    trainer = GRPOTrainer(args=GRPOConfig(**settings, task="arithmetic:kinds=sum,digits=1,num_eval=5"))
+    assert trainer.args.max_completion_length == 32
+    assert trainer.data.scorer.names == ("numeric_match",)
+    assert trainer.evaluate()["eval/accuracy"] == 0.0  # random weights
+    questions = {prompt.content[-1]["content"] for prompt in trainer.prompts}
+    assert questions.isdisjoint(prompt.content[-1]["content"] for prompt in trainer.eval_prompts)
+    assert trainer.prompts[0].content[0] == {"role": "system", "content": "Answer with the number only."}
 
 
 def test_rewards_log_metrics_and_columns_and_see_the_state(settings: dict[str, Any]) -> None:

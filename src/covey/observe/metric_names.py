@@ -67,15 +67,16 @@ ratio/max | | the largest importance ratio
 sampling/sampling_logp_difference/mean | nats | absolute difference of log-probability between trainer and
     sampler with the same weights, mean over sampled tokens
 sampling/sampling_logp_difference/max | nats | the same, largest over sampled tokens
-sampling/importance_sampling_ratio/min | | smallest correction factor exp(trainer - sampler)
-sampling/importance_sampling_ratio/mean | | mean correction factor
-sampling/importance_sampling_ratio/max | | largest correction factor
+sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of a token, before the cap
+sampling/importance_sampling_ratio/mean | | mean of it
+sampling/importance_sampling_ratio/max | | largest of it
 mask/<reason> | fraction | sampled tokens that this mask excluded from the loss
 dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling replaced
 step_time | seconds | wall-clock time of the whole step
 time/sampling | seconds | of it, sampling completions
 time/scoring | seconds | of it, reward functions
 time/reference | seconds | of it, log-probabilities under the reference
+time/publish | seconds | of it, giving the new weights to the sampler
 time/update | seconds | of it, forward, backward and optimiser
 memory/peak_gb | GB (10^9 bytes) | largest resident memory of the process so far
 memory/peak_cuda_gb | GB (10^9 bytes) | largest memory that torch allocated on the CUDA device so far

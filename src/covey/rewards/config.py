@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 
 class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -29,6 +29,11 @@ class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
         description="Soft overlong punishment (DAPO): the reward falls linearly by up to 1 over the last "
         "this many tokens before max_completion_length; 0 = off.",
     )
+
+    @field_validator("functions", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _weights_say_something(self) -> Self:

@@ -114,6 +114,11 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
             )
         return value
 
+    @field_validator("stop_strings", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
     @field_validator("stop_strings", mode="after")
     @classmethod
     def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:

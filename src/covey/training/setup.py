@@ -55,11 +55,19 @@ class Data:
 
 
 def load_task(config: GRPOConfig) -> Task | None:
-    """The task named by `data.task`, reading `data.dataset` where one is given, or None."""
-    if config.data.task is None:
+    """The task named by `data.task`, or None. `data.dataset` and `data.eval_dataset` are the files that it reads."""
+    data = config.data
+    if data.task is None:
         return None
-    options = {} if config.data.dataset is None else {"path": config.data.dataset}
-    return get_task(config.data.task, **options)
+    options = {"path": data.dataset, "eval_path": data.eval_dataset}
+    return get_task(data.task, **{name: value for name, value in options.items() if value is not None})
+
+
+def with_task_defaults(config: GRPOConfig, task: Task | None) -> GRPOConfig:
+    """Completions as long as the task's answers need, unless the user said how long."""
+    if task is None or "max_completion_length" in config.sampling.model_fields_set:
+        return config
+    return config.replace(max_completion_length=task.max_completion_length)
 
 
 def load_data(
@@ -79,7 +87,7 @@ def load_data(
     if train_dataset is None:
         train_dataset = task.train_rows(config.run.seed) if task else data.dataset
     if eval_dataset is None:
-        eval_dataset = task.eval_rows() if task and data.eval_dataset is None else data.eval_dataset
+        eval_dataset = task.eval_rows() if task else data.eval_dataset
     if train_dataset is None:
         raise DataError("no training data: pass train_dataset, or set data.dataset or data.task")
     if reward_funcs is None:

@@ -94,8 +94,8 @@ class GRPOTrainer:
         if isinstance(model, str | Path):
             args = args.replace(model=str(model))
             model = None
-        self.args = args
         task = setup.load_task(args) if task is None else task
+        self.args = args = setup.with_task_defaults(args, task)
         self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
         self._plan = setup.make_plan(args)
         self._length = setup.run_length(args, self._plan, len(self.data.train))
@@ -181,7 +181,9 @@ class GRPOTrainer:
             return
         self.state.updates += done.optimizer_steps
         self.state.policy_version += done.optimizer_steps
+        began = time.perf_counter()
         self.engine.sync(self.policy.model, self.state.policy_version)
+        done.metrics["time/publish"] = time.perf_counter() - began
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)

@@ -21,6 +21,8 @@ from covey.algorithms import (
 from covey.pytorch.learner import Correction, Gradients, Learner, rows_with_gradient
 from covey.types import Batch
 
+_EXTREMES = ("min", "mean", "max")
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
@@ -87,7 +89,8 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
     rows = rows_with_gradient(batch, settings.objective)
     if len(rows) == 0:
         result.skipped = _why_nothing(batch)
-        result.metrics = {"loss": 0.0, "grad_norm": 0.0} | _mask_metrics(batch, batch)
+        result.metrics = {"loss": 0.0, "grad_norm": 0.0, "time/reference": 0.0, "time/update": 0.0}
+        result.metrics |= _mask_metrics(batch, batch)
         return result
 
     reference = None
@@ -118,8 +121,12 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
         norm = learner.optim_step(learning_rate)
         if iteration == 0:
             trainer_old = gradients.logp
-            result.metrics |= _mismatch_metrics(batch, gradients)
-        result.metrics |= _loss_metrics(gradients, settings) | {"grad_norm": norm}
+            result.metrics |= _mismatch_metrics(batch, gradients, settings)
+        lowest = result.metrics.get("clip_ratio/low_min", np.inf)
+        highest = result.metrics.get("clip_ratio/high_max", 0.0)
+        result.metrics |= _loss_metrics(gradients) | {"grad_norm": norm}
+        result.metrics["clip_ratio/low_min"] = min(lowest, result.metrics["clip_ratio/low_mean"])
+        result.metrics["clip_ratio/high_max"] = max(highest, result.metrics["clip_ratio/high_mean"])
         if not np.isfinite(norm):
             result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken"
             break
@@ -171,7 +178,7 @@ def _why_nothing(batch: Batch) -> str:
     return "nothing to train on: the rewards in every group are equal, so no completion is better than another"
 
 
-def _loss_metrics(gradients: Gradients, settings: UpdateSettings) -> dict[str, float]:
+def _loss_metrics(gradients: Gradients) -> dict[str, float]:
     means = mean_metrics(gradients.metrics)
     found = {
         "loss": means["loss"],
@@ -190,15 +197,19 @@ def _loss_metrics(gradients: Gradients, settings: UpdateSettings) -> dict[str, f
     return found
 
 
-def _mismatch_metrics(batch: Batch, gradients: Gradients) -> dict[str, float]:
+def _mismatch_metrics(batch: Batch, gradients: Gradients, settings: UpdateSettings) -> dict[str, float]:
     """Sampler against trainer under the same weights: the first pass runs before any optimiser step."""
     signed = np.where(gradients.scored, gradients.logp - batch.old_logprobs, 0.0)[gradients.scored]
     if signed.size == 0:
         return {}
-    return {
+    found = {
         "sampling/sampling_logp_difference/mean": float(np.abs(signed).mean()),
         "sampling/sampling_logp_difference/max": float(np.abs(signed).max()),
     }
+    if settings.correction is not None:
+        ratio = np.exp(signed.astype(np.float64))
+        found |= {f"sampling/importance_sampling_ratio/{name}": float(getattr(ratio, name)()) for name in _EXTREMES}
+    return found
 
 
 def _mask_metrics(before: Batch, after: Batch) -> dict[str, float]:
