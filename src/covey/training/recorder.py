@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from covey.errors import CoveyError
 from covey.observe.curve import draw_run
 from covey.observe.doctor import Doctor
 from covey.observe.observers import Observers
@@ -32,6 +34,8 @@ from covey.training.state import TrainerState
 
 if TYPE_CHECKING:
     from covey.training.trainer import GRPOTrainer
+
+log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -115,14 +119,19 @@ class Recorder:
         draw_run(folder)
 
     def stopped(self, status: str, reason: str) -> None:
-        """An error or the keyboard ends the run: leave a checkpoint, if the weights are those of a finished step."""
+        """An error or the keyboard ends the run: leave a checkpoint, if the weights are those of a finished step.
+
+        Never raises because the disk is full: what stopped the run is the error that the user must see.
+        """
         folder = self._folder
         if folder is None:
             return
-        if self._consistent and self._unsaved:
-            self._save(folder)
-        path = folder.path
-        self.event(status, f"{reason}\nNothing is lost: continue with `covey resume {path}`")
+        try:
+            if self._consistent and self._unsaved:
+                self._save(folder)
+            self.event(status, f"{reason}\nNothing is lost: continue with `covey resume {folder.path}`")
+        except CoveyError as error:
+            log.warning("the run stops, and its last step could not be saved: %s", error)
 
     @contextmanager
     def inconsistent(self) -> Iterator[None]:
