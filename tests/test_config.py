@@ -659,3 +659,7 @@ def test_render_explain_filters_and_shows_brackets() -> None:
 def test_a_section_can_be_made_by_itself() -> None:
     section = SamplingConfig(num_generations=4)
     assert GRPOConfig(sampling=section, temperature=0.5).sampling == SamplingConfig(num_generations=4, temperature=0.5)
+
+
+def test_the_folder_may_come_first_without_a_name() -> None:
+    assert GRPOConfig("runs/first", beta=0.0).run.output_dir == "runs/first"

@@ -71,13 +71,15 @@ class GRPOConfig(BaseModel):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="When the policy is measured.")
     run: RunConfig = Field(default_factory=RunConfig, description="Folder, seed, logging, checkpoints.")
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, output_dir: str | Path | None = None, /, **settings: Any) -> None:
         """Take settings by field name, by section (a mapping or a section object), by synonym or by TRL's
-        name.
+        name. `GRPOConfig("runs/first")` names the run folder, as in TRL.
 
         Raises:
             ConfigError: one message with every unknown name or every bad value, one a line.
         """
+        if output_dir is not None:
+            settings = canonical_names({"output_dir": output_dir}) | settings
         sections = _build_sections(canonical_names(settings))
         super().__init__(**sections)
         _check_across_sections(self)

@@ -147,6 +147,8 @@ class Policy:
         Raises:
             ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `Policy`.
         """
+        if dtype == "auto" and not use_peft and adapter is None:
+            dtype = "float32"  # bfloat16 weights would swallow most updates: they hold 8 bits, an update is far smaller
         loaded = load_model(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         trained = loaded.model
         if adapter is not None:

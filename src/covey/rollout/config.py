@@ -23,7 +23,8 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
-        description="Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32.",
+        description="Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32, "
+        "which training all weights (use_peft false) always gets.",
     )
     device: str = Field(
         default="auto",
