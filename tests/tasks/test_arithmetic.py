@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -84,10 +83,27 @@ def test_several_kinds_have_similar_shares() -> None:
 def test_reward() -> None:
     lenient, strict = Arithmetic().reward_funcs[0], Arithmetic(strict=True).reward_funcs[0]
     texts = ["7", " 7.\n", "3 + 4 = 7", "Answer: 7 (not 8)", "8", "", "1e999999999", "7" * 10_000]
-    answers = ["7"] * len(texts)
-    assert lenient(completions=texts, answer=answers) == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert strict(completions=texts, answer=answers) == [1, 1, 0, 0, 0, 0, 0, 0]
-    assert math.isclose(sum(lenient(completions=["-2"], answer=["-2"])), 1.0)
+    columns = {"answer": ["7"] * len(texts), "kind": ["sum"] * len(texts)}
+    assert lenient(completions=texts, **columns) == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert strict(completions=texts, **columns) == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert lenient(completions=["-2"], answer=["-2"], kind=["chain"]) == [1]
+
+
+def test_a_choice_is_what_is_named_first() -> None:
+    """Paying for the last number taught a policy to say "40 is larger than 87", with 97 % held-out accuracy."""
+    task = Arithmetic(kinds="compare", digits=2)
+    texts = [
+        "87 is larger than 40.",
+        "40 is larger than 87.",
+        "87",
+        "The larger number is 87.",
+        "none",
+        "x" * 20_000 + "87",
+    ]
+    columns = {"answer": ["87"] * len(texts), "kind": ["compare"] * len(texts)}
+    assert task.reward_funcs[0](completions=texts, **columns) == [1, 0, 1, 1, 0, 0]
+    row = {"answer": "87", "kind": "compare"}
+    assert [task.is_correct(text, row) for text in texts] == [True, False, True, True, False, False]
 
 
 @pytest.mark.parametrize(

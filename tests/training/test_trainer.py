@@ -190,7 +190,7 @@ def test_a_task_brings_prompts_rewards_and_length(settings: dict[str, Any]) -> N
     del settings["max_completion_length"]
     trainer = GRPOTrainer(args=GRPOConfig(**settings, task="arithmetic:kinds=sum,digits=1,num_eval=5"))
     assert trainer.args.max_completion_length == 32
-    assert trainer.data.scorer.names == ("numeric_match",)
+    assert trainer.data.scorer.names == ("correct_number",)
     assert trainer.evaluate()["eval/accuracy"] == 0.0  # random weights
     questions = {prompt.content[-1]["content"] for prompt in trainer.prompts}
     assert questions.isdisjoint(prompt.content[-1]["content"] for prompt in trainer.eval_prompts)

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError
-from covey.rewards.extract import Marker, final_number
-from covey.rewards.text import numeric_match
+from covey.rewards.extract import Marker, completion_text, final_number, first_number, parse_number
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import Task, as_prompt, question_hash
 from covey.tasks.dataset import Row
+from covey.types import Message
 
 HELD_OUT_ONE_IN = 5
 _EVAL_SEED = 20_240_229
@@ -112,6 +113,20 @@ KINDS: Mapping[str, Callable[[random.Random, int], tuple[str, int]]] = {
 """Kind of question -> (random numbers, digits) -> (question, answer)."""
 
 
+CHOICES = frozenset({"compare", "minimum"})
+"""Kinds whose answer is one of the numbers in the question."""
+
+
+def read_answer(text: str, kind: str) -> Fraction | None:
+    """The number that a completion gives as its answer, None if it gives none.
+
+    Where the answer is one of the question's own numbers (`CHOICES`) it is the *first* number: "87 is larger than 40"
+    answers 87. The last one would pay for "40 is larger than 87", and a policy that is trained on it soon says that.
+    Otherwise it is the number after `####`, in a box, after "answer", after "=", or else the last one: "3 + 4 = 7".
+    """
+    return first_number(text) if kind in CHOICES else final_number(text, markers=_MARKERS)
+
+
 class Arithmetic(Task):
     """Questions with one integer as the answer: `{"prompt": [...], "answer": "7", "kind": "sum", "uid":
     ...}`.
@@ -122,8 +137,8 @@ class Arithmetic(Task):
             has a fixed list of words.
         num_train: training rows. All are different questions, so a small space gives fewer.
         num_eval: held-out rows, the same holds.
-        strict: True rewards only a completion that is the number and nothing else; False takes the number
-            after `####`, in a box, after "answer", after "=", or else the last one.
+        strict: True rewards only a completion that is the number and nothing else; False reads the answer out of
+            the text: see `read_answer`.
         system_prompt: put before each question; None = none.
 
     Raises:
@@ -155,12 +170,18 @@ class Arithmetic(Task):
         self.strict = strict
         self.system_prompt = system_prompt
         self.max_completion_length = 32
-        self._reward = numeric_match("answer", strict=strict, markers=_MARKERS)
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:
         """1.0 for the exact number, else 0.0."""
-        return [self._reward]
+
+        def correct_number(
+            completions: Sequence[str | list[Message]], answer: Sequence[str], kind: Sequence[str], **columns: Any
+        ) -> list[float]:
+            rows = zip(completions, answer, kind, strict=True)
+            return [float(self._is_right(completion_text(text), *expected)) for text, *expected in rows]
+
+        return [correct_number]
 
     def train_rows(self, seed: int) -> list[Row]:
         """Up to `num_train` different questions, none of them held out."""
@@ -172,11 +193,15 @@ class Arithmetic(Task):
 
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """True where the reward is 1."""
-        return self._reward(completions=[text], answer=[row["answer"]]) == [1.0]
+        return self._is_right(text, row["answer"], row["kind"])
 
     def has_answer(self, text: str) -> bool:
         """True where a number can be read."""
-        return final_number(text, markers=_MARKERS) is not None
+        return first_number(text) is not None
+
+    def _is_right(self, text: str, answer: str, kind: str) -> bool:
+        found = parse_number(text) if self.strict else read_answer(text, kind)
+        return found == int(answer)
 
     def _draw(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: dict[str, Row] = {}
