@@ -89,21 +89,45 @@ def test_reward() -> None:
     assert lenient(completions=["-2"], answer=["-2"], kind=["chain"]) == [1]
 
 
-def test_a_choice_is_what_is_named_first() -> None:
-    """Paying for the last number taught a policy to say "40 is larger than 87", with 97 % held-out accuracy."""
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("87", True),
+        ("The answer is 87.", True),
+        ("87 is larger than 40.", True),
+        ("87 is the greater number of 40 and 87", True),
+        ("The larger number is 87, not 40.", True),
+        ("The bigger of the two is: 87 and 40 is not", True),
+        ("40 is smaller than 87, so 87 is larger", True),
+        ("40 is larger than 87.", False),  # what paying for the last number teaches
+        ("To determine the larger of 87 or 40, we need to find", False),  # what paying for the first number teaches
+        ("The larger number is 40. 87", False),
+        ("87 40", False),
+        ("87 or 40 or 87", False),
+        ("40", False),
+        ("none", False),
+        ("", False),
+        ("8" * 100_000, False),
+        ("87 is larger" * 20_000, True),
+    ],
+)
+def test_a_choice_must_be_made(text: str, right: bool) -> None:
     task = Arithmetic(kinds="compare", digits=2)
+    assert task.reward_funcs[0](completions=[text], answer=["87"], kind=["compare"]) == [float(right)]
+    assert task.is_correct(text, {"answer": "87", "kind": "compare"}) is right
+
+
+def test_the_smallest_is_chosen_likewise() -> None:
+    task = Arithmetic(kinds="minimum", digits=2)
+    row = {"answer": "12", "kind": "minimum"}
     texts = [
-        "87 is larger than 40.",
-        "40 is larger than 87.",
-        "87",
-        "The larger number is 87.",
-        "none",
-        "x" * 20_000 + "87",
+        "12",
+        "The smallest number is 12.",
+        "12 is the lowest of 30, 12, 45",
+        "30, 12, 45, 60: 12",
+        "45 is the smallest",
     ]
-    columns = {"answer": ["87"] * len(texts), "kind": ["compare"] * len(texts)}
-    assert task.reward_funcs[0](completions=texts, **columns) == [1, 0, 1, 1, 0, 0]
-    row = {"answer": "87", "kind": "compare"}
-    assert [task.is_correct(text, row) for text in texts] == [True, False, True, True, False, False]
+    assert [task.is_correct(text, row) for text in texts] == [True, True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -108,15 +108,6 @@ def last_number(text: str) -> Fraction | None:
     return parse_number(found.group())
 
 
-def first_number(text: str) -> Fraction | None:
-    """The first number in the text, None if there is none (or if it is absurdly long)."""
-    head = text[:MAX_TAIL]
-    found = _NUMBER_IN_TEXT.search(head)
-    if found is None or (len(text) > MAX_TAIL and found.end() == len(head)):  # may be the start of a longer number
-        return None
-    return parse_number(found.group())
-
-
 def boxed_content(text: str) -> str | None:
     r"""The content of the last `\boxed{...}`, braces balanced; None if there is none that ends soon."""
     start = text.rfind("\\boxed{")

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError
-from covey.rewards.extract import Marker, completion_text, final_number, first_number, parse_number
+from covey.rewards.extract import (
+    MAX_TAIL,
+    Marker,
+    completion_text,
+    final_number,
+    parse_number,
+)
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import Task, as_prompt, question_hash
 from covey.tasks.dataset import Row
@@ -113,18 +120,37 @@ KINDS: Mapping[str, Callable[[random.Random, int], tuple[str, int]]] = {
 """Kind of question -> (random numbers, digits) -> (question, answer)."""
 
 
-CHOICES = frozenset({"compare", "minimum"})
-"""Kinds whose answer is one of the numbers in the question."""
+def _statement(words: str) -> re.Pattern[str]:
+    """ "87 is larger" or "the larger number is 87"."""
+    return re.compile(
+        rf"(?<![\d.])(\d{{1,12}}) is (?:the |a )?(?:{words})\b|\b(?:{words})\b[^.\d]{{0,40}}? is:? (\d{{1,12}})(?![\d])",
+        re.ASCII | re.IGNORECASE,
+    )
+
+
+CHOICES: Mapping[str, re.Pattern[str]] = {
+    "compare": _statement("larger|greater|bigger|largest|greatest|biggest"),
+    "minimum": _statement("smaller|lower|smallest|lowest|least|minimum"),
+}
+"""Kinds whose answer is one of the numbers in the question, with the form of a sentence that gives it."""
 
 
 def read_answer(text: str, kind: str) -> Fraction | None:
     """The number that a completion gives as its answer, None if it gives none.
 
-    Where the answer is one of the question's own numbers (`CHOICES`) it is the *first* number: "87 is larger than 40"
-    answers 87. The last one would pay for "40 is larger than 87", and a policy that is trained on it soon says that.
+    Where the answer is one of the question's own numbers (`CHOICES`), a sentence must say which ("87 is larger than
+    40", "the larger number is 87"), or only one number may occur. Simpler rules pay for something else and get it: the last
+    number for "40 is larger than 87", the first for repeating the question.
+
     Otherwise it is the number after `####`, in a box, after "answer", after "=", or else the last one: "3 + 4 = 7".
     """
-    return first_number(text) if kind in CHOICES else final_number(text, markers=_MARKERS)
+    if kind not in CHOICES:
+        return final_number(text, markers=_MARKERS)
+    said = CHOICES[kind].search(text[:MAX_TAIL])
+    if said:
+        return parse_number(said[1] or said[2])
+    named = set(re.findall(r"[0-9]+", text[:MAX_TAIL]))
+    return parse_number(named.pop()) if len(named) == 1 else None
 
 
 class Arithmetic(Task):
@@ -197,7 +223,7 @@ class Arithmetic(Task):
 
     def has_answer(self, text: str) -> bool:
         """True where a number can be read."""
-        return first_number(text) is not None
+        return re.search("[0-9]", text) is not None
 
     def _is_right(self, text: str, answer: str, kind: str) -> bool:
         found = parse_number(text) if self.strict else read_answer(text, kind)
