@@ -121,11 +121,11 @@ KINDS: Mapping[str, Callable[[random.Random, int], tuple[str, int]]] = {
 
 
 def _statement(words: str) -> re.Pattern[str]:
-    """ "87 is larger" or "the larger number is 87"."""
-    return re.compile(
-        rf"(?<![\d.])(\d{{1,12}}) is (?:the |a )?(?:{words})\b|\b(?:{words})\b[^.\d]{{0,40}}? is:? (\d{{1,12}})(?![\d])",
-        re.ASCII | re.IGNORECASE,
-    )
+    """Finds a sentence that makes a choice: "87 is larger", "the larger number is 87"."""
+    number = r"([0-9]{1,12})"
+    before = rf"(?<![\d.]){number} is (?:the |a )?(?:{words})\b"
+    after = rf"\b(?:{words})\b[^.\d]{{0,40}}? is:? {number}(?!\d)"
+    return re.compile(f"{before}|{after}", re.ASCII | re.IGNORECASE)
 
 
 CHOICES: Mapping[str, re.Pattern[str]] = {
@@ -139,8 +139,8 @@ def read_answer(text: str, kind: str) -> Fraction | None:
     """The number that a completion gives as its answer, None if it gives none.
 
     Where the answer is one of the question's own numbers (`CHOICES`), a sentence must say which ("87 is larger than
-    40", "the larger number is 87"), or only one number may occur. Simpler rules pay for something else and get it: the last
-    number for "40 is larger than 87", the first for repeating the question.
+    40", "the larger number is 87"), or only one number may occur. Simpler rules pay for something else and get it: the
+    last number for "40 is larger than 87", the first for repeating the question.
 
     Otherwise it is the number after `####`, in a box, after "answer", after "=", or else the last one: "3 + 4 = 7".
     """
