@@ -30,7 +30,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+def recipe_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     """A folder with a recipe, its data and its reward function."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "rewards.py").write_text(REWARDS)

@@ -43,15 +43,15 @@ def test_help_lists_the_commands(covey: Command) -> None:
         assert command in out
 
 
-def test_train_eval_sample_curve(covey: Command, workplace: Path, tmp_path: Path) -> None:
+def test_train_eval_sample_curve(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    status, out, err = covey("train", workplace, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
+    status, out, err = covey("train", recipe_folder, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
     assert status == 0, err
     assert "before (step 0)" in out
     assert "after (step 2)" in out
     assert (run / "learning_curve.png").stat().st_size > 5_000
 
-    status, _, err = covey("train", workplace, f"run.output_dir={run}")
+    status, _, err = covey("train", recipe_folder, f"run.output_dir={run}")
     assert status == 2
     assert "covey resume" in err
 
@@ -72,8 +72,8 @@ def test_train_eval_sample_curve(covey: Command, workplace: Path, tmp_path: Path
     assert picture.stat().st_size > 5_000
 
 
-def test_config_prints_what_a_recipe_means_and_reads_back(covey: Command, workplace: Path, tmp_path: Path) -> None:
-    status, out, _ = covey("config", workplace, "kl_coef=0.5")
+def test_config_prints_what_a_recipe_means_and_reads_back(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
+    status, out, _ = covey("config", recipe_folder, "kl_coef=0.5")
     assert status == 0
     assert re.search(r"^beta = 0.5$", out, re.MULTILINE)
     assert "kl_coef" not in out
@@ -111,13 +111,13 @@ def test_config_explains_every_field(covey: Command) -> None:
 )
 def test_bad_input_is_one_message_without_traceback(
     covey: Command,
-    workplace: Path,
+    recipe_folder: Path,
     model_folder: Path,
     tmp_path: Path,
     arguments: tuple[str, ...],
     message: str,
 ) -> None:
-    values = {"recipe": workplace / "recipe.toml", "tmp": tmp_path, "model": model_folder}
+    values = {"recipe": recipe_folder / "recipe.toml", "tmp": tmp_path, "model": model_folder}
     status, _, err = covey(*[argument.format(**values) for argument in arguments])
     assert status == 2
     assert message in err
@@ -125,13 +125,13 @@ def test_bad_input_is_one_message_without_traceback(
     assert not any((tmp_path / name).exists() for name in "abcd")  # nothing half-made is left behind
 
 
-def test_adapter_of_another_model(covey: Command, workplace: Path, tmp_path: Path) -> None:
+def test_adapter_of_another_model(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
     from tiny_models import tiny_model, tiny_tokenizer
 
     from covey.pytorch import Policy
 
     other = tmp_path / "other"
     Policy.load(tiny_model("llama", hidden_size=64), tiny_tokenizer(), lora_r=4).save_pretrained(other)
-    status, _, err = covey("train", workplace, f"model.adapter={other}", f"run.output_dir={tmp_path / 'run'}")
+    status, _, err = covey("train", recipe_folder, f"model.adapter={other}", f"run.output_dir={tmp_path / 'run'}")
     assert status == 2
     assert "other" in err

@@ -67,20 +67,20 @@ def numbers(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unbroken(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken") / "run"
-    run("train", str(workplace), f"run.output_dir={folder}")
+    run("train", str(recipe_folder), f"run.output_dir={folder}")
     return folder
 
 
 # The third sampling, the update of step 5, and the checkpoint of step 4 (its second file).
 @pytest.mark.parametrize(("where", "at"), [("sampling", 3), ("update", 5), ("checkpoint", 5)])
 def test_killed_run_resumes_to_the_same_bits(
-    where: str, at: int, workplace: Path, unbroken: Path, tmp_path: Path
+    where: str, at: int, recipe_folder: Path, unbroken: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, where, str(at), "train", str(workplace), f"run.output_dir={folder}"],
+        [sys.executable, "-c", DRIVER, where, str(at), "train", str(recipe_folder), f"run.output_dir={folder}"],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -103,11 +103,11 @@ def test_killed_run_resumes_to_the_same_bits(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_killed_at_random_moments_again_and_again(workplace: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_killed_at_random_moments_again_and_again(recipe_folder: Path, unbroken: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for delay in (0.3, 1.1, 0.7, 1.6):
         started = folder.exists()
-        arguments = ("resume", str(folder)) if started else ("train", str(workplace), f"run.output_dir={folder}")
+        arguments = ("resume", str(folder)) if started else ("train", str(recipe_folder), f"run.output_dir={folder}")
         before = events(folder)
         process = subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.DEVNULL)
         try:
@@ -137,9 +137,9 @@ def test_a_finished_run_resumes_to_itself(unbroken: Path) -> None:
     assert numbers(unbroken) == before
 
 
-def test_corrupt_checkpoint_falls_back(workplace: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_corrupt_checkpoint_falls_back(recipe_folder: Path, unbroken: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run("train", str(workplace), f"run.output_dir={folder}")
+    run("train", str(recipe_folder), f"run.output_dir={folder}")
     last = folder / "checkpoints" / "step_000006" / "policy.safetensors"
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
