@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -34,7 +35,7 @@ def _numbers(metrics: Metrics) -> dict[str, float]:
     return {name: value for name, value in clean if isinstance(value, (bool, int, float))}
 
 
-class _Tracker(BaseObserver):
+class _Tracker(BaseObserver, ABC):
     """Common part: thin out steps to every `logging_steps`-th."""
 
     def __init__(self, folder: Path, name: str, logging_steps: int) -> None:
@@ -49,8 +50,9 @@ class _Tracker(BaseObserver):
     def on_eval(self, step: int, metrics: Metrics) -> None:
         self._send(step, _numbers(metrics))
 
+    @abstractmethod
     def _send(self, step: int, numbers: dict[str, float]) -> None:
-        raise NotImplementedError
+        """Pass the numbers of a step on."""
 
 
 class TensorBoardTracker(_Tracker):

@@ -93,6 +93,9 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
         result.metrics |= _mask_metrics(batch, batch)
         return result
 
+    if settings.masks_by_policy:
+        # Such a mask enters the denominators of the step, so it is taken over all its rows, tied groups too.
+        rows = np.flatnonzero(batch.mask.any(axis=1))
     reference = None
     if settings.needs_reference:
         reference, _ = learner.scores(batch, rows, temperature=settings.temperature, reference=True)
@@ -102,11 +105,13 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
     for iteration in range(settings.num_iterations):
         masked = batch
         if settings.masks_by_policy:
-            masked = _mask_by_policy(learner, batch, rows, settings, reference)
+            masked, current = _mask_by_policy(learner, batch, rows, settings, reference)
+            # Of all rows: one that is masked in the first pass may take part in a later one.
+            trainer_old = current if trainer_old is None else trainer_old
         rows_now = rows_with_gradient(masked, settings.objective)
         result.batch = masked
         if len(rows_now) == 0:
-            result.skipped = result.skipped or _why_nothing(masked)
+            result.skipped = "" if result.optimizer_steps else _why_nothing(masked)
             break
         gradients = learner.forward_backward(
             masked,
@@ -120,7 +125,7 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
         )
         norm = learner.optim_step(learning_rate)
         if iteration == 0:
-            trainer_old = gradients.logp
+            trainer_old = gradients.logp if trainer_old is None else trainer_old
             result.metrics |= _mismatch_metrics(batch, gradients, settings)
         lowest = result.metrics.get("clip_ratio/low_min", np.inf)
         highest = result.metrics.get("clip_ratio/high_max", 0.0)
@@ -145,8 +150,12 @@ def _mask_by_policy(
     rows: NDArray[np.int64],
     settings: UpdateSettings,
     reference: NDArray[np.float32] | None,
-) -> Batch:
-    """Masks that depend on the policy are taken over the whole step, before the pass that they act on."""
+) -> tuple[Batch, NDArray[np.float32]]:
+    """Masks that depend on the policy are taken over the whole step, before the pass that they act on.
+
+    Returns:
+        The masked batch, and the policy's log-probabilities `[N, T]` of the rows.
+    """
     want_entropy = settings.top_entropy_quantile < 1
     current, entropy = learner.scores(batch, rows, temperature=settings.temperature, entropy=want_entropy)
     keep: dict[str, Any] = {}
@@ -164,11 +173,10 @@ def _mask_by_policy(
             settings.reference_drift_reduction,
         )
     if entropy is not None:
-        among = batch.mask & np.isin(np.arange(len(batch.episodes)), rows)[:, None]
-        keep["top_entropy_quantile"] = top_entropy_mask(entropy, among, settings.top_entropy_quantile)
+        keep["top_entropy_quantile"] = top_entropy_mask(entropy, batch.mask, settings.top_entropy_quantile)
     mask, excluded = combine_masks(batch.mask, keep)
     reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in excluded.items()}
-    return replace(batch, mask=np.asarray(mask), excluded=reasons)
+    return replace(batch, mask=np.asarray(mask), excluded=reasons), current
 
 
 def _why_nothing(batch: Batch) -> str:

@@ -1,0 +1,45 @@
+"""A small learner and a random batch, shared by the tests of the learner and of the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+
+from covey.pytorch.learner import Learner
+from covey.pytorch.policy import Policy
+from covey.types import Batch, Episode
+
+
+def make_learner(**options: Any) -> Learner:
+    policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=4, seed=3)
+    with torch.no_grad():
+        for name, parameter in policy.named_trainable_parameters():
+            if "lora_B" in name:  # a fresh adapter has B = 0, which would hide half of the gradient
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    return Learner(policy, **({"learning_rate": 1e-2} | options))
+
+
+def make_batch(seed: int = 0, agents: bool = False) -> Batch:
+    rng = np.random.default_rng(seed)
+    episodes, group = [], []
+    for g in range(3):
+        prompt = rng.integers(4, 97, size=rng.integers(2, 7))
+        for _ in range(4):
+            tail = int(rng.integers(1, 9))
+            ids = np.concatenate([prompt, rng.integers(4, 97, size=tail)])
+            sampled = np.arange(len(ids)) >= len(prompt)
+            if agents and tail > 3:
+                sampled[len(prompt) + 1 : len(prompt) + 3] = False
+            logprobs = np.where(sampled, rng.normal(-4, 0.3, size=len(ids)), 0).astype(np.float32)
+            episodes.append(Episode(ids, sampled, logprobs, "", "stop", 1))
+            group.append(g)
+    width = max(episode.num_sampled for episode in episodes)
+    mask = np.arange(width)[None] < np.array([[e.num_sampled] for e in episodes])
+    old = np.zeros(mask.shape, np.float32)
+    for row, episode in enumerate(episodes):
+        old[row, : episode.num_sampled] = episode.logprobs[episode.sampled]
+    advantages = np.where(mask, rng.normal(size=(len(episodes), 1)), 0).astype(np.float32)
+    return Batch(tuple(episodes), np.array(group), advantages, mask, old)
