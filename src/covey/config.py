@@ -187,6 +187,13 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; "
             "lower it"
         )
+    narrower = sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
+    if narrower and algorithm.importance_sampling_correction is None:
+        problems.append(
+            f"sampling.sampler_dtype={sampling.sampler_dtype!r}: then the sampler is not quite the policy that is "
+            'trained; set algorithm.importance_sampling_correction (such as "token_truncate"), or '
+            'sampling.sampler_dtype to "model"'
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     uses_reference = (

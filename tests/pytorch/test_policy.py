@@ -138,7 +138,7 @@ def test_slower_ways_give_the_same(family: str, use_peft: bool, options: dict[st
 def test_gradient_checkpointing_recomputes_each_layer() -> None:
     calls = {True: 0, False: 0}
     for checkpointing in calls:
-        policy = policy_of(gradient_checkpointing=checkpointing)
+        policy = policy_of(gradient_checkpointing=checkpointing, fused_layers=False)
         for module in policy.model.modules():
             if isinstance(module, LlamaAttention):
                 module.q_proj.register_forward_hook(lambda *_, on=checkpointing: calls.update({on: calls[on] + 1}))

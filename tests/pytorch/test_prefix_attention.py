@@ -12,8 +12,8 @@ from covey.pytorch.prefix_attention import (
     NAME_PREFIX,
     PrefixLayout,
     UnsupportedAttentionError,
-    _similar,
     packed_attention,
+    similar_lengths,
 )
 from covey.rollout.packing import Block
 
@@ -103,9 +103,9 @@ def test_every_packed_token_sits_in_exactly_one_slot() -> None:
 
 
 def test_similar_lengths_share_a_tile_and_short_ones_are_not_worth_their_own() -> None:
-    assert _similar([100, 300, 160, 90]) == [[1, 2], [0, 3]]
-    assert _similar([64, 1, 30]) == [[0, 2, 1]]
-    assert _similar([]) == []
+    assert similar_lengths([100, 300, 160, 90]) == [[1, 2], [0, 3]]
+    assert similar_lengths([64, 1, 30]) == [[0, 2, 1]]
+    assert similar_lengths([]) == []
 
 
 def test_the_model_stays_usable_without_a_pack() -> None:

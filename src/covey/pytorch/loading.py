@@ -92,6 +92,7 @@ def load_model(
     with _quiet():
         if gguf_file is None:
             loaded = _load(folder, source, dtype=torch_dtype, trust_remote_code=trust_remote_code)
+            _leave_file(loaded)
             found = _load_tokenizer(tokenizer or folder, source, trust_remote_code=trust_remote_code)
         else:
             _require_gguf(source)
@@ -102,6 +103,12 @@ def load_model(
                 else:
                     found = _load_tokenizer(tokenizer, source, trust_remote_code=trust_remote_code)
     return _finish(loaded.to(torch_device), found, source)  # type: ignore[arg-type]
+
+
+def _leave_file(model: nn.Module) -> None:
+    """Copy weights out of the mapped file, whose pages would stay resident beside whatever replaces a weight."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _take(

@@ -430,8 +430,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """`sum_v a b` of each row, without an `[S, V]` product."""
-    return torch.bmm(a[:, None, :], b[:, :, None])[:, 0, 0]
+    """`sum_v a b` of each row, without an `[S, V]` product. (`bmm` takes five times as long on CPU.)"""
+    return torch.cat([(x * y).sum(1) for x, y in zip(torch.split(a, 16), torch.split(b, 16), strict=True)])
 
 
 def _operand(weight: Tensor) -> Tensor:

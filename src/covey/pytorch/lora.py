@@ -71,8 +71,8 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        name = self._plain_adapter(x)
-        if name is None or args or kwargs:
+        name = self.plain_adapter()
+        if name is None or args or kwargs or self.base_layer.weight.dtype != x.dtype:
             out: Tensor = super().forward(x, *args, **kwargs)
             return out
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
@@ -81,7 +81,7 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         lean: Tensor = cast(Any, _LoraFunction).apply(flat, base.weight, base.bias, a, b, self.scaling[name])
         return lean.view(*x.shape[:-1], lean.shape[-1])
 
-    def _plain_adapter(self, x: Tensor) -> str | None:
+    def plain_adapter(self) -> str | None:
         """The one active adapter, if this layer is exactly `base + scaling * B A`; None otherwise."""
         names = self.active_adapters
         if self.disable_adapters or self.merged or len(names) != 1 or names[0] not in self.lora_A:
@@ -91,11 +91,10 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         plain = (
             type(base) is nn.Linear
             and not base.weight.requires_grad
-            and base.weight.dtype == x.dtype
             and name not in self.lora_variant
             and not self.lora_bias[name]
             and (not dropout.training or isinstance(dropout, nn.Identity))
-            and not torch.is_autocast_enabled(x.device.type)
+            and not torch.is_autocast_enabled(base.weight.device.type)
         )
         return name if plain else None
 

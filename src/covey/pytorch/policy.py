@@ -5,6 +5,8 @@ turns only those into log-probabilities. A pack's prompts are computed once wher
 it (`prefix_attention`); whether it does is found out by a probe that compares a small pack with the model's
 own logits. Models that fail it are scored sequence by sequence in one padded batch, with the same result.
 
+LoRA on a Llama-shaped model is run by the fused layers (`fused`), which keep half of what autograd would.
+
 Dropout stays off unless LoRA dropout was asked for: the log-probabilities of a policy that samples without
 dropout are those without dropout.
 """
@@ -25,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
+from covey.pytorch.fused.decoder import FusedDecoder
 from covey.pytorch.heads import causal_lm, output_head, transformer
 from covey.pytorch.loading import LoadedModel, load_model
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
@@ -48,6 +51,7 @@ class Policy:
         source: where the model came from.
         reference: see `Reference`.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
+        fused_obstacle: why the fused layers are not used, or None when they are.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Policy:
         loaded: LoadedModel,
         *,
         prefix_sharing: bool = True,
+        fused_layers: bool = True,
         gradient_checkpointing: bool = False,
         reference_update: ReferenceUpdate = "none",
         reference_update_steps: int = 1,
@@ -67,6 +72,8 @@ class Policy:
         Args:
             loaded: the model, adapters attached if there are any.
             prefix_sharing: compute shared prompts once, if the model allows it.
+            fused_layers: run the decoder's layers with a hand-written backward, if the model allows it; needs
+                `prefix_sharing`.
             gradient_checkpointing: keep only each layer's input and recompute the rest in the backward pass.
             reference_update: rule of `Reference`.
             reference_update_steps: steps between updates of the reference.
@@ -96,6 +103,8 @@ class Policy:
                     self.source,
                     self.prefix_sharing_obstacle,
                 )
+        self._fused: FusedDecoder | None = None
+        self.fused_obstacle = self._fuse(gradient_checkpointing) if fused_layers else "model.fused_layers is off"
         if gradient_checkpointing:
             self._checkpoint_layers()
         self.reference = Reference(
@@ -253,6 +262,8 @@ class Policy:
 
     def _hidden(self, pack: Pack) -> Tensor:
         """`[S, d]` the hidden states that predict the pack's targets."""
+        if self._fused is not None and self._fused.serves(pack):
+            return self._fused.hidden(pack)
         return self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)
 
     def _hidden_packed(self, pack: Pack, layout: PrefixLayout | None = None) -> Tensor:
@@ -286,6 +297,19 @@ class Policy:
         )
         at = pack.row * longest + pack.position_ids[pack.score_at]
         return _pick(out[0].flatten(0, 1), torch.from_numpy(at).to(device))
+
+    def _fuse(self, checkpoint: bool) -> str | None:
+        """Use the fused layers if they score as the model does; else say why not."""
+        if self.prefix_sharing_obstacle is not None:
+            return self.prefix_sharing_obstacle
+        try:
+            fused = FusedDecoder(self._lm, checkpoint=checkpoint)
+            check_scores(self.source, self._lm, lambda pack: self._probe(pack, fused.hidden(pack)))
+        except ModelError as obstacle:
+            logger.info("%s: the model's own layers are trained, which takes more memory: %s", self.source, obstacle)
+            return str(obstacle)
+        self._fused = fused
+        return None
 
     def _probe_packed(self, pack: Pack, layout: PrefixLayout) -> Tensor:
         return self._probe(pack, self._hidden_packed(pack, layout))

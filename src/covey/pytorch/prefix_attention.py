@@ -112,7 +112,7 @@ class PrefixLayout:
             real.append(inside.reshape(-1))
             sizes.append(index.size)
 
-        for members in _similar([block.prefix_len for block in blocks]):
+        for members in similar_lengths([block.prefix_len for block in blocks]):
             prefixes = [blocks[i] for i in members]
             width = max(block.prefix_len for block in prefixes)
             add([block.start for block in prefixes], [block.prefix_len for block in prefixes], width)
@@ -123,7 +123,7 @@ class PrefixLayout:
                 if length > 0
             ]
             suffixes = []
-            for group in _similar([length for _, _, length in rows]):
+            for group in similar_lengths([length for _, _, length in rows]):
                 chosen = [rows[i] for i in sorted(group)]
                 suffix_width = max(length for _, _, length in chosen)
                 add([start for _, start, _ in chosen], [length for _, _, length in chosen], suffix_width)
@@ -185,7 +185,7 @@ def _suffix_starts(block: Block) -> list[tuple[int, int]]:
     return [(int(start), length) for start, length in zip(starts, block.suffix_lens, strict=True)]
 
 
-def _similar(lens: Sequence[int], ratio: float = 2.0, enough: int = 64) -> list[list[int]]:
+def similar_lengths(lens: Sequence[int], ratio: float = 2.0, enough: int = 64) -> list[list[int]]:
     """Indices grouped so that in a group the longest is at most `ratio` times the shortest, or at most
     `enough`.
 

@@ -53,6 +53,11 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         default=True,
         description="Run each prompt once for its whole group in training; false = once a completion.",
     )
+    fused_layers: bool = Field(
+        default=True,
+        description="Train LoRA on Llama-shaped models (Llama, Qwen2, Qwen3, Mistral) with hand-written layers, which "
+        "keep half the activations; false, and every other model = the model's own layers.",
+    )
     adapter: str | None = Field(default=None, description="Folder of a PEFT adapter to start from; none = a new one.")
 
     @field_validator("model", "adapter", mode="before")
@@ -94,6 +99,12 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     )
     stop_strings: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(), description="Texts that end a completion, besides the model's own end-of-sequence tokens."
+    )
+    sampler_dtype: Literal["model", "float32", "bfloat16"] = Field(
+        default="model",
+        description="Number format of the sampler's own copy of the weights; model = that of the model. A narrower one "
+        "samples faster where the processor multiplies it faster, from a slightly different policy: it needs "
+        "algorithm.importance_sampling_correction.",
     )
     kv_cache_gb: float = Field(
         default=1.0,

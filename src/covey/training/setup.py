@@ -142,6 +142,7 @@ def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, pe
         trust_remote_code=chosen.trust_remote_code,
         gradient_checkpointing=chosen.gradient_checkpointing,
         prefix_sharing=chosen.prefix_sharing,
+        fused_layers=chosen.fused_layers,
         use_peft=chosen.use_peft,
         lora_config=peft_config,
         lora_r=chosen.lora_r,
@@ -165,9 +166,11 @@ def needs_reference(config: GRPOConfig) -> bool:
 
 def make_engine(config: GRPOConfig, policy: Policy) -> Engine:
     """The in-process generation engine for a policy."""
+    chosen = config.sampling.sampler_dtype
     return Engine(
         policy.model,
         policy.tokenizer,
+        dtype=None if chosen == "model" else getattr(torch, chosen),
         kv_cache_bytes=int(config.sampling.kv_cache_gb * 2**30),
         max_batch_size=config.sampling.max_batch_size,
     )

@@ -132,6 +132,7 @@ class GRPOTrainer:
                 rollout, position = self._sample_and_score(phase, recorder)
                 batch = make_batch(rollout.groups, self._batch_settings)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
+                    self.engine.release()
                     done = self._learn(batch, phase)
                     self._publish(done)
                     self._count(rollout, position, time.perf_counter() - started)
@@ -176,9 +177,7 @@ class GRPOTrainer:
         return done
 
     def _publish(self, done: Update) -> None:
-        """A new version for each optimiser step; the sampler takes the weights of the last one."""
-        if done.optimizer_steps == 0:
-            return
+        """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
         self.state.updates += done.optimizer_steps
         self.state.policy_version += done.optimizer_steps
         began = time.perf_counter()

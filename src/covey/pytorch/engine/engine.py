@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights held; -1 after a `sync` that did not finish."""
+        """Version of the weights held; -1 after `release`, and after a `sync` that did not finish."""
         return self._version
 
     @property
@@ -133,6 +133,11 @@ class Engine:
         self._version = _NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
         self._runner.load(EffectiveWeights(model))
         self._version = version
+
+    def release(self) -> None:
+        """Give back what memory can be given back until the next `sync`, which must come before the next call."""
+        self._version = _NO_VERSION
+        self._runner.release()
 
     def __call__(
         self,
@@ -169,7 +174,7 @@ class Engine:
 
     def _check(self, requests: Sequence[Request], settings: SamplingSettings, policy_version: int) -> None:
         if policy_version != self._version:
-            held = "unfinished weights" if self._version == _NO_VERSION else f"version {self._version}"
+            held = "no weights" if self._version == _NO_VERSION else f"version {self._version}"
             raise GenerationError(
                 f"policy_version={policy_version}: the engine holds {held}; "
                 f"call engine.sync(model, {policy_version}) first"

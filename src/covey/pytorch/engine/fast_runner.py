@@ -1,9 +1,7 @@
 """Runs Llama-shaped models (Llama, Qwen2, Qwen3, Mistral) with a few operations a layer, on its own copy.
 
 The copy fuses the query, key and value projections into one matrix, gate and up into another, and stores each
-in the layout that multiplies fastest (see `linear.py`). What a model computes is read off its modules, not
-off its name alone: biases where they exist, query/key norms, each layer's sliding window, the rotary module's
-own frequencies and scaling, tied or untied head. A model that differs in any other way is refused, and the
+in the layout that multiplies fastest (see `linear.py`). A model that is not quite of this shape is refused, and the
 engine takes the general path.
 """
 
@@ -13,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,11 +18,11 @@ from covey.errors import ModelError
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.linear import Linear
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model
+from covey.pytorch.engine.norm import Norms
 from covey.pytorch.engine.runner import Step
+from covey.pytorch.llama import Rotary, check_llama, rotate, window_of
 
-_CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary variants whose frequencies do not depend on the sequence length."""
+_EMBEDDING = "model.embed_tokens.weight"
 
 
 class FastRunner:
@@ -44,7 +41,7 @@ class FastRunner:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         base: Any = bare_model(model)
-        _check_shape(base)
+        check_llama(base)
         config, decoder = base.config, base.model
         self._dtype, self._device = dtype, device
         attention = decoder.layers[0].self_attn
@@ -52,38 +49,48 @@ class FastRunner:
         self._kv_heads: int = config.num_key_value_heads
         self._heads: int = config.num_attention_heads
         self._eps: float = config.rms_norm_eps
-        self._rope_scaling = float(decoder.rotary_emb.attention_scaling)
-        self._inverse_frequencies = decoder.rotary_emb.inv_freq.detach().to(device, torch.float32, copy=True)
-        self._layers = [_Layer(i, layer, config, dtype, device) for i, layer in enumerate(decoder.layers)]
+        self._rotary = Rotary(decoder.rotary_emb, device)
+        self._norms = Norms(config.hidden_size, self._eps, dtype, device)
+        self._layers = [_Layer(i, layer, config, self._norms, dtype, device) for i, layer in enumerate(decoder.layers)]
         self.layer_shapes: Sequence[LayerShape] = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
         self._embedding = torch.empty(0)
         self._norm = torch.empty(0)
         self._head = Linear(dtype, device)
+        self._head_version: tuple[object, ...] = ()
 
     def load(self, weights: EffectiveWeights) -> None:
-        """Copy, merge and fuse the weights."""
+        """Copy, merge and fuse the weights. Frozen embeddings are shared with the policy, a frozen head is kept."""
         for layer in self._layers:
             layer.load(weights)
         take = _Taker(weights, self._dtype, self._device)
-        embedding = take("model.embed_tokens.weight", copy=True)
-        self._embedding = embedding
-        self._norm = take("model.norm.weight", copy=True)
-        tied = weights.shares("lm_head.weight", "model.embed_tokens.weight")
-        self._head.load(embedding if tied else take("lm_head.weight"), take.optional("lm_head.bias"))
+        self._embedding = take(_EMBEDDING, copy=weights.frozen_version(_EMBEDDING) is None)
+        norm = take("model.norm.weight", copy=True)
+        fold = self._norms.fold(norm)
+        name = _EMBEDDING if weights.shares("lm_head.weight", _EMBEDDING) else "lm_head.weight"
+        version = weights.frozen_version(name)
+        held = (name, version, weights.frozen_version("model.norm.weight"))
+        if version is None or held != self._head_version:
+            self._head.load([take(name)], take.optional("lm_head.bias"), fold)
+            self._head_version = held
+        self._norm = norm
+
+    def release(self) -> None:
+        """Give back the layers' memory until the next `load`."""
+        for layer in self._layers:
+            layer.release()
 
     def forward(self, step: Step) -> Tensor:
         """Logits `[n, V]`; see `Runner`."""
         attend, heads, kv_heads, dim = step.attention.attend, self._heads, self._kv_heads, self._dim
-        x = functional.embedding(step.token_ids, self._embedding)
-        cos, sin = self._rotary(step.positions)
+        stream = self._norms.open(functional.embedding(step.token_ids, self._embedding))
+        x = stream[:, : self._embedding.shape[1]]
+        cos, sin = self._rotary(step.positions, self._dtype)
         for i, layer in enumerate(self._layers):
-            h = functional.rms_norm(x, (x.shape[-1],), layer.input_norm, self._eps)
-            qkv = layer.qkv(h).view(x.shape[0], heads + 2 * kv_heads, dim)
+            qkv = layer.qkv(self._norms(stream, layer.input_norm)).view(x.shape[0], heads + 2 * kv_heads, dim)
             qk = qkv[:, : heads + kv_heads]
             if layer.qk_norm is not None:
                 qk = functional.rms_norm(qk, (dim,), None, self._eps) * layer.qk_norm
-            # rotate_half(x) * sin with its minus sign moved into sin: one roll, no negation and joining
-            qk = torch.addcmul(qk * cos, qk.roll(dim // 2, -1), sin)
+            qk = rotate(qk, cos, sin)
             attended = attend(
                 i,
                 qk[:, :heads],
@@ -92,48 +99,40 @@ class FastRunner:
                 scale=dim**-0.5,
                 window=layer.window,
             )
-            x = x.add_(layer.out(attended.reshape(x.shape[0], heads * dim)))
-            h = functional.rms_norm(x, (x.shape[-1],), layer.mlp_norm, self._eps)
-            gate, up = layer.gate_up(h).chunk(2, dim=-1)
-            x = x.add_(layer.down(functional.silu(gate).mul_(up)))
+            x.add_(layer.out(attended.reshape(x.shape[0], heads * dim)))
+            gate, up = layer.gate_up(self._norms(stream, layer.mlp_norm)).chunk(2, dim=-1)
+            x.add_(layer.down(functional.silu(gate).mul_(up)))
         if step.last is not None:
-            x = x.index_select(0, step.last)
-        return self._head(functional.rms_norm(x, (x.shape[-1],), self._norm, self._eps))
-
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The cosines and signed sines of the positions, `[M, 1, head_dim]` each."""
-        angles = positions.float()[:, None] * self._inverse_frequencies
-        cos, sin = angles.cos() * self._rope_scaling, angles.sin() * self._rope_scaling
-        return (
-            torch.cat([cos, cos], dim=-1).to(self._dtype)[:, None],
-            torch.cat([-sin, sin], dim=-1).to(self._dtype)[:, None],
-        )
+            stream = stream.index_select(0, step.last)
+        return self._head(self._norms(stream, self._norm))
 
 
 class _Layer:
-    def __init__(self, index: int, layer: Any, config: Any, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, index: int, layer: Any, config: Any, norms: Norms, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._prefix = f"model.layers.{index}."
-        self._dtype, self._device = dtype, device
+        self._norms, self._dtype, self._device = norms, dtype, device
         self._repeats = (config.num_attention_heads, config.num_key_value_heads)
-        attention = layer.self_attn
-        # Qwen decides for each layer, Mistral for the model, Llama has no window
-        if hasattr(attention, "sliding_window"):
-            self.window: int | None = attention.sliding_window
-        elif type(layer).__name__.startswith("Mistral"):
-            self.window = config.sliding_window
-        else:
-            self.window = None
+        self.window = window_of(layer, config)
         self.qkv, self.out, self.gate_up, self.down = (Linear(dtype, device) for _ in range(4))
         self.input_norm = self.mlp_norm = torch.empty(0)
         self.qk_norm: Tensor | None = None
+
+    def release(self) -> None:
+        for linear in (self.qkv, self.out, self.gate_up, self.down):
+            linear.release()
 
     def load(self, weights: EffectiveWeights) -> None:
         take = _Taker(weights, self._dtype, self._device, self._prefix)
         self.input_norm = take("input_layernorm.weight", copy=True)
         self.mlp_norm = take("post_attention_layernorm.weight", copy=True)
-        self.qkv.load(*take.fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"))
+        norms = self._norms
+        self.qkv.load(
+            *take.fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norms.fold(self.input_norm)
+        )
         self.out.load(*take.fused("self_attn.o_proj"))
-        self.gate_up.load(*take.fused("mlp.gate_proj", "mlp.up_proj"))
+        self.gate_up.load(*take.fused("mlp.gate_proj", "mlp.up_proj"), norms.fold(self.mlp_norm))
         self.down.load(*take.fused("mlp.down_proj"))
         q_norm, k_norm = take.optional("self_attn.q_norm.weight"), take.optional("self_attn.k_norm.weight")
         if q_norm is not None and k_norm is not None:
@@ -153,9 +152,9 @@ class _Taker:
     def optional(self, name: str) -> Tensor | None:
         return self(name, copy=True) if self._prefix + name in self._weights else None
 
-    def fused(self, *modules: str) -> tuple[Tensor, Tensor | None]:
-        """The modules' weights and biases, one below the other."""
-        weight = torch.cat([self(f"{m}.weight") for m in modules])
+    def fused(self, *modules: str) -> tuple[list[Tensor], Tensor | None]:
+        """The modules' weights, and their biases one below the other."""
+        weight = [self(f"{m}.weight") for m in modules]
         biases = [self.optional(f"{m}.bias") for m in modules]
         present = [b for b in biases if b is not None]
         if not present:
@@ -163,17 +162,3 @@ class _Taker:
         if len(present) < len(modules):
             raise ModelError(f"{self._prefix}{modules[0]}: some of {modules} have a bias and some have none")
         return weight, torch.cat(present)
-
-
-def _check_shape(base: Any) -> None:
-    name = type(base).__name__
-    if name not in _CLASSES or type(base) is not getattr(transformers, name):
-        raise ModelError(f"{type(base).__name__} is not one of {', '.join(_CLASSES)}")
-    config = base.config
-    if config.hidden_act not in ("silu", "swish"):
-        raise ModelError(f"activation {config.hidden_act!r} is not silu")
-    rope = base.model.rotary_emb
-    if rope.rope_type not in _FIXED_ROPE:
-        raise ModelError(f"rope type {rope.rope_type!r} depends on the sequence length")
-    if 2 * rope.inv_freq.numel() != base.model.layers[0].self_attn.head_dim:
-        raise ModelError("rotary embedding of a part of the head")

@@ -76,6 +76,9 @@ class _Copy:
         self._device = device
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
 
+    def release(self) -> None:
+        """Nothing: the copy is a model whose modules need their tensors."""
+
     def load(self, weights: EffectiveWeights) -> None:
         """Copy and merge the weights."""
         with torch.no_grad():

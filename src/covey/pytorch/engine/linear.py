@@ -17,7 +17,7 @@ inductor emits; where they are missing or fail, and on every other device and dt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,27 +37,49 @@ class Linear:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._layouts = device.type == "cpu" and dtype == torch.float32
+        self._weight: Tensor | None = None
         self._apply: Callable[[Tensor], Tensor] = _not_loaded
 
-    def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copy `weight` `[out, in]` and `bias` `[out]`, which have the layer's dtype and device."""
-        self._apply = self._choose(weight, None if bias is None else bias.clone())
+    def load(self, weights: Sequence[Tensor], bias: Tensor | None = None, scale: Tensor | None = None) -> None:
+        """Copy weights, into the memory of the last ones where the layout allows it.
+
+        Args:
+            weights: `[out_i, in]`, one below the other, in the layer's dtype and on its device.
+            bias: `[out]`.
+            scale: `[in]` factors on the inputs.
+        """
+        outputs, inputs = sum(len(w) for w in weights), weights[0].shape[1]
+        bias = None if bias is None else bias.clone()
+        if self._layouts and outputs >= _WIDE * inputs and _can_pack():
+            self.release()
+            joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+            joined = joined if scale is None else joined * scale
+            packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), 64)
+            self._apply = lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            return
+        shape = (inputs, outputs) if self._layouts else (outputs, inputs)
+        if self._weight is None or self._weight.shape != shape:
+            self._weight = weights[0].new_empty(shape)
+        held = self._weight
+        start = 0
+        for weight in weights:
+            part = slice(start, start + len(weight))
+            into = held[:, part].T if self._layouts else held[part]
+            torch.mul(weight, scale, out=into) if scale is not None else into.copy_(weight)
+            start = part.stop
+        if not self._layouts:
+            self._apply = lambda x: functional.linear(x, held, bias)
+        elif bias is None:
+            self._apply = lambda x: torch.mm(x, held)
+        else:
+            self._apply = lambda x: torch.addmm(bias, x, held)
+
+    def release(self) -> None:
+        """Give the memory back; `load` must come before the next use."""
+        self._weight, self._apply = None, _not_loaded
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._apply(x)
-
-    def _choose(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        outputs, inputs = weight.shape
-        if self._layouts and outputs >= _WIDE * inputs and _can_pack():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
-            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        if self._layouts:
-            columns = weight.t().contiguous()
-            if bias is None:
-                return lambda x: torch.mm(x, columns)
-            return lambda x: torch.addmm(bias, x, columns)
-        own = weight.clone(memory_format=torch.contiguous_format)
-        return lambda x: functional.linear(x, own, bias)
 
 
 _packable: bool | None = None

@@ -22,6 +22,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from covey.errors import ModelError
+from covey.pytorch.lora import LeanLoraLinear
 
 
 class EffectiveWeights:
@@ -61,12 +62,24 @@ class EffectiveWeights:
         if _is_plain_lora(module, adapters):
             if leaf != "weight":
                 return weight
+            if weight.dtype == torch.float32 and len(adapters) == 1 and not module.fan_in_fan_out:
+                a, b = module.lora_A[adapters[0]].weight, module.lora_B[adapters[0]].weight
+                return torch.addmm(weight, b.float(), a.float(), alpha=module.scaling[adapters[0]])
             for adapter in adapters:
                 weight = weight.float() + module.get_delta_weight(adapter).float()
             return weight
         merged = copy.deepcopy(module)
         merged.merge(safe_merge=False, adapter_names=list(adapters))
         return _parameter(merged.get_base_layer(), leaf)
+
+    def frozen_version(self, name: str) -> tuple[int, int] | None:
+        """Equal at two times if the weight `name` cannot have changed between them; None where it may have."""
+        module, leaf = self._owners[name]
+        if isinstance(module, BaseTunerLayer) and _unmerged_adapters(module):
+            return None
+        base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else _effective_module(module)
+        parameter: Tensor = getattr(base, leaf)
+        return None if parameter.requires_grad else (parameter.data_ptr(), parameter._version)
 
     def shares(self, one: str, other: str) -> bool:
         """True when both names are one tensor (tied embeddings) and no adapter separates them."""
@@ -139,7 +152,7 @@ def _unmerged_adapters(layer: BaseTunerLayer) -> list[str]:
 
 
 def _is_plain_lora(layer: BaseTunerLayer, adapters: list[str]) -> bool:
-    return type(layer) is LoraLinear and not any(
+    return type(layer) in (LoraLinear, LeanLoraLinear) and not any(
         a in layer.lora_variant or layer.lora_bias.get(a, False) for a in adapters
     )
 

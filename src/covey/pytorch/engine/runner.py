@@ -50,6 +50,10 @@ class Runner(Protocol):
         """Take the weights as they are now."""
         ...
 
+    def release(self) -> None:
+        """Give back what memory can be given back until the next `load`."""
+        ...
+
     def forward(self, step: Step) -> Tensor:
         """Logits `[n, V]` after the last token of each sequence."""
         ...

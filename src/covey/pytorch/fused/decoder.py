@@ -1,0 +1,290 @@
+"""All decoder layers of a Llama-shaped model with frozen weights and LoRA, as one differentiable function.
+
+Autograd would keep what each operation of a layer reads: about 11,000 numbers a token in each of SmolLM2's layers.
+Here a layer keeps what is dear to compute and computes the rest again:
+
+    kept           x, [queries | keys | values] after rotation, attention's output, x after attention, [gate | up]
+    made again     both norms' outputs, silu(gate) * up
+
+which is half as much, and each gradient is written once, in place where it can be. With `checkpoint` only x is kept and
+a layer's forward runs again before its backward.
+
+Served: what `covey.pytorch.llama` knows, with nothing trained but plain LoRA on the layers' linear maps. Anything else
+(dropout, DoRA, trained embeddings, full fine-tuning, short sliding windows) goes through the model's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from covey.errors import ModelError
+from covey.pytorch.fused.attention import AnyAttention, CpuAttention, HeadShape, attention_for
+from covey.pytorch.fused.projection import Adapters, Projection
+from covey.pytorch.llama import Rotary, check_llama, rotate, window_of
+from covey.rollout.packing import Pack
+
+
+class FusedDecoder:
+    """The decoder of a causal language model.
+
+    Args:
+        model: the transformers model, with PEFT's layers inside. Its linear layers' weights become views of joined
+            matrices; their values do not change.
+        checkpoint: keep only each layer's input for the backward.
+
+    Raises:
+        ModelError: the model is not served; the message says why. Then nothing has been changed.
+    """
+
+    def __init__(self, model: Any, *, checkpoint: bool = False) -> None:
+        check_llama(model)
+        decoder = model.model
+        self._embedding: nn.Embedding = decoder.embed_tokens
+        if type(self._embedding) is not nn.Embedding:
+            raise ModelError(f"an embedding of type {type(self._embedding).__name__}")
+        self._layers = [_Layer(layer, model.config) for layer in decoder.layers]
+        parameters = [p for layer in self._layers for p in layer.parameters]
+        strangers = {id(p) for p in model.parameters() if p.requires_grad} ^ {id(p) for p in parameters}
+        if strangers:
+            raise ModelError("something else than LoRA on the layers' linear maps is trained")
+        windows = [layer.window for layer in self._layers if layer.window is not None]
+        self._window = min(windows, default=None)
+        self._norm: Tensor = decoder.norm.weight
+        self._eps: float = model.config.rms_norm_eps
+        self._rotary = Rotary(decoder.rotary_emb, self._norm.device)
+        self._checkpoint = checkpoint
+        self.parameters = parameters
+        for layer in self._layers:
+            layer.join()
+
+    def serves(self, pack: Pack) -> bool:
+        """Whether this pack can be run as the model is now."""
+        longest = max(block.prefix_len + max(block.suffix_lens, default=0) for block in pack.blocks)
+        return (self._window is None or longest <= self._window) and all(layer.can_run() for layer in self._layers)
+
+    def hidden(self, pack: Pack) -> Tensor:
+        """The hidden states `[S, d]` after the last norm that predict the pack's targets."""
+        return cast(Tensor, cast(Any, _Decode).apply(self, pack, torch.is_grad_enabled(), *self.parameters))
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What one layer keeps of its forward."""
+
+    x: Tensor  # [M, d]
+    qkv_adapters: Adapters | None
+    out_adapters: Adapters | None
+    mlp_adapters: Adapters | None
+    down_adapters: Adapters | None
+    scale: Tensor | None = None  # [M, 1] of the first norm
+    raw: Tensor | None = None  # [M, heads + kv_heads, dim] before query/key norms, where there are any
+    qkv: Tensor | None = None  # [M, width]
+    qkv_low: Tensor | None = None
+    attended: Tensor | None = None  # [M, heads * dim]
+    lse: Tensor | None = None  # [M, heads]
+    out_low: Tensor | None = None
+    middle: Tensor | None = None  # [M, d] after attention
+    middle_scale: Tensor | None = None
+    gate_up: Tensor | None = None  # [M, 2 f]
+    mlp_low: Tensor | None = None
+    down_low: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Context:
+    """What all layers of a pass share."""
+
+    attention: CpuAttention | AnyAttention
+    cos: Tensor
+    sin: Tensor
+    eps: float
+
+
+class _Layer:
+    """One decoder layer: attention and gated MLP, each after a norm and added to its input."""
+
+    def __init__(self, layer: Any, config: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._out = Projection([attention.o_proj])
+        self._gate_up = Projection([mlp.gate_proj, mlp.up_proj])
+        self._down = Projection([mlp.down_proj])
+        self._projections = (self._qkv, self._out, self._gate_up, self._down)
+        self.shape = HeadShape(config.num_attention_heads, config.num_key_value_heads, attention.head_dim)
+        self.window = window_of(layer, config)
+        self._norm: Tensor = layer.input_layernorm.weight
+        self._mlp_norm: Tensor = layer.post_attention_layernorm.weight
+        self._head_norms: tuple[Tensor, Tensor] | None = None
+        if hasattr(attention, "q_norm"):
+            self._head_norms = (attention.q_norm.weight, attention.k_norm.weight)
+        self.parameters = [p for projection in self._projections for p in projection.parameters]
+
+    def join(self) -> None:
+        for projection in self._projections:
+            projection.join()
+
+    def can_run(self) -> bool:
+        return all(projection.can_run() for projection in self._projections)
+
+    def begin(self, x: Tensor) -> _Kept:
+        qkv, out, mlp, down = (projection.adapters() for projection in self._projections)
+        return _Kept(x, qkv, out, mlp, down)
+
+    def forward(self, kept: _Kept, context: _Context) -> Tensor:
+        """`[M, d]` -> `[M, d]`; fills `kept`."""
+        shape = self.shape
+        kept.scale = _norm_scale(kept.x, context.eps)
+        qkv, kept.qkv_low = self._qkv.forward(_normed(kept.x, kept.scale, self._norm), kept.qkv_adapters)
+        heads = qkv.view(len(qkv), -1, shape.dim)
+        qk = heads[:, : shape.heads + shape.kv_heads]
+        if self._head_norms is not None:
+            kept.raw = qk.clone()
+            qk = _normed(kept.raw, _norm_scale(kept.raw, context.eps), self._head_weight())
+        heads[:, : shape.heads + shape.kv_heads] = rotate(qk, context.cos, context.sin)
+        kept.qkv = qkv
+        kept.attended, kept.lse = context.attention.forward(qkv)
+        middle, kept.out_low = self._out.forward(kept.attended, kept.out_adapters)
+        kept.middle = middle.add_(kept.x)
+        kept.middle_scale = _norm_scale(middle, context.eps)
+        normed = _normed(middle, kept.middle_scale, self._mlp_norm)
+        kept.gate_up, kept.mlp_low = self._gate_up.forward(normed, kept.mlp_adapters)
+        gate, up = kept.gate_up.chunk(2, dim=1)
+        y, kept.down_low = self._down.forward(functional.silu(gate).mul_(up), kept.down_adapters)
+        return y.add_(middle)
+
+    def backward(self, kept: _Kept, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
+        """Turn `grad` `[M, d]` of the layer's output into that of its input, in place; return those of `parameters`.
+
+        The `first` layer's input needs none.
+        """
+        assert kept.gate_up is not None
+        assert kept.middle is not None
+        assert kept.middle_scale is not None
+        gate, up = kept.gate_up.chunk(2, dim=1)
+        active = functional.silu(gate)
+        product, down_grads = self._down.backward(grad, active * up, kept.down_low, kept.down_adapters)
+        assert product is not None
+        grad_gate_up = torch.empty_like(kept.gate_up)
+        grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
+        torch.mul(product, active, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(product.mul_(up), gate, grad_input=grad_gate)
+        kept.gate_up = None
+        del active, product, gate, up
+        normed = _normed(kept.middle, kept.middle_scale, self._mlp_norm)
+        grad_normed, mlp_grads = self._gate_up.backward(grad_gate_up, normed, kept.mlp_low, kept.mlp_adapters)
+        assert grad_normed is not None
+        _add_norm_gradient(grad, grad_normed, kept.middle, kept.middle_scale, self._mlp_norm)
+        del grad_gate_up, grad_gate, grad_up, normed, grad_normed
+        attention_grads = self._attention_backward(kept, grad, context, first=first)
+        return attention_grads + mlp_grads + down_grads
+
+    def _attention_backward(self, kept: _Kept, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
+        assert kept.attended is not None
+        assert kept.qkv is not None
+        assert kept.scale is not None
+        shape = self.shape
+        grad_attended, out_grads = self._out.backward(grad, kept.attended, kept.out_low, kept.out_adapters)
+        assert grad_attended is not None
+        grad_qkv = context.attention.backward(grad_attended, kept.qkv, kept.attended, kept.lse)
+        heads = grad_qkv.view(len(grad_qkv), -1, shape.dim)[:, : shape.heads + shape.kv_heads]
+        rotated_back = rotate(heads, context.cos, -context.sin)
+        if kept.raw is None:
+            heads.copy_(rotated_back)
+        else:
+            heads.zero_()
+            scale = _norm_scale(kept.raw, context.eps)
+            _add_norm_gradient(heads, rotated_back, kept.raw, scale, self._head_weight())
+        normed = _normed(kept.x, kept.scale, self._norm)
+        grad_normed, qkv_grads = self._qkv.backward(
+            grad_qkv, normed, kept.qkv_low, kept.qkv_adapters, needs_input=not first
+        )
+        if grad_normed is not None:
+            _add_norm_gradient(grad, grad_normed, kept.x, kept.scale, self._norm)
+        return qkv_grads + out_grads
+
+    def _head_weight(self) -> Tensor:
+        """`[heads + kv_heads, dim]`."""
+        assert self._head_norms is not None
+        q, k = self._head_norms
+        return torch.cat([q.expand(self.shape.heads, -1), k.expand(self.shape.kv_heads, -1)])
+
+
+class _Decode(torch.autograd.Function):
+    """Token ids -> the hidden states that are asked for; differentiable in the adapters."""
+
+    @staticmethod
+    def forward(ctx: Any, decoder: FusedDecoder, pack: Pack, keep: bool, *parameters: Tensor) -> Tensor:
+        device = decoder._norm.device
+        x = functional.embedding(_to(pack.token_ids, device), decoder._embedding.weight)
+        cos, sin = decoder._rotary(_to(pack.position_ids, device), x.dtype)
+        attention = attention_for(pack.blocks, decoder._layers[0].shape, device)
+        context = _Context(attention, cos, sin, decoder._eps)
+        layers = []
+        for layer in decoder._layers:
+            kept = layer.begin(x)
+            x = layer.forward(kept, context)
+            if keep:
+                layers.append(layer.begin(kept.x) if decoder._checkpoint else kept)
+        index = _to(pack.score_at, device)
+        picked = x.index_select(0, index)
+        scale = _norm_scale(picked, decoder._eps)
+        if keep:
+            ctx.decoder, ctx.context, ctx.layers = decoder, context, layers
+            ctx.index, ctx.last, ctx.scale, ctx.rows = index, picked, scale, len(x)
+        return _normed(picked, scale, decoder._norm)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        decoder, layers = ctx.decoder, ctx.layers
+        if layers is None:
+            raise RuntimeError("the fused layers' backward ran twice; what it needs is freed as it goes")
+        ctx.layers = None
+        picked = torch.zeros_like(ctx.last)
+        _add_norm_gradient(picked, grad.clone(), ctx.last, ctx.scale, decoder._norm)
+        grad_x = picked.new_zeros(ctx.rows, picked.shape[1])
+        # a prompt's last row was picked once for each completion; on CPU the sum's order is that of the index
+        grad_x.index_add_(0, ctx.index, picked)
+        found: list[list[Tensor]] = []
+        for number in reversed(range(len(layers))):
+            layer, kept = decoder._layers[number], layers.pop()
+            if kept.gate_up is None:
+                layer.forward(kept, ctx.context)
+            found.append(layer.backward(kept, grad_x, ctx.context, first=number == 0))
+        grads: Iterator[Tensor] = (g for of_layer in reversed(found) for g in of_layer)
+        return None, None, None, *grads
+
+
+def _to(values: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device)
+
+
+def _norm_scale(x: Tensor, eps: float) -> Tensor:
+    """`1 / rms(x)` over the last dimension, kept, at least in float32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    scale: Tensor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return scale
+
+
+def _normed(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """`weight * x / rms(x)`, rounded where transformers rounds."""
+    normed: Tensor = (x * scale).to(x.dtype).mul_(weight)
+    return normed
+
+
+def _add_norm_gradient(into: Tensor, grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> None:
+    """Add the norm's gradient to `into`; `grad`, that of the norm's output, may be overwritten.
+
+    With g = grad * weight and s = 1 / rms(x): `s g - s^3 x mean(g x)`.
+    """
+    g = grad.mul_(weight).to(scale.dtype)
+    factor = (g * x).sum(-1, keepdim=True).mul_(scale**3).div_(x.shape[-1])
+    into.add_(g.mul_(scale).addcmul_(x.to(scale.dtype), factor, value=-1))
