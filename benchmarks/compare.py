@@ -30,7 +30,6 @@ ALLOCATORS = {
     "default": {},
     "keeps freed memory": {"MALLOC_MMAP_THRESHOLD_": "4000000000", "MALLOC_TRIM_THRESHOLD_": "8000000000"},
 }
-MICRO_BATCHES = (16, 8, 4)
 
 
 class Worker:
@@ -98,18 +97,26 @@ class Bench:
             worker.stop()
 
 
-def tune(bench: Bench, allocator: str, micro_batches: Sequence[int]) -> tuple[int, dict[str, Any]]:
-    """TRL's fastest micro-batch size for a workload, and what each size took: one step after a fresh start each."""
-    tried: dict[str, Any] = {}
-    for size in micro_batches:
+def tune(bench: Bench, allocator: str) -> tuple[int, dict[str, Any]]:
+    """TRL's fastest micro-batch size, and what each size took: one step after a fresh start each.
+
+    From 4 and 8 on it goes down or up by powers of two for as long as that is faster and fits the memory.
+    """
+    tried: dict[int, Any] = {}
+
+    def seconds(size: int) -> float:
         with bench.worker("trl", micro_batch=size, allocator=allocator) as worker:
-            tried[str(size)] = worker.step()
-        say(f"  TRL, micro-batch {size}: {tried[str(size)]['seconds']:.1f} s, {tried[str(size)]['peak_rss'] / 1e9:.2f} GB")
-        times = [found["seconds"] for found in tried.values()]
-        if times[-1] > 1.15 * min(times):
-            break  # it only gets worse
-    best = min(tried, key=lambda size: tried[size]["seconds"])
-    return int(best), tried
+            tried[size] = worker.step()
+        say(f"  TRL, micro-batch {size}: {tried[size]['seconds']:.1f} s, {tried[size]['peak_rss'] / 1e9:.2f} GB")
+        return float(tried[size]["seconds"])
+
+    size, better = (8, 2.0) if seconds(8) < seconds(4) else (4, 0.5)
+    while True:
+        following = int(size * better)
+        too_much = better > 1 and 2 * tried[size]["peak_rss"] > 0.8 * memory_bytes()
+        if not 1 <= following <= 64 or too_much or seconds(following) >= tried[size]["seconds"]:
+            return size, {str(key): tried[key] for key in sorted(tried)}
+        size = following
 
 
 def tune_allocator(bench: Bench) -> tuple[str, dict[str, Any]]:
@@ -159,7 +166,7 @@ def summary(workload: Workload, found: Mapping[str, list[dict[str, float]]]) -> 
 def table(rows: Mapping[str, Any]) -> str:
     """The results as Markdown."""
     lines = [
-        "| one step | Covey s | TRL s | time ratio (of single steps) | wanted | Covey GB | TRL GB | memory ratio | wanted |",
+        "| one step | Covey s | TRL s | time ratio (single steps) | wanted | Covey GB | TRL GB | memory ratio | wanted |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows.values():
@@ -176,6 +183,11 @@ def table(rows: Mapping[str, Any]) -> str:
 def say(text: str) -> None:
     """Progress."""
     print(text, file=sys.stderr, flush=True)
+
+
+def memory_bytes() -> int:
+    """Of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def machine() -> dict[str, Any]:
@@ -220,7 +232,7 @@ def main() -> None:
                 allocator, tuned["allocator"] = tune_allocator(bench)
             micro_batch = args.micro_batch
             if micro_batch is None:
-                micro_batch, tuned["micro_batch"] = tune(bench, allocator, MICRO_BATCHES)
+                micro_batch, tuned["micro_batch"] = tune(bench, allocator)
             row = summary(workload, compare(bench, args.steps, micro_batch, allocator))
             row["trl"] |= {"micro_batch": micro_batch, "allocator": allocator, "tuned": tuned}
             rows[name] = row

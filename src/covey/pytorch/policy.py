@@ -304,7 +304,11 @@ class Policy:
             return self.prefix_sharing_obstacle
         try:
             fused = FusedDecoder(self._lm, checkpoint=checkpoint)
-            check_scores(self.source, self._lm, lambda pack: self._probe(pack, fused.hidden(pack)))
+
+            def score(pack: Pack) -> Tensor:
+                return self._probe(pack, fused.hidden(pack) if fused.serves(pack) else self._hidden_packed(pack))
+
+            check_scores(self.source, self._lm, score)
         except ModelError as obstacle:
             logger.info("%s: the model's own layers are trained, which takes more memory: %s", self.source, obstacle)
             return str(obstacle)

@@ -9,8 +9,8 @@ Three attentions for each prompt of P tokens that is followed by G completions o
 A completion's token attends to both its prompt and its own past, so the last two are merged by their log-sum-exps:
 with `out_i`, `lse_i` of the parts, `out = sum_i exp(lse_i - lse) out_i` and `lse = log sum_i exp(lse_i)`. A kernel's
 backward rebuilds the probabilities as `exp(score - lse)`; given the merged `lse` and `out` it returns the gradient of
-the merged softmax for its part of the keys. So a prompt's keys and values are never repeated for its completions, and their
-gradients come out summed.
+the merged softmax for its part of the keys. So a prompt's keys and values are never repeated for its completions, and
+their gradients come out summed.
 
 Nothing but the output and its log-sum-exp `[M, heads]` is kept for the backward. On devices without this kernel the
 packed attention of `prefix_attention` is run again in the backward under autograd.
