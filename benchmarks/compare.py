@@ -166,7 +166,7 @@ def summary(workload: Workload, found: Mapping[str, list[dict[str, float]]]) -> 
 def table(rows: Mapping[str, Any]) -> str:
     """The results as Markdown."""
     lines = [
-        "| one step | Covey s | TRL s | time ratio (single steps) | wanted | Covey GB | TRL GB | memory ratio | wanted |",
+        "| one step | Covey s | TRL s | time ratio (range) | wanted | Covey GB | TRL GB | memory ratio | wanted |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows.values():

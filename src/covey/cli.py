@@ -1,4 +1,4 @@
-"""The command line: `covey train`, `resume`, `eval`, `sample`, `config`, `curve`.
+"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -94,6 +94,48 @@ def resume(
     trainer = _trainer(config)
     trainer.train(resume_from_checkpoint=True)
     _summary(trainer, run)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+) -> None:
+    """Predict seconds and peak memory of a recipe's steps from a short probe. Nothing is written.
+
+    Says what dominates, and which setting would about halve it.
+    """
+    from covey.training.plan import make_plan
+
+    found = make_plan(_trainer(GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])))
+    if as_json:
+        out.print_json(data=found.to_dict())
+        return
+    for title, parts, unit, digits, size in (
+        ("one step", found.seconds, "s", 1, 1.0),
+        (f"peak memory of the {found.device}", found.memory, "GB", 2, 1e9),
+    ):
+        total = sum(part.amount for part in parts)
+        table = Table(title, unit, "share", "to halve it", title_justify="left")
+        for part in sorted(parts, key=lambda part: -part.amount):
+            share = part.amount / total if total else 0.0
+            advice = part.advice if share >= 0.15 else ""
+            table.add_row(part.name, f"{part.amount / size:.{digits}f}", f"{100 * share:.0f} %", advice)
+        table.add_row("total", f"{total / size:.{digits}f}", "", "", style="bold")
+        out.print(table)
+    out.print(
+        f"completions of {found.mean_length:.0f} tokens on average; {100 * found.mixed_share:.0f} % of the groups have "
+        "unequal rewards, the others need no update",
+        highlight=False,
+    )
+    if found.run_seconds is not None:
+        evaluations = f" with {found.num_evaluations} evaluations" if found.num_evaluations else ""
+        out.print(
+            f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
+            f"(the probe took {found.probe_seconds:.0f} s)",
+            highlight=False,
+        )
 
 
 @app.command("eval")

@@ -69,6 +69,10 @@ class GRPOTrainer:
     Attributes:
         state: counters and `log_history`.
         policy: the model that is trained.
+        engine: the sampler.
+        learner: the policy's optimiser.
+        data: rows, reward functions, and what counts as correct.
+        prompts: the training rows, tokenised; `eval_prompts` the held-out ones.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training.
@@ -97,18 +101,18 @@ class GRPOTrainer:
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_task_defaults(args, task)
         self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
-        self._plan = setup.make_plan(args)
-        self._length = setup.run_length(args, self._plan, len(self.data.train))
+        self.phases = setup.make_plan(args)
+        self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = setup.make_policy(args, model, processing_class, peft_config)
         self.engine = setup.make_engine(args, self.policy)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
         self.learner = setup.make_learner(args, self.policy)
-        self.state = TrainerState(max_steps=self._length.total_steps or -1)
+        self.state = TrainerState(max_steps=self.length.total_steps or -1)
         self.engine.sync(self.policy.model, self.state.policy_version)
         self._order = DataOrder(len(self.prompts), args.run.seed, args.data.shuffle)
-        self._decode = setup.decoder(self.policy)
-        self._batch_settings = setup.batch_settings(args, self.data)
+        self.decode = setup.decoder(self.policy)
+        self.batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
 
@@ -128,9 +132,9 @@ class GRPOTrainer:
             self._evaluate_when_due(recorder)
             while not self._finished():
                 started = time.perf_counter()
-                phase = self._plan.at(self._progress())
+                phase = self.phases.at(self._progress())
                 rollout, position = self._sample_and_score(phase, recorder)
-                batch = make_batch(rollout.groups, self._batch_settings)
+                batch = make_batch(rollout.groups, self.batch_settings)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
                     self.engine.release()
                     done = self._learn(batch, phase)
@@ -157,7 +161,7 @@ class GRPOTrainer:
                 self.engine,
                 self.data.scorer,
                 settings,
-                self._decode,
+                self.decode,
                 num_generations=phase.num_generations,
                 streams=streams,
                 policy_version=self.state.policy_version,
@@ -171,7 +175,7 @@ class GRPOTrainer:
         return collect(wanted), position
 
     def _learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
-        rate = self._length.rate(phase, self.state.global_step)
+        rate = self.length.rate(phase, self.state.global_step)
         done = update(self.learner, batch, setup.update_settings(self.args, phase), rate)
         done.metrics["learning_rate"] = rate
         return done
@@ -194,12 +198,12 @@ class GRPOTrainer:
 
     def _finished(self) -> bool:
         """The first limit to be reached ends the run, and so does a callback or early stopping."""
-        state, length = self.state, self._length
+        state, length = self.state, self.length
         patience = self.args.evaluation.early_stopping_patience
         return (
             (length.total_steps is not None and state.global_step >= length.total_steps)
             or (length.max_seconds is not None and state.seconds >= length.max_seconds)
-            or self._plan.finished(self._progress())
+            or self.phases.finished(self._progress())
             or (patience is not None and state.evaluations_without_improvement >= patience)
             or self._callbacks.control.should_training_stop
         )
@@ -256,7 +260,7 @@ class GRPOTrainer:
             self.engine,
             self.data.scorer,
             setup.sampling_settings(self.args, self.policy, self.args.evaluation.eval_temperature),
-            self._decode,
+            self.decode,
             policy_version=self.state.policy_version,
             seed=self.args.run.seed,
             is_correct=self.data.is_correct,
@@ -291,7 +295,7 @@ class GRPOTrainer:
     @contextmanager
     def _recording(self, resume: bool | str | Path | None) -> Iterator[Recorder]:
         """The run folder is open inside; an error leaves a checkpoint of the last consistent moment behind."""
-        recorder = Recorder(self, self._plan, self._length.total_steps, self._callbacks)
+        recorder = Recorder(self, self.phases, self.length.total_steps, self._callbacks)
         with recorder.running(resume):
             self._recorder = recorder
             self._callbacks.state = self.data.scorer.trainer_state = self.state

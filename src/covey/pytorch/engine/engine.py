@@ -56,6 +56,8 @@ class GenerationStats:
             sampling.
         sampling_seconds: time in drawing tokens and stop rules.
         cache_bytes: memory held for keys and values.
+        step_rows: rows of each decode step.
+        step_seconds: seconds of its forward pass.
     """
 
     prefill_tokens: int = 0
@@ -66,6 +68,8 @@ class GenerationStats:
     decode_seconds: float = 0.0
     sampling_seconds: float = 0.0
     cache_bytes: int = 0
+    step_rows: tuple[int, ...] = ()
+    step_seconds: tuple[float, ...] = ()
 
 
 class Engine:
@@ -117,6 +121,16 @@ class Engine:
     def policy_version(self) -> int:
         """Version of the weights held; -1 after `release`, and after a `sync` that did not finish."""
         return self._version
+
+    @property
+    def cache_budget(self) -> tuple[int, int]:
+        """Tokens that the cache may hold, and bytes of one; no limit and 0 for a model that is run without one."""
+        return self._cache.capacity, self._cache.bytes_per_token
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most completions in the decode batch."""
+        return self._max_batch_size
 
     @property
     def runner(self) -> str:
@@ -249,8 +263,9 @@ class _Call:
         self.rows: list[_Sequence] = []
         self._attention: DecodeAttention | None = None
         self._finished = 0
-        self._prefill_tokens = self._decode_steps = self._peak_batch = 0
-        self._seconds = {"prefill": 0.0, "decode": 0.0, "sampling": 0.0}
+        self._prefill_tokens = 0
+        self._steps: list[tuple[int, float]] = []  # rows and seconds of each decode step
+        self._seconds = {"prefill": 0.0, "sampling": 0.0}
         self._lay_out(in_turn)
 
     def admit(self) -> None:
@@ -284,8 +299,6 @@ class _Call:
         """One more token for each row."""
         started = time.perf_counter()
         rows = self.rows
-        self._peak_batch = max(self._peak_batch, len(rows))
-        self._decode_steps += 1
         if self._attention is None:
             blocks = [s.prompt.block for s in rows if s.prompt.block is not None]
             self._attention = DecodeAttention(self._cache, blocks, self._device)
@@ -300,7 +313,7 @@ class _Call:
             histories=lambda: [np.concatenate([s.prompt.token_ids, s.token_ids]) for s in rows],
         )
         logits = self._runner.forward(step)
-        self._seconds["decode"] += time.perf_counter() - started
+        self._steps.append((len(rows), time.perf_counter() - started))
         self._append(rows, self._draw(rows, logits))
         self._compact()
 
@@ -321,15 +334,18 @@ class _Call:
 
     def stats(self) -> GenerationStats:
         """The numbers so far."""
+        rows, seconds = tuple(r for r, _ in self._steps), tuple(s for _, s in self._steps)
         return GenerationStats(
             prefill_tokens=self._prefill_tokens,
             decoded_tokens=sum(len(s.token_ids) for s in self.sequences),
-            decode_steps=self._decode_steps,
-            peak_batch=self._peak_batch,
+            decode_steps=len(rows),
+            peak_batch=max(rows, default=0),
             prefill_seconds=self._seconds["prefill"],
-            decode_seconds=self._seconds["decode"],
+            decode_seconds=sum(seconds),
             sampling_seconds=self._seconds["sampling"],
             cache_bytes=self._cache.allocated_bytes,
+            step_rows=rows,
+            step_seconds=seconds,
         )
 
     def _lay_out(self, in_turn: Sequence[_Sequence]) -> None:
