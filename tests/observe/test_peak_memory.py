@@ -30,6 +30,20 @@ def test_the_peak_rises_by_what_is_touched_stays_and_is_not_inherited():
     assert inherited < risen - 100e6
 
 
+def test_a_peak_can_be_forgotten():
+    before, risen, after, held = map(
+        int,
+        printed_by(
+            "from covey.observe.memory import forget_peak, peak_rss_bytes as peak, rss_bytes\n"
+            "before = peak(); block = bytearray(b'x') * 200_000_000; del block\n"
+            "risen = peak(); assert forget_peak(); print(before, risen, peak(), rss_bytes())"
+        ),
+    )
+    assert risen - before > 195e6
+    assert after < risen - 150e6
+    assert abs(after - held) < 10e6
+
+
 def test_metric_is_in_gigabytes():
     assert abs(memory_metrics()["memory/peak_gb"] * 1e9 - peak_rss_bytes()) < 5e6
 

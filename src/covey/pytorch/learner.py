@@ -1,6 +1,7 @@
 """The PyTorch learner: log-probabilities, gradients of a whole optimiser step, and the optimiser.
 
-A step is split into packs of at most `tokens_per_micro_batch` tokens. Token weights carry the denominators of the whole
+A step is split into packs of at most `tokens_per_micro_batch` tokens, or on a CPU into smaller ones that run side by
+side (`covey.pytorch.lanes`). Token weights carry the denominators of the whole
 step (`covey.algorithms.aggregation`), so the split changes memory and time, never the gradient. When memory runs out
 the budget is halved and the same step is computed again from zero gradients.
 """
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 
 from covey.algorithms import (
     VOCABULARY_KL,
+    LossTerms,
     Objective,
     add_metrics,
     count_step,
@@ -27,6 +30,7 @@ from covey.algorithms import (
     token_weights,
 )
 from covey.errors import ModelError
+from covey.pytorch.lanes import in_lanes
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.policy import Policy
 from covey.rollout.packing import Pack, pack_episodes
@@ -36,6 +40,11 @@ log = logging.getLogger(__name__)
 
 FloatNT = NDArray[np.float32]
 Kept = TypeVar("Kept")
+
+_LANES = 2
+"""Micro-batches side by side on a CPU."""
+_REPEATED = 1.05
+"""Prompts that smaller packs repeat may add this much work, or the lanes do not pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +87,7 @@ class Learner:
 
     Attributes:
         steps: optimiser steps taken; the reference follows the policy by this count.
-        tokens_per_micro_batch: packed tokens in one forward and backward pass; shrinks when memory runs out.
+        tokens_per_micro_batch: packed tokens under way in forward and backward passes; shrinks when memory runs out.
     """
 
     def __init__(
@@ -117,14 +126,19 @@ class Learner:
     ) -> tuple[FloatNT, FloatNT | None]:
         """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere."""
 
+        @torch.no_grad()
+        def score(pack: Pack) -> TokenScores:
+            return self._score(pack, batch.episodes, temperature, entropy=entropy)
+
         def run() -> tuple[FloatNT, FloatNT | None]:
             logp = np.zeros(batch.mask.shape, np.float32)
             uncertainty = np.zeros(batch.mask.shape, np.float32) if entropy else None
-            for pack in self._packs(batch.episodes, rows):
-                found = self._score(pack, batch.episodes, temperature, reference=reference, entropy=entropy)
-                pack.put(found.logp.float().cpu().numpy(), logp)
-                if uncertainty is not None and found.entropy is not None:
-                    pack.put(found.entropy.float().cpu().numpy(), uncertainty)
+            packs, lanes = self._packs(batch.episodes, rows)
+            with self.policy.reference.active() if reference else nullcontext():  # for all lanes at once
+                for pack, found in zip(packs, in_lanes(score, packs, lanes), strict=True):
+                    pack.put(found.logp.float().cpu().numpy(), logp)
+                    if uncertainty is not None and found.entropy is not None:
+                        pack.put(found.entropy.float().cpu().numpy(), uncertainty)
             return logp, uncertainty
 
         return self._within_memory(run)
@@ -172,44 +186,62 @@ class Learner:
             finally:
                 self.policy.eval()
 
+        def loss_of(pack: Pack) -> tuple[TokenScores, LossTerms]:
+            found = self._score(
+                pack,
+                batch.episodes,
+                temperature,
+                entropy=True,
+                entropy_grad=objective.entropy_coef > 0,
+                exact_kl=exact,
+            )
+            rows_NT = _RowView(pack, self.policy.device)
+            current = rows_NT.scatter(found.logp)
+            mask = rows_NT.of(batch.mask)
+            old = rows_NT.of(batch.old_logprobs)
+            factor = None
+            if correction is not None:
+                trainer = current.detach() if trainer_old is None else rows_NT.of(trainer_old)
+                factor = mismatch_correction(trainer, old, mask, correction.mode, correction.cap)
+                old = trainer
+            terms = policy_loss(
+                current,
+                old,
+                rows_NT.of(batch.advantages),
+                mask,
+                rows_NT.of(weights.astype(np.float32)),
+                objective,
+                ref=None if reference is None else rows_NT.of(reference),
+                kl=None if found.exact_kl is None else rows_NT.scatter(found.exact_kl),
+                entropy=None if found.entropy is None else rows_NT.scatter(found.entropy),
+                correction=factor,
+            )
+            return found, terms
+
+        parameters = self.policy.trainable_parameters()
+
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
             parts = []
             logp = np.zeros(batch.mask.shape, np.float32)
             scored = np.zeros(batch.mask.shape, np.bool_)
-            for pack in self._packs(batch.episodes, rows):
-                found = self._score(
-                    pack,
-                    batch.episodes,
-                    temperature,
-                    entropy=True,
-                    entropy_grad=objective.entropy_coef > 0,
-                    exact_kl=exact,
-                )
-                rows_NT = _RowView(pack, self.policy.device)
-                current = rows_NT.scatter(found.logp)
-                mask = rows_NT.of(batch.mask)
-                old = rows_NT.of(batch.old_logprobs)
-                factor = None
-                if correction is not None:
-                    trainer = current.detach() if trainer_old is None else rows_NT.of(trainer_old)
-                    factor = mismatch_correction(trainer, old, mask, correction.mode, correction.cap)
-                    old = trainer
-                terms = policy_loss(
-                    current,
-                    old,
-                    rows_NT.of(batch.advantages),
-                    mask,
-                    rows_NT.of(weights.astype(np.float32)),
-                    objective,
-                    ref=None if reference is None else rows_NT.of(reference),
-                    kl=None if found.exact_kl is None else rows_NT.scatter(found.exact_kl),
-                    entropy=None if found.entropy is None else rows_NT.scatter(found.entropy),
-                    correction=factor,
-                )
-                terms.loss.backward()
+            packs, lanes = self._packs(batch.episodes, rows, exact_kl=exact is not None)
+
+            def gradient(pack: Pack) -> tuple[torch.Tensor, LossTerms, Sequence[torch.Tensor | None]]:
+                found, terms = loss_of(pack)
+                if lanes == 1:
+                    terms.loss.backward()
+                    return found.logp.detach(), terms, ()
+                # lanes must not add to the same gradients, and their sum has one order
+                grads = torch.autograd.grad(terms.loss, parameters, allow_unused=True)
+                return found.logp.detach(), terms, grads
+
+            for pack, (current, terms, grads) in zip(packs, in_lanes(gradient, packs, lanes), strict=True):
+                for parameter, grad in zip(parameters if grads else (), grads, strict=True):
+                    if grad is not None:
+                        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
                 parts.append({name: float(value) for name, value in terms.metrics.items()})
-                pack.put(found.logp.detach().float().cpu().numpy(), logp)
+                pack.put(current.float().cpu().numpy(), logp)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             return Gradients(add_metrics_float(parts), logp, scored)
 
@@ -238,8 +270,21 @@ class Learner:
 
     # ------------------------------------------------------------------ parts
 
-    def _packs(self, episodes: Sequence[Episode], rows: NDArray[np.int64]) -> Iterator[Pack]:
-        return iter(pack_episodes(episodes, rows.tolist(), self.tokens_per_micro_batch))
+    def _packs(
+        self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, exact_kl: bool = False
+    ) -> tuple[list[Pack], int]:
+        """Micro-batches, and how many of them run side by side; together these stay within the token budget."""
+        budget = self.tokens_per_micro_batch
+        packs = pack_episodes(episodes, rows.tolist(), budget)
+        # exact KL switches adapters off and on inside each pass
+        if exact_kl or torch.get_num_threads() < _LANES or not self.policy.runs_side_by_side:
+            return packs, 1
+        smaller = pack_episodes(episodes, rows.tolist(), max(budget // _LANES, 1))
+        sizes = [pack.num_tokens for pack in smaller]
+        repeats = sum(sizes) > _REPEATED * sum(pack.num_tokens for pack in packs)
+        if len(smaller) < _LANES or max(sizes) * _LANES > budget or repeats:
+            return packs, 1
+        return smaller, _LANES
 
     def _score(
         self,
@@ -247,7 +292,6 @@ class Learner:
         episodes: Sequence[Episode],
         temperature: float,
         *,
-        reference: bool = False,
         entropy: bool = False,
         entropy_grad: bool = False,
         exact_kl: ExactKL | None = None,
@@ -255,7 +299,6 @@ class Learner:
         return self.policy.score(
             pack,
             temperature=temperature,
-            reference=reference,
             entropy=entropy,
             entropy_grad=entropy_grad,
             supports=pack.support(episodes),

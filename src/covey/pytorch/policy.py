@@ -192,6 +192,13 @@ class Policy:
         """True when an adapter is trained, False when the model itself is."""
         return isinstance(self.model, PeftModel)
 
+    @property
+    def runs_side_by_side(self) -> bool:
+        """True where passes over several packs may run at the same time in threads: the fused layers on a CPU, without
+        dropout, whose random numbers would be drawn in no fixed order.
+        """
+        return self._fused is not None and self._fused.serves_all and self.device.type == "cpu"
+
     def score(
         self,
         pack: Pack,

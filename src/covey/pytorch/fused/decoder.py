@@ -64,6 +64,11 @@ class FusedDecoder:
         for layer in self._layers:
             layer.join()
 
+    @property
+    def serves_all(self) -> bool:
+        """Whether any pack can be run as the model is now."""
+        return self._window is None and all(layer.can_run() for layer in self._layers)
+
     def serves(self, pack: Pack) -> bool:
         """Whether this pack can be run as the model is now."""
         longest = max(block.prefix_len + max(block.suffix_lens, default=0) for block in pack.blocks)
