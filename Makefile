@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test check lint clean
+.PHONY: demo test check lint bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -45,5 +45,17 @@ lint: $(VENV)/.dev
 
 check: lint test
 
+# TRL is compared with, not depended on: it has an environment of its own. An hour and a half on two cores.
+.venv-trl/.done: constraints.txt
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet $(TORCH)
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 peft transformers accelerate datasets
+	@touch $@
+
+bench: $(VENV)/.demo .venv-trl/.done
+	$(BIN)/python benchmarks/export_model.py
+	$(BIN)/python benchmarks/compare.py --trl-python .venv-trl/bin/python
+	$(BIN)/python benchmarks/scaling.py
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache
