@@ -117,7 +117,8 @@ def plan(
         (f"peak memory of the {found.device}", found.memory, "GB", 2, 1e9),
     ):
         total = sum(part.amount for part in parts)
-        table = Table(title, unit, "share", "to halve it", title_justify="left")
+        table = Table(title, unit, "share")
+        table.add_column("to halve it", overflow="fold")
         for part in sorted(parts, key=lambda part: -part.amount):
             share = part.amount / total if total else 0.0
             advice = part.advice if share >= 0.15 else ""
