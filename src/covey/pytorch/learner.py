@@ -239,6 +239,7 @@ class Learner:
             for pack, (current, terms, grads) in zip(packs, in_lanes(gradient, packs, lanes), strict=True):
                 for parameter, grad in zip(parameters if grads else (), grads, strict=True):
                     if grad is not None:
+                        grad = grad.contiguous()  # the fused AdamW reads memory in order, whatever the strides say
                         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
                 parts.append({name: float(value) for name, value in terms.metrics.items()})
                 pack.put(current.float().cpu().numpy(), logp)

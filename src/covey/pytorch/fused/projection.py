@@ -122,7 +122,7 @@ class Projection:
             mine = grad[:, adapter.columns]
             torch.mm(mine, adapter.b, out=into).mul_(adapter.scaling)
             # (part' mine)' and not mine' part: half the time for wide layers
-            grads_b.append((part.T @ mine).T.mul(adapter.scaling).to(adapter.dtypes[1]))
+            grads_b.append((part.T @ mine).T.contiguous().mul_(adapter.scaling).to(adapter.dtypes[1]))
         if grad_x is not None:
             grad_x.addmm_(grad_low, adapters.a)
         grads_a = torch.split(grad_low.T @ x, [adapter.rank for adapter in adapters.parts])
