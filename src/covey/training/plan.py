@@ -1,12 +1,12 @@
 """What a run will cost, told by a short probe before it is started: seconds and peak memory of a step.
 
-The probe is the run's own code on its own first prompts: it samples, scores, updates and publishes as a step does, on
-about 64 completions, and measures each part. What a whole step takes follows from that:
+The probe is the run's own code on its own first prompts: it samples, scores, updates and publishes as a step does, in
+rounds of about 64 completions, and measures each part. What a whole step takes follows from that:
 
     sampling    a decode step costs `a + b rows`, fitted to the probe's steps; the number of steps comes from laying the
                 observed lengths, repeated to the step's number of completions, on the sampler's rows
     update      seconds for each packed token, times the tokens of a step, times the share of groups that are not tied
-    memory      the probe's peak, with keys, values and activations scaled to a whole step
+    memory      the probe's peak, with keys, values and activations scaled to a whole step, and a heap's losses
 
 What cannot be known is how the policy will change: completions that grow or groups that become tied change the costs.
 """
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from covey.training.trainer import GRPOTrainer
 
 PROBE_COMPLETIONS = 64
+"""Of one round."""
+_PROBE_GROUPS = 24
+"""So many in all rounds, to see how many are tied; the last of at least two rounds tells the time."""
+_HOLES = 0.5
+"""Of the activations' memory: growth of the C library's heap in ten steps, as pieces of other sizes come and go."""
 _STREAM = 2
 """Second entry of the probe's random streams: 0 is training, 1 evaluation."""
 
@@ -136,17 +141,18 @@ def make_plan(trainer: GRPOTrainer) -> Plan:
     loaded_peak = _peak()
     forget_peak()
     phase = trainer.phases.at(Progress(0, 0, 0.0))
-    rollout, scale = _sample(trainer, phase)
-    stats = trainer.engine.last_stats
+    rollouts, scale = _sample(trainer, phase)
+    stats, rollout = trainer.engine.last_stats, rollouts[-1]
+    groups = [group for one in rollouts for group in one.groups]
     sampled_peak = _peak()
     probe = _Update(trainer, rollout.groups, phase)
-    sampling = _Sampling(trainer, rollout, stats, scale)
+    sampling = _Sampling(trainer, rollouts, stats, scale)
     more_cache = sampling.cache_bytes - stats.cache_bytes
     activations = probe.activation_bytes * probe.largest_pack(scale) / max(probe.largest_pack(1.0), 1)
     more_activations = activations - probe.activation_bytes
     peak = max(loaded_peak, sampled_peak + more_cache, probe.peak + more_cache + more_activations)
     args, objective = trainer.args, setup.update_settings(trainer.args, phase).objective
-    mixed = np.mean([np.ptp(group.rewards) > 0 for group in rollout.groups])
+    mixed = np.mean([np.ptp(group.rewards) > 0 for group in groups])
     share = 1.0 if objective.beta > 0 or objective.entropy_coef > 0 else float(mixed)
     half_length = max(args.sampling.max_completion_length // 2, 1)
     half_group = max(phase.num_generations // 2, 2)
@@ -168,17 +174,19 @@ def make_plan(trainer: GRPOTrainer) -> Plan:
     )
     weights = float(sum(p.nbytes for p in trainer.policy.model.parameters()))
     rest = peak - weights - sampling.cache_bytes - activations
+    on_gpu = peak_cuda_bytes() is not None
     memory = (
         Part("model and adapter", weights, 'model.dtype="bfloat16": half'),
         Part("sampler's copy of the weights, optimiser, libraries", max(rest, 0.0)),
         Part("keys and values", sampling.cache_bytes, sampling.halve_cache()),
         Part("activations of a micro-batch", activations, probe.halve_activations(activations)),
+        Part("holes in the heap, after some steps", 0.0 if on_gpu else _HOLES * activations),
     )
     evaluations = _count_evaluations(trainer)
     return Plan(
         seconds=seconds,
         memory=memory,
-        device="process" if peak_cuda_bytes() is None else "GPU",
+        device="GPU" if on_gpu else "process",
         steps=trainer.length.total_steps,
         evaluation_seconds=sampling.evaluation_seconds() if evaluations else 0.0,
         num_evaluations=evaluations,
@@ -188,43 +196,58 @@ def make_plan(trainer: GRPOTrainer) -> Plan:
     )
 
 
-def _sample(trainer: GRPOTrainer, phase: ResolvedPhase) -> tuple[Rollout, float]:
-    """Groups for the probe, and how many times as many prompts a step has."""
+def _sample(trainer: GRPOTrainer, phase: ResolvedPhase) -> tuple[list[Rollout], float]:
+    """Rounds of groups for the probe, and how many times as many prompts a step has as a round."""
     wanted = trainer.args.data.prompts_per_step
     count = min(wanted, max(2, -(-PROBE_COMPLETIONS // phase.num_generations)))
-    prompts = [trainer.prompts[i % len(trainer.prompts)] for i in range(count)]
-    rollout = collect_groups(
-        prompts,
-        trainer.engine,
-        trainer.data.scorer,
-        setup.sampling_settings(trainer.args, trainer.policy, phase.temperature),
-        trainer.decode,
-        num_generations=phase.num_generations,
-        streams=[(trainer.args.run.seed, _STREAM, i) for i in range(count)],
-        policy_version=trainer.state.policy_version,
-    )
-    return rollout, wanted / count
+    rollouts = []
+    for number in range(max(2, -(-_PROBE_GROUPS // count))):
+        places = range(number * count, (number + 1) * count)
+        rollouts.append(
+            collect_groups(
+                [trainer.prompts[i % len(trainer.prompts)] for i in places],
+                trainer.engine,
+                trainer.data.scorer,
+                setup.sampling_settings(trainer.args, trainer.policy, phase.temperature),
+                trainer.decode,
+                num_generations=phase.num_generations,
+                streams=[(trainer.args.run.seed, _STREAM, i) for i in places],
+                policy_version=trainer.state.policy_version,
+            )
+        )
+    return rollouts, wanted / count
 
 
 class _Sampling:
     """What the probe's completions say about sampling a whole step."""
 
-    def __init__(self, trainer: GRPOTrainer, rollout: Rollout, stats: GenerationStats, scale: float) -> None:
-        self._trainer, self._stats, self._scale = trainer, stats, scale
+    def __init__(self, trainer: GRPOTrainer, rollouts: Sequence[Rollout], stats: GenerationStats, scale: float) -> None:
+        self._trainer, self._stats = trainer, stats
         self._fit = fit_decode(stats.step_rows, stats.step_seconds)
-        self.lengths = [episode.num_sampled for group in rollout.groups for episode in group.episodes]
-        self._prompt_tokens = stats.prefill_tokens * scale
-        self._count = round(len(self.lengths) * scale)
+        self.lengths = [e.num_sampled for rollout in rollouts for group in rollout.groups for e in group.episodes]
+        self._probe_groups = len(rollouts[-1].groups)
+        self._probe_rows = len(self.lengths) // len(rollouts)
+        self._count = round(self._probe_rows * scale)
         capacity, self._token_bytes = trainer.engine.cache_budget
         self._slot = trainer.args.sampling.max_completion_length
-        most = max(int((capacity - self._prompt_tokens) // self._slot), 1)
+        # what one prompt takes of the cache
+        held = stats.cache_bytes / max(self._token_bytes, 1) - stats.peak_batch * (self._slot - 1)
+        self._prompts = self._probe_groups * scale
+        self._prompt_tokens = max(held, stats.prefill_tokens) / self._probe_groups
+        most = max(int((capacity - self._prompts * self._prompt_tokens) // self._slot), 1)
         self._slots = min(trainer.engine.max_batch_size, most, self._count)
 
     @property
     def cache_bytes(self) -> float:
-        """Memory of keys and values for a whole step."""
-        needed = (self._slots * self._slot + self._prompt_tokens) * self._token_bytes
-        return max(float(needed), float(self._stats.cache_bytes) if self._scale == 1 else 0.0)
+        """Memory of keys and values, for a whole step or for an evaluation, whichever takes more."""
+        trainer = self._trainer
+        needed = self._slots * self._slot + self._prompts * self._prompt_tokens
+        if _count_evaluations(trainer):
+            rows = len(trainer.eval_prompts) * trainer.args.evaluation.num_generations_eval
+            rows = min(trainer.engine.max_batch_size, rows)
+            prompts = min(1.25 * rows, len(trainer.eval_prompts))
+            needed = max(needed, rows * self._slot + prompts * self._prompt_tokens)
+        return min(needed, trainer.engine.cache_budget[0]) * self._token_bytes
 
     def decode_seconds(self, max_length: int | None = None, part: float = 1.0) -> float:
         """Of a whole step, or of one with shorter or with fewer completions."""
@@ -238,9 +261,9 @@ class _Sampling:
         prompts = len(self._trainer.eval_prompts)
         lengths = self._repeated(prompts * evaluation.num_generations_eval)
         steps, rows = count_decode_steps(lengths, min(self._trainer.engine.max_batch_size, len(lengths)))
-        groups = max(len(self.lengths) // max(self._trainer.args.sampling.num_generations, 1), 1)
-        draw = stats.sampling_seconds * len(lengths) / len(self.lengths)
-        return self._fit[0] * steps + self._fit[1] * rows + draw + stats.prefill_seconds * prompts / groups
+        draw = stats.sampling_seconds * len(lengths) / self._probe_rows
+        prefill = stats.prefill_seconds * prompts / self._probe_groups
+        return self._fit[0] * steps + self._fit[1] * rows + draw + prefill
 
     def halve_cache(self) -> str:
         """Advice."""

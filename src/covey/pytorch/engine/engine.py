@@ -366,8 +366,11 @@ class _Call:
                 f"sampling.kv_cache_gb to at least {needed(1) * size / 2**30:.3g}, or lower "
                 "sampling.max_completion_length"
             )
-        everything = _widest_stretch(in_turn, len(in_turn))
-        self._cache.open(rows, slot_tokens, min(everything, self._cache.capacity - rows * slot_tokens))
+        # room for a quarter more prompts than run at once: freed blocks do not always fit the next prompt
+        everything, running = _widest_stretch(in_turn, len(in_turn)), _widest_stretch(in_turn, rows)
+        self._cache.open(
+            rows, slot_tokens, min(everything, running + running // 4, self._cache.capacity - rows * slot_tokens)
+        )
 
     def _prefill(self, prompts: Sequence[_Prompt]) -> None:
         started = time.perf_counter()
