@@ -1,5 +1,7 @@
 """Rewards that can be verified: what a completion is worth."""
 
+from covey.rewards.choice import extract_choice
+from covey.rewards.code import CodeReward
 from covey.rewards.extract import (
     boxed_content,
     completion_text,
@@ -8,6 +10,8 @@ from covey.rewards.extract import (
     parse_number,
     prompt_text,
 )
+from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness, TestResult
+from covey.rewards.sandbox import Limits, Sandbox
 from covey.rewards.text import exact_match, format_reward, numeric_match
 from covey.rewards.verifier import (
     RewardFunction,
@@ -18,12 +22,21 @@ from covey.rewards.verifier import (
 )
 
 __all__ = [
+    "AssertTests",
+    "CallTests",
+    "CodeReward",
+    "Limits",
+    "ProgramTests",
     "RewardFunction",
+    "Sandbox",
     "SupportsBatchVerify",
+    "TestHarness",
+    "TestResult",
     "Verifier",
     "boxed_content",
     "completion_text",
     "exact_match",
+    "extract_choice",
     "final_number",
     "format_reward",
     "last_number",

@@ -2,6 +2,7 @@
 
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
+from covey.tasks.code import Code
 from covey.tasks.dataset import DataOrder, Row, build_prompts, load_rows
 from covey.tasks.gsm8k import GSM8K
 from covey.tasks.registry import get_task, register_task, task_names
@@ -9,6 +10,7 @@ from covey.tasks.registry import get_task, register_task, task_names
 __all__ = [
     "GSM8K",
     "Arithmetic",
+    "Code",
     "DataOrder",
     "Row",
     "Task",

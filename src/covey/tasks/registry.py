@@ -10,6 +10,7 @@ from typing import Any
 from covey.errors import ConfigError
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
+from covey.tasks.code import Code
 from covey.tasks.gsm8k import GSM8K
 
 _TASKS: dict[str, Callable[..., Task]] = {}
@@ -79,4 +80,5 @@ def _nearest(name: str, known: Any) -> str:
 
 
 register_task("arithmetic", Arithmetic)
+register_task("code", Code)
 register_task("gsm8k", GSM8K)

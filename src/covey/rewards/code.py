@@ -1,0 +1,138 @@
+r"""A reward for programs that pass their tests, with the tests in a dataset column as plain data.
+
+    {"kind": "call", "entry_point": "add", "cases": [[[1, 2], 3], [[0, 0], 0]]}
+    {"kind": "assert", "tests": ["assert add(1, 2) == 3"], "setup": "import math", "entry_points": ["add"]}
+    {"kind": "program", "cases": [["1 2\n", "3\n"]]}
+
+A list of texts is short for the second, with nothing but `tests`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from covey.errors import RewardError
+from covey.rewards.extract import completion_text
+from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness, TestResult, Tests
+from covey.rewards.sandbox import Limits
+from covey.types import Message
+
+_KINDS = ("call", "assert", "program")
+
+
+class CodeReward:
+    """1.0 where the program in a completion passes every test of its row's `column`, else 0.0.
+
+    Args:
+        column: of the tests; a row without any is not scored (None).
+        partial_credit: the share of tests that pass instead.
+        limits: of each program.
+        workers: programs at once; None = the machine's cores.
+        unprotected: run even where the host offers too little protection; see `covey.rewards.sandbox`.
+    """
+
+    __name__ = "passes_tests"
+
+    def __init__(
+        self,
+        column: str = "tests",
+        *,
+        partial_credit: bool = False,
+        limits: Limits | None = None,
+        workers: int | None = None,
+        unprotected: bool = False,
+    ) -> None:
+        self.required_columns = (column,)
+        self._column, self._partial = column, partial_credit
+        self._limits, self._workers, self._unprotected = limits, workers, unprotected
+        self._harness: TestHarness | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def harness(self) -> TestHarness:
+        """What runs the programs; started when it is first needed.
+
+        Raises:
+            RewardError: the host does not offer the minimum of protections.
+        """
+        with self._lock:
+            if self._harness is None:
+                self._harness = TestHarness(self._limits, workers=self._workers, unprotected=self._unprotected)
+            return self._harness
+
+    def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
+        """Score as a reward function does.
+
+        Raises:
+            RewardError: the column is absent, or a row's tests are none; `sample` names it.
+        """
+        return [None if result is None else self.score(result) for result in self.results(completions, **columns)]
+
+    def results(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[TestResult | None]:
+        """What each completion's tests did."""
+        if self._column not in columns:
+            raise RewardError(
+                f"programs are tested by the dataset column {self._column!r}, which is absent (present: "
+                f"{', '.join(sorted(columns)) or 'none'})",
+                function=self.__name__,
+            )
+        jobs: dict[int, tuple[str, Tests]] = {}
+        for index, (completion, spec) in enumerate(zip(completions, columns[self._column], strict=True)):
+            if spec is not None:
+                try:
+                    jobs[index] = (completion_text(completion), read_tests(spec))
+                except ValueError as error:
+                    raise RewardError(str(error), function=self.__name__, sample=index) from None
+        found = dict(zip(jobs, self.harness.run_all(list(jobs.values())), strict=True)) if jobs else {}
+        return [found.get(index) for index in range(len(completions))]
+
+    def score(self, result: TestResult) -> float:
+        """The reward of a result."""
+        return result.fraction if self._partial else result.score
+
+    def close(self) -> None:
+        """End the jail; the next call starts it anew."""
+        with self._lock:
+            if self._harness is not None:
+                self._harness.close()
+                self._harness = None
+
+
+def read_tests(spec: Any) -> Tests:
+    """Tests from plain data; see the module docstring.
+
+    Raises:
+        ValueError: it does not have that form; the message says what is wrong.
+    """
+    if isinstance(spec, list | tuple):
+        spec = {"kind": "assert", "tests": spec}
+    if not isinstance(spec, Mapping) or spec.get("kind") not in _KINDS:
+        raise ValueError(
+            f"tests={spec!r:.200} is neither a list of assert statements nor an object with a kind of {_KINDS}"
+        )
+    values = dict(spec)
+    kind = values.pop("kind")
+    try:
+        if kind == "call":
+            cases = tuple((tuple(arguments), expected) for arguments, expected in values.pop("cases"))
+            tests: Tests = CallTests(cases=cases, **values)
+        elif kind == "assert":
+            texts = {name: _texts(name, values.pop(name)) for name in ("tests", "entry_points") if name in values}
+            tests = AssertTests(**texts, **values)  # type: ignore[arg-type]
+        else:
+            tests = ProgramTests(
+                cases=tuple((str(given), str(wanted)) for given, wanted in values.pop("cases")), **values
+            )
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"tests={spec!r:.200}: {error}") from None
+    if not (tests.tests if isinstance(tests, AssertTests) else tests.cases):
+        raise ValueError(f"tests={spec!r:.200}: there is no test, so every program would pass")
+    return tests
+
+
+def _texts(name: str, values: Any) -> tuple[str, ...]:
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name} must be a list of texts")
+    return tuple(values)

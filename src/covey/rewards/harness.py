@@ -1,0 +1,434 @@
+r"""Does a completion's program pass its tests? Hostile programs are expected; see `covey.rewards.sandbox`.
+
+    harness = TestHarness()
+    tests = AssertTests(("assert add(1, 2) == 3", "assert add(0, 0) == 0"))
+    harness.run("```python\ndef add(a, b):\n    return a + b\n```", tests).score          # 1.0
+
+Tests and expected results never enter the process that runs the program. What it returns crosses as plain values and is
+compared in the harness (`CallTests`, `ProgramTests`) or in a second confined process that runs the test code
+(`AssertTests`). So patching `assert`, `==` or `unittest`, leaving early, printing or forging a message of success, and
+reading memory, files or the stack find nothing to work on.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar, Literal, Self
+
+from covey.errors import RewardError
+from covey.rewards.jail import codec
+from covey.rewards.sandbox import Confined, Limits, ProcessEndedError, Sandbox
+
+Status = Literal["passed", "wrong_answer", "error", "timeout", "memory", "syntax", "cheat"]
+_REASONS: Mapping[str, Status] = {
+    "timeout": "timeout",
+    "memory": "memory",
+    "forbidden": "cheat",
+    "protocol": "cheat",
+    "output": "error",
+    "exit": "error",
+}
+_FENCE = re.compile(
+    r"^[ \t]*(?:```|~~~)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*(?:```|~~~)[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
+)
+_STARTS = re.compile(
+    r"^(?:def |class |import |from \w[\w.]* import |@|async def |(?:if|for|while|with) [^\n]*:[ \t]*$|try:|#|"
+    r"[A-Za-z_][\w.]* ?[-+*/]?= ?\S|"
+    r"[A-Za-z_][\w.]*\([^\n]*\)[ \t]*$)",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallTests:
+    """Call a function and compare what it returns.
+
+    Attributes:
+        entry_point: the function's name.
+        cases: `(arguments, expected)` pairs.
+        tolerance: relative and absolute, between floats. Lists and tuples of equal items are equal.
+    """
+
+    entry_point: str
+    cases: tuple[tuple[tuple[Any, ...], Any], ...]
+    tolerance: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class AssertTests:
+    """Run test code, such as the assert statements of MBPP or the `check` function of HumanEval.
+
+    Attributes:
+        tests: statements; each counts as one test.
+        setup: trusted code that runs first, in the process of the tests: imports, helper functions.
+        entry_points: names that are the program's even where a builtin has the same one. Other names that nothing
+            trusted defines are looked for in the program too.
+        aliases: further names for what the program defines, e.g. `{"candidate": "add"}`.
+        prefix: put before the program, e.g. HumanEval's prompt.
+    """
+
+    tests: tuple[str, ...]
+    setup: str = ""
+    entry_points: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTests:
+    """Run the program on inputs and compare what it prints, line by line, white space at the end of lines aside.
+
+    Attributes:
+        cases: `(stdin, expected stdout)` pairs.
+        tolerance: between numbers where the texts differ; 0 = texts must be equal.
+    """
+
+    cases: tuple[tuple[str, str], ...]
+    tolerance: float = 0.0
+
+
+Tests = CallTests | AssertTests | ProgramTests
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One test.
+
+    Attributes:
+        status: what happened.
+        text: in words, "" where it passed.
+    """
+
+    status: Status
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """All tests of one completion.
+
+    Attributes:
+        outcomes: of each test, in order.
+        printed: the beginning of what the program printed.
+    """
+
+    __test__: ClassVar[bool] = False
+
+    outcomes: tuple[Outcome, ...]
+    printed: str = ""
+
+    @property
+    def status(self) -> Status:
+        """That of the first test that did not pass, else "passed"."""
+        return next((o.status for o in self.outcomes if o.status != "passed"), "passed")
+
+    @property
+    def passed(self) -> int:
+        """How many tests passed."""
+        return sum(outcome.status == "passed" for outcome in self.outcomes)
+
+    @property
+    def score(self) -> float:
+        """1.0 if every test passed, else 0.0; see `fraction`."""
+        return float(bool(self.outcomes) and self.passed == len(self.outcomes))
+
+    @property
+    def fraction(self) -> float:
+        """Share of tests that passed; 0 for a program that tried to cheat."""
+        return 0.0 if self.status == "cheat" or not self.outcomes else self.passed / len(self.outcomes)
+
+    def __str__(self) -> str:
+        failed = [f"test {i + 1}: {o.status}: {o.text}" for i, o in enumerate(self.outcomes) if o.status != "passed"]
+        return f"{self.passed} of {len(self.outcomes)} tests passed" + "".join(f"; {line}" for line in failed[:3])
+
+
+class TestHarness:
+    """Runs programs against tests, several at once.
+
+    Args:
+        limits: of each program, all of its tests together.
+        workers: programs at once; None = the machine's cores.
+        unprotected: see `Sandbox`.
+
+    Raises:
+        RewardError: the host does not offer the minimum of protections.
+    """
+
+    __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
+
+    def __init__(self, limits: Limits | None = None, *, workers: int | None = None, unprotected: bool = False) -> None:
+        self._limits = limits or Limits()
+        self._unprotected = unprotected
+        self._sandbox = Sandbox(unprotected=unprotected)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="covey-harness")
+
+    @property
+    def protections(self) -> str:
+        """What is in force on this host, in words."""
+        return str(self._sandbox.protections)
+
+    def run(self, completion: str, tests: Tests) -> TestResult:
+        """Extract the program from a completion and test it.
+
+        Raises:
+            RewardError: the tests themselves are broken, or the jail does not run.
+        """
+        code = extract_code(completion)
+        match tests:
+            case CallTests():
+                return self._run_calls(code, tests)
+            case AssertTests():
+                return self._run_asserts(code, tests)
+            case ProgramTests():
+                return self._run_program(code, tests)
+
+    def run_all(self, jobs: Sequence[tuple[str, Tests]]) -> list[TestResult]:
+        """`run` for each (completion, tests), in order."""
+        return list(self._pool.map(lambda job: self.run(*job), jobs))
+
+    def close(self) -> None:
+        """End the jail."""
+        self._pool.shutdown(cancel_futures=True)
+        self._sandbox.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _spawn(self) -> Confined:
+        """A confined process; the jail is started anew if it has died."""
+        try:
+            return self._sandbox.spawn(self._limits)
+        except RewardError:
+            with self._lock:
+                self._sandbox.close()
+                self._sandbox = Sandbox(unprotected=self._unprotected)
+            return self._sandbox.spawn(self._limits)
+
+    def _run_calls(self, code: str, tests: CallTests) -> TestResult:
+        encode = codec.Encoder(_no_handle)
+        with self._spawn() as process:
+            outcomes: list[Outcome] = []
+            try:
+                failed = _load(process, code)
+                for arguments, expected in tests.cases if failed is None else ():
+                    process.send({"name": tests.entry_point, "arguments": encode((list(arguments), {}))})
+                    outcomes.append(_judge(process.receive(), expected, tests.tolerance))
+            except ProcessEndedError as ended:
+                failed = _outcome(ended)
+            return TestResult(_filled(outcomes, len(tests.cases), failed), process.printed)
+
+    def _run_asserts(self, code: str, tests: AssertTests) -> TestResult:
+        remote = {name: name for name in (*_free_names(tests), *tests.entry_points)} | dict(tests.aliases)
+        with ExitStack() as stack:
+            candidate = stack.enter_context(self._spawn())
+            outcomes: list[Outcome] = []
+            try:
+                failed = _load(candidate, tests.prefix + code)
+                if failed is None:
+                    tester = stack.enter_context(self._spawn())
+                    failed = _relay(tester, candidate, tests, remote, outcomes)
+            except ProcessEndedError as ended:
+                failed = _outcome(ended)
+            return TestResult(_filled(outcomes, len(tests.tests), failed), candidate.printed)
+
+    def _run_program(self, code: str, tests: ProgramTests) -> TestResult:
+        outcomes = []
+        printed = ""
+        for stdin, expected in tests.cases:
+            with self._spawn() as process:
+                try:
+                    process.send({"role": "program", "code": code, "stdin": stdin})
+                    answer = process.receive()
+                    failed = _failure(answer)
+                    if failed is None and answer.get("exit") != 0:
+                        failed = Outcome("error", f"exit code {answer.get('exit')!r:.20}")
+                except ProcessEndedError as ended:
+                    # leaving by os._exit(0) is the program's right: what it printed counts
+                    failed = None if ended.reason == "exit" and process.stop() == (0, 0) else _outcome(ended)
+                output = process.all_printed.decode("utf-8", "replace")
+                printed = printed or process.printed
+            if failed is None and not same_output(output, expected, tests.tolerance):
+                failed = Outcome("wrong_answer", f"printed {output!r:.200}, not {expected!r:.200}")
+            outcomes.append(failed or Outcome("passed"))
+        return TestResult(tuple(outcomes), printed)
+
+
+def extract_code(text: str) -> str:
+    """The program in a completion: its last fenced Python block that is not empty, else its last fenced block, else the
+    text from the first line on that looks like Python, else the text.
+    """
+    blocks = [(match[1].lower(), match[2]) for match in _FENCE.finditer(text)]
+    python = [body for language, body in blocks if language in ("python", "py", "python3") and body.strip()]
+    if python or blocks:
+        return python[-1] if python else blocks[-1][1]
+    start = _STARTS.search(text)
+    return text[start.start() :] if start else text
+
+
+def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
+    """Are two printed texts the same, white space at line ends and empty lines at the end aside?"""
+    lines, wanted = ([line.rstrip() for line in text.rstrip().split("\n")] for text in (found, expected))
+    if lines == wanted:
+        return True
+    if tolerance <= 0 or len(lines) != len(wanted):
+        return False
+    pairs = [(a.split(), b.split()) for a, b in zip(lines, wanted, strict=True)]
+    return all(len(a) == len(b) and all(map(_close_words, a, b, [tolerance] * len(a))) for a, b in pairs)
+
+
+def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """Are two plain values equal, floats within a tolerance and lists as good as tuples?"""
+    if isinstance(expected, list | tuple):
+        return (
+            isinstance(found, list | tuple)
+            and len(found) == len(expected)
+            and all(same_value(a, b, tolerance) for a, b in zip(found, expected, strict=True))
+        )
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(same_value(found[key], value, tolerance) for key, value in expected.items())
+        )
+    if isinstance(expected, float) and isinstance(found, int | float):
+        if math.isnan(expected):
+            return math.isnan(found)
+        return bool(found == expected or math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance))
+    return bool(found == expected)
+
+
+def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, ...], str]:
+    """HumanEval's test module as `(setup, tests, argument)`: each statement of the function's body is a test.
+
+    Raises:
+        RewardError: there is no such function of one argument.
+    """
+    tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function and len(node.args.args) == 1:
+            setup = "\n".join(ast.unparse(other) for other in tree.body if other is not node)
+            return setup, tuple(ast.unparse(statement) for statement in node.body), node.args.args[0].arg
+    raise RewardError(f"the test code defines no {function}(candidate)", function="TestHarness")
+
+
+def _load(process: Confined, code: str) -> Outcome | None:
+    process.send({"role": "candidate", "code": code})
+    return _failure(process.receive())
+
+
+def _relay(
+    tester: Confined, candidate: Confined, tests: AssertTests, remote: Mapping[str, str], outcomes: list[Outcome]
+) -> Outcome | None:
+    """Pass the tests' calls to the candidate and its answers back, until the tests are done."""
+    tester.send({"role": "tester", "setup": tests.setup, "tests": list(tests.tests), "remote": dict(remote)})
+    while True:
+        try:
+            message = tester.receive()
+        except ProcessEndedError as ended:
+            if ended.reason in ("exit", "jail"):
+                raise RewardError(f"the test code does not run: {tester.printed[-300:] or ended}") from None
+            raise
+        if "call" in message:
+            candidate.send(message["call"])
+            tester.send(candidate.receive())
+        elif "result" in message:
+            outcomes.append(Outcome(message["result"], message["text"]))
+        else:
+            return None
+
+
+def _failure(answer: Mapping[str, Any]) -> Outcome | None:
+    """What a confined process says went wrong."""
+    status = answer.get("failed")
+    if status is None:
+        return None
+    known: Status = status if status in ("syntax", "memory", "error") else "error"
+    return Outcome(known, str(answer.get("text"))[:500])
+
+
+def _judge(answer: Mapping[str, Any], expected: Any, tolerance: float) -> Outcome:
+    failed = _failure(answer)
+    if failed is not None:
+        return failed
+    try:
+        found = codec.Decoder(_Handle)(answer.get("value"))
+        if isinstance(found, type(iter([]))):
+            found = list(found)
+        if same_value(found, expected, tolerance):
+            return Outcome("passed")
+    except (codec.CodecError, RecursionError, TypeError, OverflowError) as error:
+        return Outcome("wrong_answer", f"returned what cannot be compared: {error}"[:500])
+    return Outcome("wrong_answer", f"returned {found!r:.200}, not {expected!r:.200}")
+
+
+def _outcome(ended: ProcessEndedError) -> Outcome:
+    if ended.reason == "jail":
+        raise RewardError(f"the jail does not work: {ended}", function="TestHarness")
+    return Outcome(_REASONS[ended.reason], str(ended))
+
+
+def _filled(outcomes: list[Outcome], count: int, failed: Outcome | None) -> tuple[Outcome, ...]:
+    """All outcomes: where the process ended early, the tests that are left failed as it did."""
+    missing = count - len(outcomes)
+    return (*outcomes, *([failed or Outcome("error", "not run")] * missing))
+
+
+class _Handle:
+    """Something that stayed in the jail; equal to nothing."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __repr__(self) -> str:
+        return "an object that is no plain value"
+
+
+def _no_handle(value: Any) -> int:
+    raise RewardError(f"an argument of type {type(value).__name__} is no plain value", function="TestHarness")
+
+
+def _close_words(a: str, b: str, tolerance: float) -> bool:
+    if a == b:
+        return True
+    try:
+        return math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False
+
+
+def _free_names(tests: AssertTests) -> set[str]:
+    """Names that the tests use and nothing trusted defines: these are the candidate's."""
+    used: set[str] = set()
+    bound: set[str] = set(dir(__builtins__)) if not isinstance(__builtins__, dict) else set(__builtins__)
+    for source in (tests.setup, *tests.tests):
+        for name, is_use in _names(ast.parse(source)):
+            (used if is_use else bound).add(name)
+    return used - bound
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=context):
+                yield name, isinstance(context, ast.Load)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name, False
+            case ast.alias(name=name, asname=other):
+                yield (other or name).split(".")[0], False
+            case ast.ExceptHandler(name=str(name)):
+                yield name, False

@@ -1,0 +1,145 @@
+"""Plain values as JSON, so that a value can cross a border without anything being executed.
+
+None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict cross as they are, and the results of
+iterators as lists that remember it. Subclasses cross as what they derive from, without their methods: a `__eq__` of a
+hostile class stays where it is. Anything else is a `Handle`, a number that means something on the other side only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+MAX_DEPTH = 60
+MAX_ITEMS = 200_000
+MAX_ENTRIES = 10_000
+"""Of all sets and dictionaries in a value that is read: a hostile sender can choose keys whose hashes collide."""
+_ITERATORS: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    map,
+    filter,
+    zip,
+    enumerate,
+    reversed,
+)
+
+
+class CodecError(Exception):
+    """A value that is too large or too deep, or text that is no value."""
+
+
+class Encoder:
+    """Values -> JSON-able trees.
+
+    Args:
+        handle: gives a number for an object that is no plain value.
+        materialise: turn iterators and generators into their items.
+    """
+
+    def __init__(self, handle: Callable[[Any], int], *, materialise: bool = True) -> None:
+        self._handle, self._materialise = handle, materialise
+        self._left = MAX_ITEMS
+
+    def __call__(self, value: Any) -> Any:
+        """Encode one value."""
+        self._left = MAX_ITEMS
+        return self._encode(value, 0)
+
+    def _encode(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            raise CodecError(f"a value of more than {MAX_ITEMS} items or {MAX_DEPTH} levels")
+        if value is None or value is True or value is False:
+            return value
+        if isinstance(value, str):
+            self._left -= len(value) // 64
+            return str.__str__(value)
+        if isinstance(value, int):
+            number = int.__index__(value)
+            return number if abs(number) < 1 << 62 else {"i": hex(number)}
+        if isinstance(value, float):
+            real = float.__float__(value)
+            return real if math.isfinite(real) else {"f": str(real)}
+        if isinstance(value, complex):
+            return {"c": [str(value.real), str(value.imag)]}
+        if isinstance(value, bytes | bytearray):
+            return {"b": bytes(value).hex()}
+        if isinstance(value, list):
+            return [self._encode(item, depth + 1) for item in list.__iter__(value)]
+        if isinstance(value, tuple):
+            return {"t": [self._encode(item, depth + 1) for item in tuple.__iter__(value)]}
+        if isinstance(value, set | frozenset):
+            kind = "s" if isinstance(value, set) else "z"
+            return {kind: [self._encode(item, depth + 1) for item in list(value)]}
+        if isinstance(value, dict):
+            pairs = list(dict.items(value))
+            return {"d": [[self._encode(k, depth + 1), self._encode(v, depth + 1)] for k, v in pairs]}
+        if self._materialise and (isinstance(value, _ITERATORS) or _is_lazy(value)):
+            return {"l": [self._encode(item, depth + 1) for item in _bounded(value)]}
+        return {"h": self._handle(value)}
+
+
+class Decoder:
+    """JSON-able trees -> values.
+
+    Args:
+        handle: gives the object for a number of the other side.
+    """
+
+    def __init__(self, handle: Callable[[int], Any]) -> None:
+        self._handle = handle
+        self._entries = MAX_ENTRIES
+
+    def __call__(self, tree: Any) -> Any:
+        """Decode one value.
+
+        Raises:
+            CodecError: the tree is not what an encoder makes.
+        """
+        self._entries = MAX_ENTRIES
+        try:
+            return self._decode(tree, 0)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            raise CodecError(f"{type(error).__name__}: {error}") from None
+
+    def _decode(self, tree: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise CodecError(f"more than {MAX_DEPTH} levels")
+        if tree is None or isinstance(tree, bool | int | float | str):
+            return tree
+        if isinstance(tree, list):
+            return [self._decode(item, depth + 1) for item in tree]
+        ((kind, body),) = tree.items()
+        if kind in "szd":
+            self._entries -= len(body)
+            if self._entries < 0:
+                raise CodecError(f"sets and dictionaries of more than {MAX_ENTRIES} entries")
+        if kind == "i":
+            return int(body, 16)
+        if kind == "f":
+            return float(body)
+        if kind == "c":
+            return complex(float(body[0]), float(body[1]))
+        if kind == "b":
+            return bytes.fromhex(body)
+        if kind == "h":
+            return self._handle(int(body))
+        if kind == "d":
+            return {self._decode(k, depth + 1): self._decode(v, depth + 1) for k, v in body}
+        items = [self._decode(item, depth + 1) for item in body]
+        makers: dict[str, Callable[[list[Any]], Any]] = {"t": tuple, "s": set, "z": frozenset, "l": iter}
+        return makers[kind](items)
+
+
+def _is_lazy(value: Any) -> bool:
+    return type(value).__name__ in ("generator", "range", "dict_keys", "dict_values", "dict_items", "chain", "islice")
+
+
+def _bounded(values: Any) -> Iterator[Any]:
+    for number, item in enumerate(values):
+        if number > MAX_ITEMS:
+            raise CodecError(f"an iterator of more than {MAX_ITEMS} items")
+        yield item

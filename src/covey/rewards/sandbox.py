@@ -1,0 +1,356 @@
+"""Confined processes for code that nobody vouches for; see `covey.rewards.jail` for what runs inside.
+
+    with Sandbox() as sandbox:
+        print(sandbox.protections)
+        with sandbox.spawn(Limits(seconds=2)) as process:
+            process.send({"role": "candidate", "code": "def f(x): return x + 1"})
+            process.receive()                                        # {"names": ["f"]}
+
+A `Sandbox` is one small process (`jail.zygote`) that forks the confined ones, in about 3 ms each. It and all that it
+has started end with this process.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from covey.errors import RewardError
+from covey.rewards.jail import frames
+
+_JAIL = Path(__file__).parent / "jail"
+_START = """
+import importlib.util, sys
+place = sys.argv[1]
+spec = importlib.util.spec_from_file_location("jail", place + "/__init__.py", submodule_search_locations=[place])
+sys.modules["jail"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["jail"])
+from jail import zygote
+zygote.main(int(sys.argv[2]), sys.argv[3])
+"""
+_START_SECONDS = 30.0
+_OUTPUT_KEPT = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a confined process may use.
+
+    Attributes:
+        seconds: from spawning to the end; half a second more of processor time than that is never granted.
+        memory_mb: address space in MiB, Python itself (about 30) included.
+        files_mb: MiB of files in its scratch directory.
+        output_mb: MiB that it may print.
+    """
+
+    seconds: float = 5.0
+    memory_mb: int = 256
+    files_mb: int = 16
+    output_mb: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Protections:
+    """What is in force on this host.
+
+    Attributes:
+        files: how files are kept away: "namespace", "landlock" or "" for not at all.
+        network: no network can be reached.
+        processes: no process can be started.
+        missing: why something is missing, "" if nothing is.
+    """
+
+    files: str
+    network: bool
+    processes: bool
+    missing: str = ""
+
+    @property
+    def enough(self) -> bool:
+        """Whether hostile code may be run."""
+        return bool(self.files) and self.network and self.processes
+
+    def __str__(self) -> str:
+        words = {"namespace": "own file system", "landlock": "paths limited by Landlock", "": "files NOT protected"}
+        parts = [words[self.files], "no network" if self.network else "network NOT blocked"]
+        parts.append("no new processes" if self.processes else "processes NOT blocked")
+        parts.append("limits on time, memory, files and output")
+        return ", ".join(parts) + (f" ({self.missing})" if self.missing else "")
+
+
+class ProcessEndedError(Exception):
+    """A confined process is gone or was stopped.
+
+    Attributes:
+        reason: "timeout", "output", "memory", "forbidden", "protocol" or "exit".
+    """
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+class Sandbox:
+    """See the module docstring.
+
+    Args:
+        unprotected: run even where the minimum of protections is missing. Code can then read and change files.
+
+    Raises:
+        RewardError: the host does not offer the minimum, or the zygote does not start.
+    """
+
+    def __init__(self, *, unprotected: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._place = tempfile.mkdtemp(prefix="covey-jail-")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, tempfile.TemporaryFile() as errors:
+            command = [sys.executable, "-I", "-S", "-B", "-c", _START, str(_JAIL), str(theirs.fileno()), self._place]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                start_new_session=True,
+            )
+            theirs.close()  # so that the end of the other side is seen here
+            self._control = ours
+            self._close = weakref.finalize(self, _close, self._process, ours, self._place)
+            ours.settimeout(_START_SECONDS)
+            try:
+                found = self._reply()["protections"]
+            except (OSError, ValueError, KeyError) as error:
+                self.close()
+                errors.seek(0)
+                said = errors.read().decode("utf-8", "replace").strip()[-500:]
+                raise RewardError(f"the jail did not start: {said or error}") from None
+        self.protections = _protections(found)
+        if not self.protections.enough and not unprotected:
+            self.close()
+            raise RewardError(
+                f"code cannot be run safely on this host: {self.protections}; allow user namespaces or Landlock, "
+                "or accept the risk by name with unprotected=True"
+            )
+
+    def spawn(self, limits: Limits) -> Confined:
+        """A confined process that waits for its role."""
+        mine, channel = socket.socketpair()
+        output, printed = os.pipe()
+        numbers = {"memory": limits.memory_mb << 20, "seconds": limits.seconds, "file_bytes": limits.files_mb << 20}
+        try:
+            with self._lock:
+                fds = array.array("i", [channel.fileno(), printed])
+                message = json.dumps({"spawn": numbers}).encode()
+                self._control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+                number = int(self._reply()["number"])
+        except OSError as error:
+            mine.close()
+            os.close(output)
+            raise RewardError(f"the jail has ended: {error}") from None
+        finally:
+            channel.close()
+            os.close(printed)
+        return Confined(self, number, mine, output, limits)
+
+    def end(self, number: int) -> tuple[int, int]:
+        """Kill a process if it still runs; the signal and the exit code that it ended with."""
+        with self._lock:
+            self._control.send(json.dumps({"end": number}).encode())
+            ended = self._reply()["ended"]
+        return int(ended["signal"]), int(ended["code"])
+
+    def close(self) -> None:
+        """End the zygote and everything that it has started."""
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _reply(self) -> dict[str, Any]:
+        data = self._control.recv(65536)
+        if not data:
+            raise OSError("its process is gone")
+        message: dict[str, Any] = json.loads(data)
+        return message
+
+
+class Confined:
+    """One confined process, until the `with` block ends."""
+
+    def __init__(self, sandbox: Sandbox, number: int, channel: socket.socket, output: int, limits: Limits) -> None:
+        self._sandbox, self._number, self._channel, self._output = sandbox, number, channel, output
+        self._limits = limits
+        self._deadline = time.monotonic() + limits.seconds
+        self._received = bytearray()
+        self._printed = bytearray()
+        self._ended: tuple[int, int] | None = None
+        channel.setblocking(False)
+        os.set_blocking(output, False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(channel, selectors.EVENT_READ)
+        self._selector.register(output, selectors.EVENT_READ)
+
+    @property
+    def printed(self) -> str:
+        """The first 64 KiB of what it printed."""
+        self._drain()
+        return self._printed[:_OUTPUT_KEPT].decode("utf-8", "replace")
+
+    @property
+    def all_printed(self) -> bytes:
+        """All that it printed, at most `output_mb`."""
+        self._drain()
+        return bytes(self._printed)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message.
+
+        Raises:
+            ProcessEndedError: the process does not take it.
+        """
+        body = json.dumps(message).encode("utf-8", "surrogatepass")
+        if len(body) > frames.MAX_BYTES:
+            raise ProcessEndedError("protocol", f"a message of {len(body)} bytes")
+        data = memoryview(struct.pack("!I", len(body)) + body)
+        while data:
+            try:
+                data = data[self._channel.send(data) :]
+            except BlockingIOError:
+                self._wait(selectors.EVENT_READ | selectors.EVENT_WRITE)
+            except OSError:
+                raise self._gone() from None
+
+    def receive(self) -> dict[str, Any]:
+        """The next message.
+
+        Raises:
+            ProcessEndedError: none came in time, or the process did something that ends it.
+        """
+        while True:
+            if len(self._received) >= 4:
+                (length,) = struct.unpack("!I", self._received[:4])
+                if length > frames.MAX_BYTES:
+                    raise ProcessEndedError("protocol", f"a message of {length} bytes")
+                if len(self._received) >= 4 + length:
+                    body = bytes(self._received[4 : 4 + length])
+                    del self._received[: 4 + length]
+                    return _message(body)
+            self._wait(selectors.EVENT_READ)
+            try:
+                part = self._channel.recv(1 << 20)
+            except BlockingIOError:
+                continue
+            except OSError:
+                raise self._gone() from None
+            if not part:
+                raise self._gone()
+            self._received += part
+
+    def stop(self) -> tuple[int, int]:
+        """Kill it; its signal and exit code."""
+        if self._ended is None:
+            self._ended = self._sandbox.end(self._number)
+        return self._ended
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self.stop()
+        self._selector.close()
+        self._channel.close()
+        os.close(self._output)
+
+    def _wait(self, events: int) -> None:
+        """Until the channel is ready; reads what is printed meanwhile."""
+        self._selector.modify(self._channel, events)
+        while True:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise ProcessEndedError("timeout", f"longer than {self._limits.seconds:g} s")
+            ready = {key.fileobj for key, _ in self._selector.select(left)}
+            if self._output in ready:
+                self._drain()
+                if len(self._printed) > self._limits.output_mb << 20:
+                    raise ProcessEndedError("output", f"more than {self._limits.output_mb} MiB printed")
+            if self._channel in ready:
+                return
+
+    def _drain(self) -> None:
+        while len(self._printed) <= self._limits.output_mb << 20:
+            try:
+                part = os.read(self._output, 1 << 16)
+            except BlockingIOError:
+                return
+            except OSError:
+                part = b""
+            if not part:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(self._output)
+                return
+            self._printed += part
+
+    def _gone(self) -> ProcessEndedError:
+        signal_number, code = self.stop()
+        if signal_number == 31:  # SIGSYS
+            return ProcessEndedError("forbidden", "a system call that no honest program makes")
+        if signal_number == 24:  # SIGXCPU
+            return ProcessEndedError("timeout", f"longer than {self._limits.seconds:g} s of processor time")
+        if code == 120:
+            return ProcessEndedError("jail", self.printed[-500:])
+        how = f"killed by signal {signal_number}" if signal_number else f"it ended itself with exit code {code}"
+        return ProcessEndedError("exit", how)
+
+
+def _close(process: subprocess.Popen[bytes], control: socket.socket, place: str) -> None:
+    control.close()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _message(body: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(body.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        raise ProcessEndedError("protocol", "a message that is none")
+    return message
+
+
+def _protections(found: dict[str, Any]) -> Protections:
+    rooted, filtered = found["root"] is True, bool(found["syscalls"])
+    reasons = [] if rooted else [f"no namespaces: {found['root']}"]
+    reasons += [] if filtered else ["system calls of this machine are not known"]
+    files = "namespace" if rooted else "landlock" if found["landlock"] else ""
+    return Protections(files, rooted or filtered, filtered, "; ".join(reasons))

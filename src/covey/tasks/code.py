@@ -1,0 +1,169 @@
+"""Programs that pass tests: problems from a file (own format, HumanEval, MBPP), or tiny functions made here.
+
+{"prompt": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"]}                    own; see covey.rewards.code
+{"task_id": ..., "prompt": ..., "canonical_solution": ..., "entry_point": ..., "test": ...}       HumanEval
+{"task_id": ..., "prompt" or "text": ..., "code": ..., "test_list": [...], "test_imports": [...]} MBPP
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
+
+from covey.errors import ConfigError, DataError, RewardError
+from covey.rewards.code import CodeReward, read_tests
+from covey.rewards.harness import split_check
+from covey.rewards.sandbox import Limits
+from covey.rewards.verifier import RewardFunction
+from covey.tasks.base import Task, as_prompt, distinct, question_hash
+from covey.tasks.dataset import Row, load_rows
+from covey.tasks.functions import make_problems
+
+
+class Code(Task):
+    """Problems whose answers are programs: `{"prompt": [...], "tests": {...}, "uid": ...}`.
+
+    Args:
+        path: what `load_rows` takes, in one of the formats above; None = tiny functions, made here.
+        eval_path: held-out problems; None: `num_eval` of `path` are held out, those with the lowest hash.
+        num_eval: number of held-out problems.
+        partial_credit: reward the share of tests that pass.
+        seconds: for each program.
+        memory_mb: for each program.
+        unprotected: run programs even where the host offers too little protection.
+        system_prompt: put before each problem; None = none.
+
+    Raises:
+        ConfigError: a number out of range.
+    """
+
+    name: ClassVar[str] = "code"
+
+    def __init__(
+        self,
+        path: Any = None,
+        eval_path: Any = None,
+        num_eval: int = 100,
+        partial_credit: bool = False,
+        seconds: float = 5.0,
+        memory_mb: int = 256,
+        unprotected: bool = False,
+        system_prompt: str | None = "Answer with Python code in one ```python block.",
+    ) -> None:
+        if num_eval < 1 or seconds <= 0 or memory_mb < 64:
+            raise ConfigError(
+                f"num_eval={num_eval}, seconds={seconds}, memory_mb={memory_mb}: at least 1, above 0, at least 64"
+            )
+        self.path, self.eval_path, self.num_eval, self.system_prompt = path, eval_path, num_eval, system_prompt
+        self.max_completion_length = 256
+        limits = Limits(seconds=float(seconds), memory_mb=memory_mb)
+        self._reward = CodeReward(partial_credit=partial_credit, limits=limits, unprotected=unprotected)
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        """1.0 where all tests pass, or the share that does."""
+        return [self._reward]
+
+    def train_rows(self, seed: int) -> list[Row]:
+        """The problems that are not held out."""
+        held_out = {row["question"] for row in self._eval}
+        rows = [row for row in self._problems if row["question"] not in held_out]
+        if not rows:
+            raise DataError(
+                f"{self.path}: all {len(self._problems)} problems are held out; lower num_eval={self.num_eval}"
+            )
+        random.Random(seed).shuffle(rows)
+        return rows
+
+    def eval_rows(self) -> list[Row]:
+        """The held-out problems."""
+        return list(self._eval)
+
+    def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
+        """Does the program pass every test?"""
+        (result,) = self._reward.results([text], tests=[row["tests"]])
+        return result is not None and result.score == 1.0
+
+    def has_answer(self, text: str) -> bool:
+        """Is there something that may be code?"""
+        return "def " in text or "```" in text or "print(" in text
+
+    @cached_property
+    def _problems(self) -> list[Row]:
+        return _rows(make_problems(), "functions") if self.path is None else _rows(load_rows(self.path), str(self.path))
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        if self.eval_path is not None:
+            return _rows(load_rows(self.eval_path, split="test"), str(self.eval_path))[: self.num_eval]
+        rows = distinct(self._problems, "question")
+        return sorted(rows, key=lambda row: question_hash(row["question"]))[: self.num_eval]
+
+
+def _rows(entries: list[Row], where: str) -> list[Row]:
+    rows = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            question, tests = read_problem(entry)
+            read_tests(tests)
+        except (ValueError, SyntaxError, RewardError) as error:
+            raise DataError(f"{where}: problem {number}: {error}; correct or remove it") from None
+        uid = str(entry.get("task_id", entry.get("uid", number)))
+        rows.append({"prompt": as_prompt(question), "question": question, "tests": tests, "uid": f"code-{uid}"})
+    return rows
+
+
+def read_problem(entry: Mapping[str, Any]) -> tuple[str, Any]:
+    """A problem of any of the formats as (question, tests).
+
+    Raises:
+        ValueError: it has none of them.
+        RewardError: HumanEval's test code defines no `check`.
+    """
+    if isinstance(entry.get("test"), str) and isinstance(entry.get("entry_point"), str):
+        return _humaneval(entry)
+    if isinstance(entry.get("test_list"), list) and isinstance(entry.get("code"), str):
+        return _mbpp(entry)
+    question = entry.get("prompt", entry.get("question"))
+    if not isinstance(question, str) or entry.get("tests") is None:
+        raise ValueError(
+            f"columns {', '.join(entry)}: a problem has a prompt (text) and tests, or HumanEval's or MBPP's columns"
+        )
+    return question, entry["tests"]
+
+
+def _humaneval(entry: Mapping[str, Any]) -> tuple[str, Any]:
+    prompt, name = str(entry["prompt"]), entry["entry_point"]
+    setup, tests, argument = split_check(entry["test"])
+    # helpers that the prompt defines are trusted; the function itself is the program's
+    body = ast.parse(prompt + "    pass\n").body
+    helpers = [ast.unparse(node) for node in body if not (isinstance(node, ast.FunctionDef) and node.name == name)]
+    imports = [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    spec = {
+        "kind": "assert",
+        "tests": list(tests),
+        "setup": "\n".join([*helpers, setup]),
+        "aliases": {argument: name},
+        # a program that repeats only the function still needs the prompt's imports and helpers
+        "prefix": "\n".join([*imports, *(text for text in helpers if text not in imports)]) + "\n",
+    }
+    return f"Complete this Python function.\n```python\n{prompt.strip()}\n```", spec
+
+
+def _mbpp(entry: Mapping[str, Any]) -> tuple[str, Any]:
+    tests = [str(test) for test in entry["test_list"]]
+    reference = ast.parse(entry["code"]).body
+    imports = [ast.unparse(node) for node in reference if isinstance(node, ast.Import | ast.ImportFrom)]
+    defined = {node.name for node in reference if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    used = {node.id for test in tests for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
+    spec = {
+        "kind": "assert",
+        "tests": tests,
+        "setup": "\n".join([*map(str, entry.get("test_imports") or []), *imports]),
+        "entry_points": sorted(defined & used),
+    }
+    question = str(entry.get("prompt", entry.get("text")))
+    return f"{question}\nYour code should pass this test:\n{tests[0]}", spec

@@ -1,0 +1,156 @@
+"""Problems whose answers are programs, from a file or made here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.errors import ConfigError, DataError, RewardError
+from covey.rewards.code import CodeReward, read_tests
+from covey.rewards.harness import AssertTests, CallTests, ProgramTests
+from covey.rewards.sandbox import Limits
+from covey.rewards.verifier import verifier_from_reward
+from covey.tasks import get_task
+from covey.tasks.code import Code, read_problem
+from covey.tasks.functions import make_problems
+
+HUMANEVAL = {
+    "task_id": "H/0",
+    "prompt": "from typing import List\n\ndef twice(x: int) -> int:\n    return 2 * x\n\n"
+    'def total(xs: List[int]) -> int:\n    """Sum."""\n',
+    "canonical_solution": "    return sum(xs)\n",
+    "entry_point": "total",
+    "test": "META = {}\n\ndef check(candidate):\n"
+    "    assert candidate([1, 2]) == 3\n    assert candidate([twice(2)]) == 4\n",
+}
+MBPP = {
+    "task_id": 7,
+    "prompt": "Write a function sum of two numbers.",
+    "code": "import math\ndef sum(a, b):\n    return a + b",
+    "test_list": ["assert sum(1, 2) == 3", "assert sum(math.floor(1.5), 0) == 1"],
+    "test_imports": [],
+}
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[CodeReward]:
+    reward = CodeReward(limits=Limits(seconds=3))
+    yield reward
+    reward.close()
+
+
+def passed(reward: CodeReward, code: str, tests: Any) -> float | None:
+    return reward([code], tests=[tests])[0]
+
+
+def test_humaneval_rows(reward: CodeReward) -> None:
+    question, tests = read_problem(HUMANEVAL)
+    assert "def total" in question
+    assert passed(reward, HUMANEVAL["prompt"] + HUMANEVAL["canonical_solution"], tests) == 1.0
+    assert (
+        passed(reward, "def total(xs: List[int]):\n    return sum(xs)", tests) == 1.0
+    )  # the prompt's imports are there
+    assert passed(reward, "def total(xs):\n    return twice(sum(xs)) // 2", tests) == 1.0  # and its helpers
+    assert passed(reward, "def total(xs):\n    return 3", tests) == 0.0
+    cheat = "def twice(x): return 1\ndef total(xs): return {2: 3, 1: xs[0]}[len(xs)]"
+    assert passed(reward, cheat, tests) == 1.0  # replacing the helper changes nothing for the tests
+    assert passed(reward, "def twice(x): return 3\ndef total(xs): return 3", tests) == 0.0
+
+
+def test_mbpp_rows(reward: CodeReward) -> None:
+    question, tests = read_problem(MBPP)
+    assert question.endswith("assert sum(1, 2) == 3")
+    assert passed(reward, MBPP["code"], tests) == 1.0
+    assert passed(reward, "def sum(a, b):\n    return a + b", tests) == 1.0  # the tests' own import of math
+    assert passed(reward, "def sum(a, b):\n    return a", tests) == 0.0
+
+
+def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
+    rows = [
+        {"prompt": f"Write f(x) that adds {i}.", "tests": [f"assert f(1) == {1 + i}"], "uid": f"p{i}"} for i in range(6)
+    ]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = get_task(f"code:path={path},num_eval=2")
+    train, held_out = task.train_rows(0), task.eval_rows()
+    assert (len(train), len(held_out)) == (4, 2)
+    assert not {row["question"] for row in train} & {row["question"] for row in held_out}
+    row = train[0]
+    number = int(row["question"].split()[-1].rstrip("."))
+    assert task.is_correct(f"```python\ndef f(x):\n    return x + {number}\n```", row)
+    assert not task.is_correct("def f(x): return 0", row)
+    assert task.has_answer("def f(x)")
+    assert not task.has_answer("I do not know")
+    (function,) = task.reward_funcs
+    assert function(["def f(x): return 0"], tests=[row["tests"]]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "x"}, "a problem has a prompt"),
+        ({"prompt": "x", "tests": []}, "there is no test"),
+        ({"prompt": "x", "tests": {"kind": "exam"}}, "kind"),
+        ({"prompt": "x", "tests": {"kind": "call", "cases": [[[1], 2]]}}, "entry_point"),
+        ({"prompt": "x", "tests": {"kind": "call", "entry_point": "f", "cases": [1]}}, "tests="),
+        ({"prompt": "x", "tests": {"kind": "assert", "tests": "assert True"}}, "list of texts"),
+        (HUMANEVAL | {"test": "assert True"}, "check"),
+        (MBPP | {"code": "def f(:"}, "invalid syntax"),
+    ],
+)
+def test_a_problem_that_is_none_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"prompt": "ok", "tests": ["assert True"]}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=f"problems.jsonl: problem 2: .*{message}"):
+        Code(str(path), num_eval=1).train_rows(0)
+
+
+def test_settings_are_checked() -> None:
+    for wrong in ({"num_eval": 0}, {"seconds": 0}, {"memory_mb": 1}):
+        with pytest.raises(ConfigError, match="at least"):
+            Code(**wrong)
+
+
+def test_the_reward_wants_its_column(reward: CodeReward) -> None:
+    with pytest.raises(RewardError, match="'tests', which is absent"):
+        reward(["x"])
+    with pytest.raises(RewardError, match="no test") as caught:
+        reward(["x", "y"], tests=[["assert True"], []])
+    assert caught.value.sample == 1
+    assert reward(["x = 1", "def f(): return 1"], tests=[None, ["assert f() == 1"]]) == [None, 1.0]
+
+
+def test_partial_credit() -> None:
+    reward = CodeReward(partial_credit=True)
+    try:
+        assert reward(["def f(x): return x"], tests=[["assert f(1) == 1", "assert f(2) == 3"]]) == [0.5]
+    finally:
+        reward.close()
+
+
+def test_as_a_verifier(reward: CodeReward) -> None:
+    verifier = verifier_from_reward(reward, {"Write f.": {"tests": ["assert f() == 1"]}})
+    assert verifier.batch_verify([("Write f.", "def f(): return 1"), ("Write f.", "def f(): return 2")]) == [1.0, 0.0]
+
+
+def test_kinds_of_tests() -> None:
+    assert isinstance(read_tests({"kind": "call", "entry_point": "f", "cases": [[[1], 2]]}), CallTests)
+    assert isinstance(read_tests(["assert True"]), AssertTests)
+    assert read_tests({"kind": "program", "cases": [["1", "2"]], "tolerance": 0.1}) == ProgramTests((("1", "2"),), 0.1)
+
+
+def test_tiny_functions_are_solvable_and_not_trivial(reward: CodeReward) -> None:
+    problems = make_problems()
+    assert len({row["prompt"] for row in problems}) == len(problems) > 300
+    for row in problems:
+        answers = [expected for _, expected in row["tests"]["cases"]]
+        assert len({repr(answer) for answer in answers}) > 1, row  # no constant passes
+    right = reward([row["solution"] for row in problems], tests=[row["tests"] for row in problems])
+    assert right == [1.0] * len(problems)
+    wrong = [row["solution"].replace("return", "return not") for row in problems]
+    assert sum(filter(None, reward(wrong, tests=[row["tests"] for row in problems]))) == 0.0
+    assert len(Code().eval_rows()) == 100
