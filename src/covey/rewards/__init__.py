@@ -10,7 +10,11 @@ from covey.rewards.extract import (
     parse_number,
     prompt_text,
 )
+from covey.rewards.formats import json_reward, length_reward, tags_reward
 from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness, TestResult
+from covey.rewards.judge import JudgeReward
+from covey.rewards.maths import MathReward
+from covey.rewards.parallel import ParallelVerifier
 from covey.rewards.sandbox import Limits, Sandbox
 from covey.rewards.text import exact_match, format_reward, numeric_match
 from covey.rewards.verifier import (
@@ -25,7 +29,10 @@ __all__ = [
     "AssertTests",
     "CallTests",
     "CodeReward",
+    "JudgeReward",
     "Limits",
+    "MathReward",
+    "ParallelVerifier",
     "ProgramTests",
     "RewardFunction",
     "Sandbox",
@@ -39,10 +46,13 @@ __all__ = [
     "extract_choice",
     "final_number",
     "format_reward",
+    "json_reward",
     "last_number",
+    "length_reward",
     "numeric_match",
     "parse_number",
     "prompt_text",
     "reward_name",
+    "tags_reward",
     "verifier_from_reward",
 ]

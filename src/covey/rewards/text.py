@@ -78,7 +78,7 @@ def format_reward(
         texts = [completion_text(completion) for completion in completions]
         return [1.0 if (compiled.fullmatch(text.strip()) if full else compiled.search(text)) else 0.0 for text in texts]
 
-    return _named(reward, name, ())
+    return named(reward, name, ())
 
 
 def _against_column(name: str, column: str, compare: Callable[[str, Any], bool]) -> TextReward:
@@ -97,10 +97,11 @@ def _against_column(name: str, column: str, compare: Callable[[str, Any], bool])
                 raise RewardError(str(error), function=name, sample=index) from None
         return rewards
 
-    return _named(reward, name, (column,))
+    return named(reward, name, (column,))
 
 
-def _named(function: TextReward, name: str, required_columns: tuple[str, ...]) -> TextReward:
+def named(function: TextReward, name: str, required_columns: tuple[str, ...]) -> TextReward:
+    """Give a reward function its name and the columns that it reads."""
     function.__name__ = function.__qualname__ = name
     function.required_columns = required_columns  # type: ignore[attr-defined]
     return function

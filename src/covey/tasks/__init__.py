@@ -6,9 +6,11 @@ from covey.tasks.code import Code
 from covey.tasks.dataset import DataOrder, Row, build_prompts, load_rows
 from covey.tasks.gsm8k import GSM8K
 from covey.tasks.registry import get_task, register_task, task_names
+from covey.tasks.usmle import USMLE
 
 __all__ = [
     "GSM8K",
+    "USMLE",
     "Arithmetic",
     "Code",
     "DataOrder",

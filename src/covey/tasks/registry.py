@@ -12,6 +12,7 @@ from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
 from covey.tasks.code import Code
 from covey.tasks.gsm8k import GSM8K
+from covey.tasks.usmle import USMLE
 
 _TASKS: dict[str, Callable[..., Task]] = {}
 
@@ -82,3 +83,4 @@ def _nearest(name: str, known: Any) -> str:
 register_task("arithmetic", Arithmetic)
 register_task("code", Code)
 register_task("gsm8k", GSM8K)
+register_task("usmle", USMLE)

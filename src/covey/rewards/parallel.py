@@ -1,0 +1,207 @@
+"""Verifiers in processes of their own, each item with a time limit that really ends it.
+
+    slow = ParallelVerifier(MyVerifier(), workers=2, time_limit=5.0)
+    slow.batch_verify([("2+2=", "4"), ...])       # an item that takes longer scores 0; its process is replaced
+
+A limit set by a signal does not reach a thread, nor a library that is busy in C; a killed process always ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import queue
+import resource
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from covey.errors import RewardError
+from covey.rewards.jail import frames
+from covey.rewards.verifier import Verifier
+
+_START_SECONDS = 60.0
+_SERVE = "import sys; from covey.rewards.parallel import serve; serve(int(sys.argv[1]))"
+
+
+class ItemTimeout(Exception):  # noqa: N818
+    """An item took longer than its limit."""
+
+
+class WorkerPool:
+    """Processes that apply one function to items.
+
+    Args:
+        function: takes the item's parts as arguments. It is pickled, so a class or function of a module, not of
+            `__main__`. Items and results are plain values that JSON can hold.
+        workers: processes; they start when they are first needed.
+        time_limit: seconds for one item.
+        memory_mb: address space of each process in MiB; what needs more fails there.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, workers: int, time_limit: float, memory_mb: int = 4096) -> None:
+        if getattr(type(function), "__module__", "") == "__main__" or getattr(function, "__module__", "") == "__main__":
+            raise RewardError(
+                f"{function!r:.80} is defined in __main__, where other processes cannot find it; move it to a module"
+            )
+        self._function, self._time_limit = function, time_limit
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._free.put(_Worker(function, memory_mb))
+        self._workers = workers
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="covey-verify")
+
+    def map(self, items: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The function's results, in order; an exception takes the place of a result that there is not."""
+        return list(self._threads.map(self._one, items))
+
+    def close(self) -> None:
+        """End the processes; those that are needed again start anew."""
+        workers = [self._free.get() for _ in range(self._workers)]
+        for worker in workers:
+            worker.stop()
+            self._free.put(worker)
+
+    def _one(self, item: tuple[Any, ...]) -> Any:
+        worker = self._free.get()
+        try:
+            return worker.apply(item, self._time_limit)
+        except Exception as error:
+            return error
+        finally:
+            self._free.put(worker)
+
+
+class _Worker:
+    """One process, replaced when it has to be killed."""
+
+    def __init__(self, function: Callable[..., Any], memory_mb: int) -> None:
+        self._function, self._memory_mb = function, memory_mb
+        self._channel: socket.socket | None = None
+        self._stop: Callable[[], object] = lambda: None
+
+    def apply(self, item: tuple[Any, ...], time_limit: float) -> Any:
+        if self._channel is None:
+            self._start()
+        assert self._channel is not None
+        try:
+            frames.send(self._channel.fileno(), {"item": list(item)})
+            answer = self._receive(time_limit)
+        except BaseException:
+            self.stop()
+            raise
+        if "error" in answer:
+            raise RewardError(str(answer["error"]))
+        return answer["result"]
+
+    def stop(self) -> None:
+        self._stop()
+        self._channel = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._channel = ours
+        self._stop = weakref.finalize(self, _end, process, ours)
+        frames.send(ours.fileno(), _order(self._function, self._memory_mb))
+        try:
+            answer = self._receive(_START_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+        if "error" in answer:
+            self.stop()
+            raise RewardError(f"a process for {self._function!r:.80} did not start: {answer['error']}")
+
+    def _receive(self, seconds: float) -> dict[str, Any]:
+        assert self._channel is not None
+        ready, _, _ = select.select([self._channel], [], [], seconds)
+        if not ready:
+            raise ItemTimeout(f"longer than {seconds:g} s")
+        answer = frames.receive(self._channel.fileno())
+        if answer is None:
+            raise RewardError("the verifier's process ended itself")
+        return answer
+
+
+def serve(channel: int) -> None:
+    """What a worker's process does."""
+    message = frames.receive(channel)
+    if message is None:
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
+    try:
+        function = pickle.loads(base64.b64decode(message["function"]))
+    except BaseException as error:
+        frames.send(channel, {"error": f"{type(error).__name__}: {error}"})
+        return
+    frames.send(channel, {"ready": True})
+    while (message := frames.receive(channel)) is not None:
+        try:
+            answer = {"result": function(*message["item"])}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+        frames.send(channel, answer)
+
+
+class ParallelVerifier(Verifier):
+    """Another verifier, several items at once and each within a time limit.
+
+    Args:
+        verifier: scores one pair with `verify`; it is copied to each process.
+        workers: processes.
+        time_limit: seconds for one item.
+        timeout_score: of an item that takes longer; None = not scored.
+    """
+
+    def __init__(
+        self, verifier: Verifier, *, workers: int = 2, time_limit: float = 5.0, timeout_score: float | None = 0.0
+    ) -> None:
+        self.__name__ = getattr(verifier, "__name__", type(verifier).__name__)
+        self._pool = WorkerPool(verifier.verify, workers=workers, time_limit=time_limit)
+        self._timeout_score = timeout_score
+        self._lock = threading.Lock()
+        self.timeouts = 0
+
+    def batch_verify(self, pairs: list[tuple[str, str]]) -> Sequence[float | None]:
+        """Score (prompt, completion) pairs, in order.
+
+        Raises:
+            RewardError: the verifier raised, or its process ended; `sample` is the index of the pair.
+        """
+        scores: list[float | None] = []
+        for index, found in enumerate(self._pool.map(pairs)):
+            if isinstance(found, ItemTimeout):
+                with self._lock:
+                    self.timeouts += 1
+                found = self._timeout_score
+            elif isinstance(found, Exception):
+                raise RewardError(str(found), function=self.__name__, sample=index)
+            scores.append(found)
+        return scores
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+
+def _order(function: Callable[..., Any], memory_mb: int) -> dict[str, Any]:
+    return {"function": base64.b64encode(pickle.dumps(function)).decode(), "memory": memory_mb << 20}
+
+
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    channel.close()
+    process.kill()
+    process.wait()

@@ -1,0 +1,368 @@
+"""USMLE questions: prompt, answer extraction and rewards, as described in the recipe (recipes/usmle).
+
+    {"question": "A 65-year-old man ...", "options": {"A": "Gout", ..., "D": "Sepsis"}, "answer": "D"}
+
+`answer_idx` is read as the letter where there is one (MedQA keeps the option's text in `answer`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from covey.errors import ConfigError, DataError
+from covey.rewards.choice import extract_choice
+from covey.rewards.extract import completion_text
+from covey.rewards.verifier import RewardFunction
+from covey.tasks.base import Task, as_prompt, distinct, question_hash
+from covey.tasks.dataset import Row, load_rows
+from covey.types import Message
+
+Wording = Literal["document", "brief"]
+_ENDS = {
+    "document": "\nAnalyze the case and provide the correct answer ({letters}): ",
+    "brief": "\nGive the letter of the correct answer first, then one sentence of explanation.",
+}
+_AFTER_PROMPT = re.compile(r"answer \(A(?:, [B-Z])*,? or [B-Z]\): ", re.IGNORECASE)
+_LITERAL = (r"\b([A-D])\b", r"[Aa]nswer:?\s*([A-D])", r"[Oo]ption\s*([A-D])", r"([A-D])\..*correct")
+_OWN_TERMS = Path(__file__).with_name("medical_terms.txt")
+
+
+def format_usmle_prompt(example: Mapping[str, Any], wording: Wording = "document") -> str:
+    """A question with its options, sorted by letter, and the request for an answer.
+
+    Args:
+        example: `question` and `options` (letter -> text).
+        wording: "document" ends as usmle-qa.md does; "brief" asks for the letter first, which small models need.
+    """
+    options = sorted(example["options"].items())
+    letters = [letter for letter, _ in options]
+    named = f"{', '.join(letters[:-1])}, or {letters[-1]}" if len(letters) > 2 else " or ".join(letters)
+    text = f"Medical Question: {example['question']}\n\nOptions:\n"
+    text += "".join(f"{letter}. {option}\n" for letter, option in options)
+    return text + _ENDS[wording].format(letters=named)
+
+
+def extract_answer(generated_text: str, letters: Sequence[str] = "ABCD") -> str | None:
+    """The letter that a text chooses, or None; a repeated prompt before it is cut off. See `extract_choice`."""
+    return extract_choice(_without_prompt(generated_text), letters)
+
+
+def extract_answer_literal(generated_text: str) -> str | None:
+    """The letter by the patterns and in the order that usmle-qa.md prints.
+
+    Its first pattern takes any capital A to D that stands alone, so that "A 65-year-old" gives A and the other patterns
+    are never reached. Kept to reproduce it.
+    """
+    text = _without_prompt(generated_text)
+    for pattern in _LITERAL:
+        match = re.search(pattern, text)
+        if match:
+            return match[1].upper()
+    return None
+
+
+def compute_reward(prompt: Mapping[str, Any], generated_text: str) -> tuple[float, dict[str, Any]]:
+    """1.0 for the right letter, else 0.0, and what usmle-qa.md logs.
+
+    Args:
+        prompt: a question with `answer`, and `options` where there are other letters than A to D.
+        generated_text: of a completion.
+
+    Returns:
+        The reward, and `predicted`, `ground_truth`, `correct`, `has_valid_answer`, `response_length` (characters).
+    """
+    predicted = extract_answer(generated_text, sorted(prompt.get("options") or "ABCD"))
+    reward = 1.0 if predicted is not None and predicted == prompt["answer"] else 0.0
+    return reward, {
+        "predicted": predicted,
+        "ground_truth": prompt["answer"],
+        "correct": reward == 1.0,
+        "has_valid_answer": predicted is not None,
+        "response_length": len(generated_text),
+    }
+
+
+class USMLERewardModel:
+    """Correctness with a small bonus for medical words and a penalty for very short answers, clamped to [0, 1].
+
+    Args:
+        vocabulary: words, or a file with one on each line; None = a short list of this package.
+        term_bonus: added where a word of the vocabulary occurs.
+        short_penalty: subtracted from answers of fewer than `short_length` characters.
+        short_length: in characters.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no words.
+    """
+
+    __name__ = "usmle_reward"
+    required_columns = ("answer", "options")
+
+    def __init__(
+        self,
+        vocabulary: Iterable[str] | str | Path | None = None,
+        *,
+        term_bonus: float = 0.05,
+        short_penalty: float = 0.1,
+        short_length: int = 50,
+    ) -> None:
+        self.medical_terms = load_medical_vocabulary(vocabulary)
+        self.term_bonus, self.short_penalty, self.short_length = term_bonus, short_penalty, short_length
+
+    def uses_medical_terms(self, text: str) -> bool:
+        """Does a word of the vocabulary occur?"""
+        words = re.findall(r"[a-z][a-z'-]*", text.lower())
+        return any(word in self.medical_terms or word.removesuffix("s") in self.medical_terms for word in words)
+
+    def compute_reward(self, prompt: Mapping[str, Any], generated_text: str) -> float:
+        """The reward of one answer, between 0 and 1."""
+        total, _ = compute_reward(prompt, generated_text)
+        if self.uses_medical_terms(generated_text):
+            total += self.term_bonus
+        if len(generated_text) < self.short_length:
+            total -= self.short_penalty
+        return min(max(total, 0.0), 1.0)
+
+    def __call__(
+        self,
+        completions: Sequence[str | list[Message]],
+        answer: Sequence[str],
+        options: Sequence[Mapping[str, str]],
+        **columns: Any,
+    ) -> list[float]:
+        """Score as a reward function does."""
+        questions = ({"answer": right, "options": given} for right, given in zip(answer, options, strict=True))
+        return [self.compute_reward(q, completion_text(c)) for q, c in zip(questions, completions, strict=True)]
+
+
+def load_medical_vocabulary(source: Iterable[str] | str | Path | None = None) -> frozenset[str]:
+    """Words in lower case.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no words.
+    """
+    source = _OWN_TERMS if source is None else source
+    if isinstance(source, str | Path):
+        try:
+            source = Path(source).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"vocabulary={str(source)!r}: {error}; give a text file with one word on each line"
+            ) from None
+    words = frozenset(word.strip().lower() for word in source if word.strip())
+    if not words:
+        raise ConfigError("vocabulary holds no words; give a text file with one word on each line")
+    return words
+
+
+def _correct_letter(
+    completions: Sequence[str | list[Message]],
+    answer: Sequence[str],
+    options: Sequence[Mapping[str, str]],
+    **columns: Any,
+) -> list[float]:
+    questions = ({"answer": right, "options": given} for right, given in zip(answer, options, strict=True))
+    return [compute_reward(q, completion_text(c))[0] for q, c in zip(questions, completions, strict=True)]
+
+
+_correct_letter.__name__ = "correct_letter"
+_correct_letter.required_columns = ("answer", "options")  # type: ignore[attr-defined]
+
+
+class USMLE(Task):
+    """Multiple-choice questions: `{"prompt": [...], "question", "options", "answer", "uid"}`.
+
+    Args:
+        path: a .jsonl file, or what `load_rows` takes, in the format above.
+        eval_path: held-out questions; None: `num_eval` of `path` are held out, those with the lowest hash.
+        num_train: use so many training questions, drawn with the seed; None = all.
+        num_eval: number of held-out questions; None = all of `eval_path`.
+        wording: of the prompt; see `format_usmle_prompt`.
+        reward: "correct" (usmle-qa.md's compute_reward) or "model" (its USMLERewardModel).
+        vocabulary: file of medical words for "model".
+        system_prompt: put before each question; None = none.
+
+    Raises:
+        ConfigError: an option has a value that it cannot have.
+    """
+
+    name: ClassVar[str] = "usmle"
+
+    def __init__(
+        self,
+        path: Any = None,
+        eval_path: Any = None,
+        num_train: int | None = None,
+        num_eval: int | None = 200,
+        wording: str = "document",
+        reward: str = "correct",
+        vocabulary: str | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        if path is None:
+            raise ConfigError(
+                "task usmle: give the questions, e.g. data.task=usmle:path=medqa_train.jsonl; each line has question, "
+                "options and answer"
+            )
+        if wording not in _ENDS:
+            raise ConfigError(f"wording={wording!r}: use one of {', '.join(_ENDS)}")
+        if reward not in ("correct", "model"):
+            raise ConfigError(f"reward={reward!r}: use correct or model")
+        if (num_eval is not None and num_eval < 1) or (num_train is not None and num_train < 1):
+            raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
+        self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
+        self.wording = cast(Wording, wording)
+        self.system_prompt = system_prompt
+        self.max_completion_length = 512
+        self._reward: RewardFunction = USMLERewardModel(vocabulary) if reward == "model" else _correct_letter
+
+    @property
+    def reward_funcs(self) -> list[RewardFunction]:
+        """1.0 for the right letter, or the reward model's number."""
+        return [self._reward]
+
+    def train_rows(self, seed: int) -> list[Row]:
+        """The questions that are not held out."""
+        held_out = {_key(row["question"]): row for row in self._eval}
+        rows = []
+        for row in self._questions:
+            other = held_out.get(_key(row["question"]))
+            if other is None:
+                rows.append(row)
+            elif self.eval_path is not None:
+                raise DataError(
+                    f"{self.path}: line {row['line']}: the question is also line {other['line']} of {self.eval_path}, "
+                    "so the evaluation would be of what was trained; remove it from one of them"
+                )
+        if not rows:
+            count = len(self._questions)
+            raise DataError(f"{self.path}: all {count} questions are held out; lower num_eval={self.num_eval}")
+        if self.num_train is not None and self.num_train < len(rows):
+            chosen = sorted(random.Random(seed).sample(range(len(rows)), self.num_train))
+            rows = [rows[index] for index in chosen]
+        return rows
+
+    def eval_rows(self) -> list[Row]:
+        """The held-out questions."""
+        return list(self._eval)
+
+    def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
+        """Does the text choose the right letter?"""
+        return compute_reward(row, text)[0] == 1.0
+
+    def has_answer(self, text: str) -> bool:
+        """Does the text choose a letter?"""
+        return extract_answer(text, "ABCDE") is not None
+
+    @cached_property
+    def _questions(self) -> list[Row]:
+        return self._rows(self.path, "train")
+
+    @cached_property
+    def _eval(self) -> list[Row]:
+        if self.eval_path is not None:
+            return self._rows(self.eval_path, "test")[: self.num_eval]
+        rows = distinct(self._questions, "question")
+        return sorted(rows, key=lambda row: question_hash(row["question"]))[: self.num_eval]
+
+    def _rows(self, source: Any, split: str) -> list[Row]:
+        rows = []
+        for row in load_questions(source, split):
+            prompt = as_prompt(format_usmle_prompt(row, self.wording))
+            rows.append({"prompt": prompt, **row, "uid": f"usmle-{split}-{row['line']}"})
+        return rows
+
+
+def load_questions(source: Any, split: str = "train") -> list[Row]:
+    """Questions as `{"question", "options", "answer", "line"}`, each checked.
+
+    Raises:
+        DataError: a line is no question, or one question stands there twice with different answers; with its number.
+    """
+    is_jsonl = isinstance(source, str | Path) and str(source).endswith(".jsonl")
+    where = str(source) if isinstance(source, str | Path) else "dataset"
+    entries = _read_lines(Path(source)) if is_jsonl else enumerate(load_rows(source, split=split), 1)
+    questions: list[Row] = []
+    seen: dict[str, Row] = {}
+    for line, entry in entries:
+        try:
+            question = _question(entry)
+        except ValueError as error:
+            raise DataError(f"{where}: line {line}: {error}") from None
+        question["line"] = line
+        earlier = seen.setdefault(_key(question["question"]), question)
+        right, wrong = (row["options"][row["answer"]] for row in (earlier, question))
+        if right != wrong:
+            raise DataError(
+                f"{where}: line {line}: the question of line {earlier['line']} with another answer; "
+                "correct or remove one"
+            )
+        questions.append(question)
+    if not questions:
+        raise DataError(f"{where}: there are no questions in it")
+    return questions
+
+
+def _read_lines(path: Path) -> Iterable[tuple[int, Any]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}; give the path of a .jsonl file") from None
+    for line, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+        if raw.strip():
+            try:
+                yield line, json.loads(raw.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}: line {line}: byte {error.start} is not UTF-8; convert the file to UTF-8"
+                ) from None
+            except ValueError as error:
+                raise DataError(f"{path}: line {line}: {error}; each line must be one JSON object") from None
+
+
+def _question(entry: Any) -> Row:
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{entry!r:.60} is no object with question, options and answer")
+    question, options = entry.get("question"), entry.get("options")
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError("there is no question")
+    if not isinstance(options, Mapping) or len(options) < 2:
+        raise ValueError('options must be an object such as {"A": "...", "B": "..."} with at least two')
+    for letter, text in options.items():
+        if not isinstance(letter, str) or not re.fullmatch("[A-Z]", letter):
+            raise ValueError(f"option {letter!r} is not named by a single capital letter")
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"option {letter} has no text")
+    answer = entry.get("answer_idx", entry.get("answer"))
+    if answer not in options:
+        raise ValueError(f"the answer {answer!r:.60} is not one of the options {', '.join(sorted(options))}")
+    kept = {name: entry[name] for name in ("explanation", "topic", "meta_info") if name in entry}
+    return {"question": question, "options": dict(sorted(options.items())), "answer": answer, **kept}
+
+
+def _key(question: str) -> str:
+    """Equal for questions that differ in white space and case only."""
+    return " ".join(question.casefold().split())
+
+
+def _without_prompt(text: str) -> str:
+    ends = list(_AFTER_PROMPT.finditer(text))
+    return text[ends[-1].end() :] if ends else text
+
+
+__all__ = [
+    "USMLE",
+    "USMLERewardModel",
+    "compute_reward",
+    "extract_answer",
+    "extract_answer_literal",
+    "format_usmle_prompt",
+    "load_medical_vocabulary",
+    "load_questions",
+]

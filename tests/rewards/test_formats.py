@@ -1,0 +1,56 @@
+"""Rewards for form."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.errors import ConfigError, RewardError
+from covey.rewards.formats import has_tags, json_reward, length_reward, tags_reward
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("<think>a</think><answer>b</answer>", True),
+        ("\n<think>a\nb</think>\n <answer> c </answer>\n", True),
+        ("<think>a</think> so <answer>b</answer>", False),
+        ("<answer>b</answer><think>a</think>", False),
+        ("<think> </think><answer>b</answer>", False),
+        ("<think>a</think><answer>b</answer> bye", False),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", False),
+        ("<think>a<answer>b</answer></think><answer>b</answer>", False),
+        ("<think>a</think>", False),
+        ("", False),
+    ],
+)
+def test_tags(text: str, good: bool) -> None:
+    assert has_tags(text, ("think", "answer")) is good
+    assert tags_reward("think", "answer")([text]) == [float(good)]
+
+
+def test_json() -> None:
+    schema = {"type": "object", "required": ["answer"], "properties": {"answer": {"type": "integer"}}}
+    texts = ['{"answer": 3}', 'So:\n```json\n{"answer": 3}\n```', '{"answer": "3"}', "{}", "[", "3", "[" * 100_000]
+    assert json_reward(schema)(texts) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert json_reward()(texts) == [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0]
+    with pytest.raises(ConfigError, match="schema"):
+        json_reward({"type": "thing"})
+
+
+def test_length() -> None:
+    ids = [[], [1] * 4, [1] * 5, [1] * 7, [1] * 9]
+    texts = [""] * 5
+    assert length_reward(4)(texts, completion_ids=ids) == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert length_reward(5, over=4, least=0 + 1)(texts, completion_ids=ids) == [0.0, 1.0, 1.0, 0.5, 0.0]
+    with pytest.raises(RewardError, match="completion_ids"):
+        length_reward(4)(["x"])
+    for wrong in ({"most": 0}, {"most": 3, "least": 4}, {"most": 3, "over": -1}):
+        with pytest.raises(ConfigError):
+            length_reward(**wrong)
+
+
+def test_names() -> None:
+    assert [f.__name__ for f in (tags_reward("a"), json_reward(), length_reward(3))] == ["tags", "json", "length"]
+    for wrong in ((), ("a b",), ("<a>",)):
+        with pytest.raises(ConfigError, match="tags="):
+            tags_reward(*wrong)
