@@ -24,12 +24,15 @@ from covey.rewards.harness import (
 )
 from covey.rewards.jail import codec
 from covey.rewards.sandbox import Limits
+from jails import missing
 
 ADD = "def add(a, b):\n    return a + b"
 
 
 @pytest.fixture(scope="module")
 def harness() -> Iterator[TestHarness]:
+    if missing():
+        pytest.skip(missing())
     with TestHarness(Limits(seconds=3.0), workers=2) as harness:
         yield harness
 

@@ -17,6 +17,9 @@ from covey.errors import RewardError
 from covey.rewards import sandbox
 from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness, TestResult
 from covey.rewards.sandbox import Limits, Protections, Sandbox
+from jails import needs_jail
+
+pytestmark = needs_jail
 
 SECRET = "the-expected-value-4711"
 HONEST = f"def f(x):\n    return {SECRET!r} if x == 1 else x"

@@ -17,6 +17,7 @@ from covey.rewards.verifier import verifier_from_reward
 from covey.tasks import get_task
 from covey.tasks.code import Code, read_problem
 from covey.tasks.functions import make_problems
+from jails import missing, needs_jail
 
 HUMANEVAL = {
     "task_id": "H/0",
@@ -38,6 +39,8 @@ MBPP = {
 
 @pytest.fixture(scope="module")
 def reward() -> Iterator[CodeReward]:
+    if missing():
+        pytest.skip(missing())
     reward = CodeReward(limits=Limits(seconds=3))
     yield reward
     reward.close()
@@ -124,6 +127,7 @@ def test_the_reward_wants_its_column(reward: CodeReward) -> None:
     assert reward(["x = 1", "def f(): return 1"], tests=[None, ["assert f() == 1"]]) == [None, 1.0]
 
 
+@needs_jail
 def test_partial_credit() -> None:
     reward = CodeReward(partial_credit=True)
     try:
