@@ -53,7 +53,7 @@ class Limits:
     """What a confined process may use.
 
     Attributes:
-        seconds: from spawning to the end; half a second more of processor time than that is never granted.
+        seconds: from spawning to the end; the kernel ends it after at most one more second of processor time.
         memory_mb: address space in MiB, Python itself (about 30) included.
         files_mb: MiB of files in its scratch directory.
         output_mb: MiB that it may print.

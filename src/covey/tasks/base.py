@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -70,3 +71,15 @@ def as_prompt(question: str) -> list[dict[str, str]]:
 def distinct(rows: Sequence[Row], column: str) -> list[Row]:
     """The rows without those whose `column` an earlier row has."""
     return list({row[column]: row for row in reversed(rows)}.values())[::-1]
+
+
+def hold_out(rows: Sequence[Row], number: int) -> list[Row]:
+    """The `number` rows whose `question` has the lowest hash: the same ones whatever the order; each question once."""
+    return sorted(distinct(rows, "question"), key=lambda row: question_hash(row["question"]))[:number]
+
+
+def some_rows(rows: Sequence[Row], number: int | None, seed: int) -> list[Row]:
+    """`number` rows drawn with the seed, in their order; all of them for None, or where there are not more."""
+    if number is None or number >= len(rows):
+        return list(rows)
+    return [rows[index] for index in sorted(random.Random(seed).sample(range(len(rows)), number))]

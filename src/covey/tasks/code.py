@@ -18,7 +18,7 @@ from covey.rewards.code import CodeReward, read_tests
 from covey.rewards.harness import split_check
 from covey.rewards.sandbox import Limits
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, distinct, question_hash
+from covey.tasks.base import Task, as_prompt, hold_out
 from covey.tasks.dataset import Row, load_rows
 from covey.tasks.functions import make_problems
 
@@ -99,8 +99,7 @@ class Code(Task):
     def _eval(self) -> list[Row]:
         if self.eval_path is not None:
             return _rows(load_rows(self.eval_path, split="test"), str(self.eval_path))[: self.num_eval]
-        rows = distinct(self._problems, "question")
-        return sorted(rows, key=lambda row: question_hash(row["question"]))[: self.num_eval]
+        return hold_out(self._problems, self.num_eval)
 
 
 def _rows(entries: list[Row], where: str) -> list[Row]:

@@ -2,7 +2,6 @@ r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), ans
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.extract import final_number, parse_number
 from covey.rewards.text import numeric_match
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, distinct, question_hash
+from covey.tasks.base import Task, as_prompt, hold_out, some_rows
 from covey.tasks.dataset import Row, load_rows
 
 
@@ -81,10 +80,7 @@ class GSM8K(Task):
             raise DataError(
                 f"{self.path}: all {len(self._problems)} problems are held out; lower num_eval={self.num_eval}"
             )
-        if self.num_train is not None and self.num_train < len(rows):
-            chosen = sorted(random.Random(seed).sample(range(len(rows)), self.num_train))
-            rows = [rows[index] for index in chosen]
-        return rows
+        return some_rows(rows, self.num_train, seed)
 
     def eval_rows(self) -> list[Row]:
         """The held-out problems."""
@@ -102,8 +98,7 @@ class GSM8K(Task):
     def _eval(self) -> list[Row]:
         if self.eval_path is not None:
             return _problems(self.eval_path, "test")[: self.num_eval]
-        rows = distinct(self._problems, "question")
-        return sorted(rows, key=lambda row: question_hash(row["question"]))[: self.num_eval]
+        return hold_out(self._problems, self.num_eval)
 
 
 def _problems(path: Any, split: str) -> list[Row]:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -19,7 +18,7 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.choice import extract_choice
 from covey.rewards.extract import completion_text
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, distinct, question_hash
+from covey.tasks.base import Task, as_prompt, hold_out, some_rows
 from covey.tasks.dataset import Row, load_rows
 from covey.types import Message
 
@@ -243,10 +242,7 @@ class USMLE(Task):
         if not rows:
             count = len(self._questions)
             raise DataError(f"{self.path}: all {count} questions are held out; lower num_eval={self.num_eval}")
-        if self.num_train is not None and self.num_train < len(rows):
-            chosen = sorted(random.Random(seed).sample(range(len(rows)), self.num_train))
-            rows = [rows[index] for index in chosen]
-        return rows
+        return some_rows(rows, self.num_train, seed)
 
     def eval_rows(self) -> list[Row]:
         """The held-out questions."""
@@ -268,8 +264,7 @@ class USMLE(Task):
     def _eval(self) -> list[Row]:
         if self.eval_path is not None:
             return self._rows(self.eval_path, "test")[: self.num_eval]
-        rows = distinct(self._questions, "question")
-        return sorted(rows, key=lambda row: question_hash(row["question"]))[: self.num_eval]
+        return hold_out(self._questions, self.num_eval or len(self._questions))
 
     def _rows(self, source: Any, split: str) -> list[Row]:
         rows = []
