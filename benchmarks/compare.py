@@ -77,14 +77,13 @@ class Bench:
         self._args, self._workload, self._folder = args, workload, folder
 
     @contextmanager
-    def worker(
-        self, library: str, *, micro_batch: int = 8, allocator: str = "default", settings: str = "{}"
-    ) -> Iterator[Worker]:
+    def worker(self, library: str, *, micro_batch: int = 8, allocator: str = "default") -> Iterator[Worker]:
         """A running worker, stopped at the end."""
         args, name = self._args, f"{library}-{self._workload.name}-{micro_batch}"
         python = args.trl_python if library == "trl" else sys.executable
         arguments = [library, self._workload.name, "--model", str(args.model), "--micro-batch", str(micro_batch)]
-        arguments += ["--prompts", str(self._folder / f"{self._workload.name}.json"), "--settings", settings]
+        arguments += ["--prompts", str(self._folder / f"{self._workload.name}.json")]
+        arguments += ["--settings", json.dumps(self._workload.covey if library == "covey" else {})]
         arguments += ["--folder", tempfile.mkdtemp(dir=self._folder), "--steps", str(args.steps + 4)]
         arguments += [] if args.gpu else ["--cpu"]
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **ALLOCATORS[allocator]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 SYSTEM = "You are a careful assistant. Answer the question in a few short sentences."
@@ -24,6 +24,7 @@ class Workload:
         tied: of four neighbouring prompts, this many get equal rewards for all their completions.
         target_time: time against TRL's best that the project wants to reach.
         target_memory: likewise peak memory.
+        covey: settings of Covey alone, for rows that measure an option.
     """
 
     name: str
@@ -37,7 +38,10 @@ class Workload:
     tied: int = 0
     target_time: float = 0.33
     target_memory: float = 0.67
+    covey: dict[str, Any] = field(default_factory=dict)
 
+
+BFLOAT16_SAMPLING = {"sampler_dtype": "bfloat16", "importance_sampling_correction": "token_truncate"}
 
 WORKLOADS = {
     w.name: w
@@ -62,6 +66,8 @@ WORKLOADS = {
             target_time=0.17,
             target_memory=0.5,
         ),
+        Workload("step_bf16", "8 x 8 x 48, Covey sampling in bfloat16", covey=BFLOAT16_SAMPLING),
+        Workload("beta_bf16", "beta 0.04, Covey sampling in bfloat16", beta=0.04, covey=BFLOAT16_SAMPLING),
     )
 }
 

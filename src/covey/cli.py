@@ -1,4 +1,4 @@
-"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `config`, `curve`.
+"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -6,6 +6,7 @@ message and ends with exit status 2; anything else is a bug and shows its traceb
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -16,11 +17,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from covey.cli_reports import difference, print_choices, print_questions
 from covey.config import GRPOConfig, render_explain
-from covey.errors import ConfigError, CoveyError
+from covey.errors import ConfigError, CoveyError, DataError
 from covey.functions import load_function
+from covey.observe.statistics import paired_difference
 
 if TYPE_CHECKING:
+    from covey.training.choices import ChoiceTask
+    from covey.training.evaluate import Evaluation
     from covey.training.trainer import GRPOTrainer
 
 app = typer.Typer(
@@ -150,9 +155,30 @@ def evaluate(
     num: Annotated[int | None, typer.Option(help="Use the first NUM held-out prompts.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 = greedy, the default.")] = None,
     show: Annotated[int, typer.Option(help="Print this many completions.")] = 0,
+    report: Annotated[
+        Path | None, typer.Option(help="Multiple choice: folder for report.json and report.html.")
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help="Paired test against this model (multiple choice: against the model without its adapter, unless none)."
+        ),
+    ] = None,
+    rotations: Annotated[int, typer.Option(help="Multiple choice: ask again with the options rotated, NUM times.")] = 1,
+    lead_in: Annotated[
+        str, typer.Option(help="Multiple choice: text before the letter when its likelihood is measured.")
+    ] = "",
     overrides: Overrides = None,
 ) -> None:
-    """Measure a model, with or without an adapter, on held-out prompts: accuracy with its 95 % interval."""
+    """Measure a model, with or without an adapter, on held-out prompts: accuracy with its 95 % interval.
+
+    For multiple choice (`--task usmle`) also: a paired test against the model without its adapter, how often no letter
+    is found, what the letters alone would reach, whether rotated options change the answer, and the likelihood of each
+    letter with its calibration.
+    """
+    from covey.training import setup
+    from covey.training.choices import ChoiceTask
+
     config = _config_for(model, adapter, overrides)
     changes: dict[str, Any] = {
         "task": task,
@@ -165,21 +191,26 @@ def evaluate(
         raise ConfigError("nothing to measure on: give --task NAME or --dataset FILE")
     if config.data.task is None and config.data.dataset is None:
         config = config.replace(dataset=config.data.eval_dataset)
+    measured = setup.load_task(config)
+    other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
+    if isinstance(measured, ChoiceTask):
+        _evaluate_choices(measured, config, other, rotations=rotations, lead_in=lead_in, show=show, folder=report)
+        return
+    if report is not None:
+        raise ConfigError(f"--report={str(report)!r}: only multiple-choice tasks such as usmle have a report")
     trainer = _trainer(config)
     result = trainer.evaluation()
-    rows = zip(
-        [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes],
-        [None] * 10**9 if result.correct is None else result.correct.tolist(),
-        strict=False,
-    )
-    for (prompt, episode), correct in list(rows)[:show]:
-        mark = "" if correct is None else ("right: " if correct else "wrong: ")
-        question = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
-        out.print(f"{question}\n  {mark}{episode.text!r}", markup=False, highlight=False)
+    _show(result, show)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
         table.add_row(name, f"{value:.4g}")
     out.print(table)
+    if other is not None:
+        before = _trainer(other).evaluation()
+        if result.correct is None or before.correct is None:
+            raise ConfigError("--baseline compares right answers, and nothing says here which are right; give --task")
+        found = paired_difference(before.correct.tolist(), result.correct.tolist())
+        out.print(f"accuracy against {_name(other)}: {difference(found)}", markup=False, highlight=False)
 
 
 @app.command()
@@ -242,6 +273,33 @@ def show_config(
 
 
 @app.command()
+def questions(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    number: Annotated[int, typer.Option("-n", "--number", min=0, help="List so many of the hardest.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Every question with every visit, as JSON lines.")] = False,
+) -> None:
+    """How each training question was answered over a run: always rightly, never, and which are the hardest."""
+    from covey.observe.run_folder import RunFolder
+    from covey.training.questions import questions_of
+
+    folder = RunFolder.read(run)
+    found = questions_of(folder.read_answers())
+    if not found:
+        raise DataError(f"{run}: no questions yet, or nothing says which completions are right")
+    if as_json:
+        for question in found:
+            print(json.dumps({"uid": question.uid, "accuracy": question.accuracy, "visits": question.visits}))
+        return
+    wanted = {question.uid for question in found[:number]}
+    prompts: dict[str, str] = {}
+    for step in reversed(folder.completion_steps()):
+        if wanted <= prompts.keys():
+            break
+        prompts |= {row["uid"]: _last_message(row["prompt"]) for row in folder.read_completions(step)}
+    print_questions(out, found, prompts, number)
+
+
+@app.command()
 def curve(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders; several are drawn together with their mean and range.")
@@ -259,6 +317,63 @@ def curve(
     else:
         draw_comparison({f"{len(records)} runs": records}, output, title=title)
     out.print(f"wrote {output}", markup=False)
+
+
+def _evaluate_choices(
+    task: ChoiceTask,
+    config: GRPOConfig,
+    other: GRPOConfig | None,
+    *,
+    rotations: int,
+    lead_in: str,
+    show: int,
+    folder: Path | None,
+) -> None:
+    """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
+    from covey.observe.choice_html import write_choice_report
+    from covey.observe.choices import choice_report
+    from covey.observe.console import progress_bar
+    from covey.training.choices import answer_choices
+
+    answered, rows = [], []
+    for one in (config, other):
+        if one is not None:
+            trainer = _trainer(one)
+            rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
+            with progress_bar(err, _name(one)) as progress:
+                answered.append(
+                    answer_choices(
+                        trainer, task, name=_name(one), rotations=rotations, lead_in=lead_in, progress=progress
+                    )
+                )
+    found = choice_report(rows, answered[0], answered[1] if len(answered) > 1 else None)
+    for row, text, letter in list(zip(rows, answered[0].texts, answered[0].chosen, strict=True))[:show]:
+        mark = "right" if letter == row["answer"] else "wrong"
+        out.print(f"{row['question']}\n  {mark} ({letter}): {text!r}", markup=False, highlight=False)
+    print_choices(out, found)
+    if folder is not None:
+        for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
+            out.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _baseline(config: GRPOConfig, wanted: str | None, *, always: bool) -> GRPOConfig | None:
+    """Settings of the model to compare with; None = no comparison."""
+    if wanted == "none" or (wanted is None and not (always and config.model.adapter)):
+        return None
+    return config.replace(adapter=None) if wanted is None else config.replace(adapter=None, model=wanted)
+
+
+def _name(config: GRPOConfig) -> str:
+    return config.model.adapter or config.model.model
+
+
+def _show(result: Evaluation, number: int) -> None:
+    """Print completions, marked as right or wrong where that is known."""
+    pairs = [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes]
+    for index, (prompt, episode) in enumerate(pairs[:number]):
+        mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
+        question = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
+        out.print(f"{question}\n  {mark}{episode.text!r}", markup=False, highlight=False)
 
 
 def _recipe_file(recipe: Path) -> Path:
@@ -281,6 +396,14 @@ def _config_for(model: str, adapter: str | None, overrides: list[str] | None) ->
         return config if adapter is None else config.replace(adapter=adapter)
     config = GRPOConfig.from_overrides(overrides or [])
     return config.replace(model=model) if adapter is None else config.replace(model=model, adapter=adapter)
+
+
+def _last_message(prompt: str) -> str:
+    """What the user asked: prompts in a run folder are text, or a conversation as JSON."""
+    try:
+        return str(json.loads(prompt)[-1]["content"])
+    except (ValueError, LookupError, TypeError):
+        return prompt
 
 
 def _trainer(config: GRPOConfig) -> GRPOTrainer:

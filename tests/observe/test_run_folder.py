@@ -32,6 +32,7 @@ def test_a_new_run_has_its_layout_and_its_versions(tmp_path):
         "config.toml",
         "events.jsonl",
         "metrics.jsonl",
+        "questions.jsonl",
         "run.lock",
         "versions.json",
     ]

@@ -112,7 +112,7 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
 def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
     batch = make_batch(
         [group([0, 1], [2, 3])],
-        settings(validity_mask=True, validity_min_length=1, has_valid_answer=lambda text: len(text) == 2),
+        settings(validity_mask=True, validity_min_length=1, has_valid_answer=lambda prompt, text: len(text) == 2),
     )
     assert batch.mask.any(axis=1).tolist() == [True, False]
 

@@ -50,6 +50,26 @@ def passed(reward: CodeReward, code: str, tests: Any) -> float | None:
     return reward([code], tests=[tests])[0]
 
 
+def test_a_text_is_run_once(reward: CodeReward, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    run_all = reward.harness.run_all
+
+    def counting(jobs: Any) -> Any:
+        ran.append(len(jobs))
+        return run_all(jobs)
+
+    monkeypatch.setattr(reward.harness, "run_all", counting)
+    tests = ["assert once() == 1"]
+    right, wrong = "def once():\n    return 1", "def once():\n    return 2"
+    assert reward([right, wrong, right], tests=[tests] * 3) == [1.0, 0.0, 1.0]
+    assert reward([wrong, right], tests=[tests] * 2) == [0.0, 1.0]
+    assert reward([right], tests=[["assert once() == 2"]]) == [0.0]  # other tests, another run
+    assert reward([right], tests=[None]) == [None]
+    slow = "def once():\n    while True: pass"
+    assert reward([slow], tests=[tests]) == reward([slow], tests=[tests]) == [0.0]
+    assert ran == [2, 1, 1, 1]
+
+
 def test_humaneval_rows(reward: CodeReward) -> None:
     question, tests = read_problem(HUMANEVAL)
     assert "def total" in question
@@ -86,8 +106,8 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
     number = int(row["question"].split()[-1].rstrip("."))
     assert task.is_correct(f"```python\ndef f(x):\n    return x + {number}\n```", row)
     assert not task.is_correct("def f(x): return 0", row)
-    assert task.has_answer("def f(x)")
-    assert not task.has_answer("I do not know")
+    assert task.has_answer("def f(x)", {})
+    assert not task.has_answer("I do not know", {})
     (function,) = task.reward_funcs
     assert function(["def f(x): return 0"], tests=[row["tests"]]) == [0.0]
 
@@ -158,3 +178,14 @@ def test_tiny_functions_are_solvable_and_not_trivial(reward: CodeReward) -> None
     wrong = [row["solution"].replace("return", "return not") for row in problems]
     assert sum(filter(None, reward(wrong, tests=[row["tests"] for row in problems]))) == 0.0
     assert len(Code().eval_rows()) == 100
+
+
+def test_a_problem_in_both_files_is_an_error(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Write f{i}.", "tests": ["assert f() == 1"]} for i in range(3)]
+    for name, some in (("train", rows), ("eval", rows[1:2])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    task = get_task("code", path=str(tmp_path / "train.jsonl"), eval_path=str(tmp_path / "eval.jsonl"))
+    with pytest.raises(
+        DataError, match=r"train.jsonl: code-2 is the question of .*eval.jsonl: code-1 \(1 are in both\), 'Write f1"
+    ):
+        task.train_rows(0)

@@ -95,7 +95,9 @@ def test_a_separate_evaluation_file_is_never_trained_on(tmp_path: Path) -> None:
     file.write_text("\n".join(map(json.dumps, PROBLEMS[:5])))
     task = GSM8K(path=PROBLEMS, eval_path=str(file))
     assert [row["question"] for row in task.eval_rows()] == [row["question"] for row in PROBLEMS[:5]]
-    assert len(task.train_rows(0)) == 35
+    with pytest.raises(DataError, match=r"dataset: gsm8k-train-0 is the question of .*gsm8k-test-0 \(5 are in both\)"):
+        task.train_rows(0)
+    assert len(GSM8K(path=PROBLEMS[5:], eval_path=str(file)).train_rows(0)) == 35
 
 
 def test_a_part_of_the_training_set_depends_on_the_seed() -> None:
@@ -118,7 +120,7 @@ def test_a_part_of_the_training_set_depends_on_the_seed() -> None:
             [PROBLEMS[0], {"question": "q", "answer": "so it is 1"}],
             "row 1: the answer 'so it is 1' does not end in",
         ),
-        (PROBLEMS[:3], "all 3 problems are held out; lower num_eval=200"),
+        (PROBLEMS[:3], "all 3 questions are held out; lower num_eval=200"),
     ],
 )
 def test_data_that_cannot_work(rows: list, message: str) -> None:

@@ -112,8 +112,9 @@ def test_the_task(tmp_path: Path) -> None:
     (reward,) = task.reward_funcs
     assert reward(["D"], answer=["D"], options=[QUESTION["options"]]) == [1.0]
     assert task.is_correct("The answer is D", held_out[0])
-    assert task.has_answer("B")
-    assert not task.has_answer("who knows")
+    assert task.has_answer("B", QUESTION)
+    assert not task.has_answer("E", QUESTION)
+    assert not task.has_answer("who knows", QUESTION)
     assert len(get_task("usmle", path=path, num_eval=3, num_train=2).train_rows(1)) == 2
     assert isinstance(get_task("usmle", path=path, reward="model").reward_funcs[0], USMLERewardModel)
 
@@ -121,7 +122,9 @@ def test_the_task(tmp_path: Path) -> None:
 def test_contamination_is_an_error(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [question(i) for i in range(4)])
     held_out = write(tmp_path / "eval.jsonl", [question(9), question(2, question="case 2:  WHAT is it?")])
-    with pytest.raises(DataError, match=r"train.jsonl: line 3: the question is also line 2 of .*eval.jsonl"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl: line 3 is the question of .*eval.jsonl: line 2 \(1 are in both\)"
+    ):
         get_task("usmle", path=train, eval_path=held_out).train_rows(0)
 
 

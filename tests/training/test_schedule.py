@@ -143,3 +143,41 @@ def test_phases_from_any_object_with_the_attributes():
     )
     phase = PhasePlan([row], temperature=0.6, beta=0.04, num_generations=4).at(Progress())
     assert (phase.temperature, phase.beta) == (0.6, 0.0)  # 0.0 is set, None is not
+
+
+def cutting_plan():
+    phases = [
+        Phase("warmup", steps=100, min_accuracy=0.15, learning_rate_cut=0.5),
+        Phase("main", steps=100),
+        Phase("final", learning_rate=5e-6),
+    ]
+    return PhasePlan(phases, temperature=1.0, beta=0.01, num_generations=16)
+
+
+def test_low_accuracy_cuts_the_learning_rate_once_for_ten_steps():
+    plan = cutting_plan()
+    assert [plan.note_accuracy(0.1) for _ in range(20)] == 9 * [False] + [True] + 9 * [False] + [True]
+    phase = plan.at(Progress(20))
+    assert phase.learning_rate_factor == 0.25
+    assert phase.effective_learning_rate(1e-5, 0.8) == pytest.approx(2e-6)
+    # the cut outlives its phase, a rate of its own does not inherit it
+    assert plan.at(Progress(100)).learning_rate_factor == 0.25
+    assert plan.note_accuracy(0.0) is False  # no limit in this phase
+    assert plan.at(Progress(200)).effective_learning_rate(1e-5, 1.0) == 5e-6
+
+
+def test_the_mean_of_ten_steps_decides():
+    plan = cutting_plan()
+    # 1.0 at the tenth step keeps the mean above 0.15 until it leaves the window
+    assert [plan.note_accuracy(x) for x in [0.0] * 9 + [1.6] + [0.0] * 9] == 19 * [False]
+    assert plan.note_accuracy(0.0)
+    assert not plan.note_accuracy(None)
+
+
+def test_a_resume_keeps_the_cut_and_what_led_to_the_next_one():
+    plan, again = cutting_plan(), cutting_plan()
+    for _ in range(15):
+        plan.note_accuracy(0.1)
+    again.restore(plan.state())
+    assert again.at(Progress(15)).learning_rate_factor == 0.5
+    assert [again.note_accuracy(0.1) for _ in range(5)] == [False] * 4 + [True]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -45,6 +46,15 @@ def format_number(value: Any) -> str:
     if not math.isfinite(value):
         return "-"
     return f"{value:d}" if isinstance(value, int) else f"{value:#.3g}".rstrip(".")
+
+
+@contextmanager
+def progress_bar(console: Console, activity: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar that `(done, total)` calls move; without a terminal nothing is shown."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(visible(activity, 60), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class ConsoleProgress(BaseObserver):

@@ -55,6 +55,10 @@ class Thresholds:
     logp_difference: float = 0.05
     none_rewards: float = 0.2
     masked_tokens: float = 0.5
+    mask_ratio: tuple[float, float] = (0.7, 0.9)
+    """usmle-qa.md, Tips for Success: "Should be 70-90 %"."""
+    no_answer: float = 0.1
+    """The same: ">10 % extraction failures"."""
     reward_drop: float = 0.1
     """Relative fall of the mean reward from the first to the second half of `still_steps`."""
     still_kl: float = 1e-6
@@ -253,6 +257,35 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Check the prompt and the chat template in completions/ of the run folder, and that no reward "
             "favours brevity",
         )
+    no_answer = recent.above("completions/no_answer_ratio", limits.no_answer)
+    if no_answer is not None:
+        yield Diagnosis(
+            "no_answer",
+            f"no answer could be extracted from {no_answer:.0%} of the completions (last {total} steps), more than "
+            f"{limits.no_answer:.0%}",
+            "Improve the format that the prompt asks for, or reward the format itself; see in completions/ of the run "
+            "folder what is written instead",
+        )
+    yield from _masks(recent, limits)
+
+
+def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    total = len(recent.steps)
+    kept, (least, most) = recent.mean("mask_ratio"), limits.mask_ratio
+    if kept is not None and kept < least:
+        yield Diagnosis(
+            "mask_ratio_low",
+            f"the masks leave {kept:.0%} of the completions in the loss (last {total} steps), less than {least:.0%}",
+            "Where off-policy masks exclude them, update the reference more often "
+            "(algorithm.reference_update_steps); where the validity mask does, improve the prompt's format",
+        )
+    elif kept is not None and kept > most:
+        yield Diagnosis(
+            "mask_ratio_high",
+            f"the masks leave {kept:.0%} of the completions in the loss (last {total} steps), more than {most:.0%}: "
+            "the samples are good, and the masks do little",
+            "Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off",
+        )
     masks = {name for step in recent.steps for name in step if name.startswith("mask/")}
     for name in sorted(masks - _WANTED_MASKS):
         share = recent.above(name, limits.masked_tokens)
@@ -274,7 +307,8 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "kl_high",
             f"the KL from the reference is {divergence:.2f} nats for each token (last {total} steps), above "
             f"{limits.kl:g}",
-            "Raise algorithm.beta or lower optim.learning_rate",
+            "Raise algorithm.beta or lower optim.learning_rate; with a reference that follows the policy, lower "
+            "algorithm.reference_update_steps",
         )
     clip = recent.above("clip_ratio/region_mean", limits.clip_fraction)
     if clip is not None:

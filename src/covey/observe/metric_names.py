@@ -40,6 +40,8 @@ learning_rate | | learning rate of this step
 grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm
 reward | | mean over completions of the weighted sum of rewards, without those that no function scored
 reward_std | | standard deviation of the reward within a group, mean over groups
+accuracy | fraction | sampled completions that are right by the task's rule; without a task, those with
+    reward 1 if all rewards are 0 or 1
 rewards/<function>/mean | | mean of this function's unweighted reward over the completions that it scored
 rewards/<function>/std | | standard deviation of the same over all completions of the step
 rewards/<function>/none | fraction | completions for which this function returned None
@@ -49,6 +51,8 @@ completions/mean_length | tokens | mean number of sampled tokens of a completion
 completions/min_length | tokens | the shortest completion
 completions/max_length | tokens | the longest completion
 completions/clipped_ratio | fraction | completions cut off at sampling.max_completion_length
+completions/no_answer_ratio | fraction | completions without an answer, right or wrong, by the task's rule
+    (without a task: empty ones)
 completions/mean_terminated_length | tokens | mean length of the completions that ended by themselves
 completions/min_terminated_length | tokens | the shortest completion that ended by itself
 completions/max_terminated_length | tokens | the longest completion that ended by itself
@@ -70,6 +74,7 @@ sampling/sampling_logp_difference/max | nats | the same, largest over sampled to
 sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of a token, before the cap
 sampling/importance_sampling_ratio/mean | | mean of it
 sampling/importance_sampling_ratio/max | | largest of it
+mask_ratio | fraction | completions of which some token is left in the loss; only where a mask is on
 mask/<reason> | fraction | sampled tokens that this mask excluded from the loss
 dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling replaced
 step_time | seconds | wall-clock time of the whole step

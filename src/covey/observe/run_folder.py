@@ -3,6 +3,7 @@
     config.toml             what was asked for
     versions.json           run id, programs, machine
     metrics.jsonl           one line for each step and each evaluation
+    questions.jsonl         one line for each step: of each question's completions, how many were right
     completions/            step_000012.parquet: what was sampled, with rewards and advantages;
                             eval_000012.parquet: the same for an evaluation
     checkpoints/            step_000010/: see covey.training.checkpoint
@@ -40,7 +41,7 @@ DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
 # What `create` makes before the caller writes anything.
-_FRESH = {"versions.json", "metrics.jsonl", "events.jsonl", "completions", "checkpoints"}
+_FRESH = {"versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "completions", "checkpoints"}
 
 
 class RunFolder:
@@ -60,6 +61,7 @@ class RunFolder:
                     if folder.is_dir():
                         files.remove_leftovers(folder)
                 self._metrics = JsonLines(self.metrics_path)
+                self._questions = JsonLines(self.questions_path)
                 self._events = JsonLines(self.events_path)
             except BaseException:
                 self._lock.release()
@@ -189,6 +191,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def questions_path(self) -> Path:
+        """Of `questions.jsonl`."""
+        return self.path / "questions.jsonl"
+
+    @property
     def events_path(self) -> Path:
         """`events.jsonl`."""
         return self.path / "events.jsonl"
@@ -241,6 +248,10 @@ class RunFolder:
         """Append `{"step": step, **metrics}` to `metrics.jsonl`; NaN and infinities are written as null."""
         self._metrics.append({"step": step, **metrics})
 
+    def append_answers(self, step: int, answers: Mapping[str, Sequence[int]]) -> None:
+        """Append `{"step": step, "answers": {uid: [right, all]}}` to `questions.jsonl`."""
+        self._questions.append({"step": step, "answers": answers})
+
     def append_event(self, kind: str, message: str) -> None:
         """Append to `events.jsonl`, with the time (seconds since 1970), and to `log.txt`."""
         now = time.time()
@@ -273,12 +284,13 @@ class RunFolder:
 
     def sync(self) -> None:
         """Wait until metrics and events are on the disk. Call it before a checkpoint is written."""
-        self._metrics.sync()
-        self._events.sync()
+        for lines in (self._metrics, self._questions, self._events):
+            lines.sync()
 
     def truncate_after(self, step: int) -> None:
         """Forget metrics and completions later than `step`: those of the steps that a resume does again."""
-        self._metrics.keep(lambda record: record.get("step", 0) <= step)
+        for lines in (self._metrics, self._questions):
+            lines.keep(lambda record: record.get("step", 0) <= step)
         with files.explained(self.completions, "clean up"):
             for _, number, path in self._tables():
                 if number > step:
@@ -287,8 +299,8 @@ class RunFolder:
     def close(self) -> None:
         """Close the files and give the lock back. Calling it again does nothing."""
         if self._lock is not None:
-            self._metrics.close()
-            self._events.close()
+            for lines in (self._metrics, self._questions, self._events):
+                lines.close()
             self._lock.release()
             self._lock = None
 
@@ -318,6 +330,10 @@ class RunFolder:
     def read_metrics(self) -> list[Record]:
         """All lines of `metrics.jsonl`, oldest first; null stands for NaN or infinity."""
         return read_json_lines(self.metrics_path)
+
+    def read_answers(self) -> list[Record]:
+        """Lines of `questions.jsonl`."""
+        return read_json_lines(self.questions_path)
 
     def read_events(self) -> list[Record]:
         """All lines of `events.jsonl`."""

@@ -10,6 +10,7 @@ A list of texts is short for the second, with nothing but `tests`.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from covey.rewards.sandbox import Limits
 from covey.types import Message
 
 _KINDS = ("call", "assert", "program")
+_REMEMBERED = 4096
 
 
 class CodeReward:
@@ -49,6 +51,7 @@ class CodeReward:
         self._limits, self._workers, self._unprotected = limits, workers, unprotected
         self._harness: TestHarness | None = None
         self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], TestResult] = OrderedDict()
 
     @property
     def harness(self) -> TestHarness:
@@ -71,22 +74,33 @@ class CodeReward:
         return [None if result is None else self.score(result) for result in self.results(completions, **columns)]
 
     def results(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[TestResult | None]:
-        """What each completion's tests did."""
+        """What each completion's tests did; a text that was run lately is not run again."""
         if self._column not in columns:
             raise RewardError(
                 f"programs are tested by the dataset column {self._column!r}, which is absent (present: "
                 f"{', '.join(sorted(columns)) or 'none'})",
                 function=self.__name__,
             )
-        jobs: dict[int, tuple[str, Tests]] = {}
+        jobs: dict[tuple[str, str], tuple[str, Tests]] = {}
+        keys: list[tuple[str, str] | None] = []
         for index, (completion, spec) in enumerate(zip(completions, columns[self._column], strict=True)):
+            keys.append(None)
             if spec is not None:
-                try:
-                    jobs[index] = (completion_text(completion), read_tests(spec))
-                except ValueError as error:
-                    raise RewardError(str(error), function=self.__name__, sample=index) from None
+                text = completion_text(completion)
+                keys[-1] = key = (text, repr(spec))
+                if key not in self._known and key not in jobs:
+                    try:
+                        jobs[key] = (text, read_tests(spec))
+                    except ValueError as error:
+                        raise RewardError(str(error), function=self.__name__, sample=index) from None
         found = dict(zip(jobs, self.harness.run_all(list(jobs.values())), strict=True)) if jobs else {}
-        return [found.get(index) for index in range(len(completions))]
+        with self._lock:
+            results = [None if key is None else found.get(key) or self._known[key] for key in keys]
+            # a busy machine may have been too slow; the next run of the same text may not be
+            self._known |= {key: result for key, result in found.items() if result.status != "timeout"}
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return results
 
     def score(self, result: TestResult) -> float:
         """The reward of a result."""

@@ -15,7 +15,15 @@ from covey.algorithms import (
     soft_overlong_punishment,
     truncated_mask,
 )
-from covey.types import Batch, BoolArray, Episode, Group
+from covey.types import Batch, BoolArray, Episode, Group, Prompt
+
+HasAnswer = Callable[[Prompt, str], bool]
+"""Does this completion of this prompt hold an answer at all, right or wrong?"""
+
+
+def has_text(prompt: Prompt, text: str) -> bool:
+    """True unless the completion is empty: the rule where no task says more."""
+    return bool(text.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +32,7 @@ class BatchSettings:
 
     Attributes:
         reward_weights: one for each reward function, in the order of `Group.reward_parts`.
-        has_valid_answer: does a completion hold an answer at all, right or wrong? For the validity mask.
+        has_valid_answer: for the validity mask.
         max_completion_length: sampling limit in tokens, for the overlong punishment.
     """
 
@@ -36,7 +44,7 @@ class BatchSettings:
     mask_truncated_completions: bool = False
     validity_mask: bool = False
     validity_min_length: int = 10
-    has_valid_answer: Callable[[str], bool] = bool
+    has_valid_answer: HasAnswer = has_text
     soft_overlong_cache: int = 0
     max_completion_length: int = 256
 
@@ -59,11 +67,10 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
     if settings.mask_truncated_completions:
         keep["mask_truncated_completions"] = truncated_mask([episode.finish_reason for episode in episodes])
     if settings.validity_mask:
-        keep["validity_mask"] = create_sampling_mask(
-            [episode.text for episode in episodes],
-            settings.validity_min_length,
-            has_valid_answer=settings.has_valid_answer,
-        )
+        answered = [settings.has_valid_answer(group.prompt, e.text) for group in groups for e in group.episodes]
+        texts = [episode.text for episode in episodes]
+        whole = create_sampling_mask(texts, settings.validity_min_length, has_valid_answer=lambda text: True)
+        keep["validity_mask"] = whole & np.array(answered, np.bool_)
     mask, excluded = combine_masks(exists, keep)
     old = np.zeros(exists.shape, np.float32)
     for row, episode in enumerate(episodes):

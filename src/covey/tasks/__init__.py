@@ -3,7 +3,7 @@
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
 from covey.tasks.code import Code
-from covey.tasks.dataset import DataOrder, Row, build_prompts, load_rows
+from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
 from covey.tasks.gsm8k import GSM8K
 from covey.tasks.registry import get_task, register_task, task_names
 from covey.tasks.usmle import USMLE
@@ -16,6 +16,7 @@ __all__ = [
     "DataOrder",
     "Row",
     "Task",
+    "WeightedOrder",
     "build_prompts",
     "get_task",
     "load_rows",

@@ -221,7 +221,7 @@ class Arithmetic(Task):
         """True where the reward is 1."""
         return self._is_right(text, row["answer"], row["kind"])
 
-    def has_answer(self, text: str) -> bool:
+    def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
         """True where a number can be read."""
         return re.search("[0-9]", text) is not None
 

@@ -6,8 +6,10 @@ import hashlib
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
+from covey.errors import DataError
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.dataset import Row
 
@@ -53,8 +55,10 @@ class Task(ABC):
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """Does this completion solve this row? Defines `eval/accuracy`; hostile text is just wrong."""
 
-    def has_answer(self, text: str) -> bool:
-        """Does this completion hold an answer at all, right or wrong? Used by `algorithm.validity_mask`."""
+    def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
+        """Does this completion hold an answer at all, right or wrong? Used by `algorithm.validity_mask` and for
+        `completions/no_answer_ratio`.
+        """
         return bool(text.strip())
 
 
@@ -76,6 +80,38 @@ def distinct(rows: Sequence[Row], column: str) -> list[Row]:
 def hold_out(rows: Sequence[Row], number: int) -> list[Row]:
     """The `number` rows whose `question` has the lowest hash: the same ones whatever the order; each question once."""
     return sorted(distinct(rows, "question"), key=lambda row: question_hash(row["question"]))[:number]
+
+
+def without_held_out(
+    rows: Sequence[Row], held_out: Sequence[Row], *, path: Any, eval_path: Any, num_eval: int | None
+) -> list[Row]:
+    """The rows whose `question` is not held out; white space and case make no difference.
+
+    Raises:
+        DataError: nothing is left, or a question stands in the training file and in a held-out file of its own.
+    """
+    where = path if isinstance(path, str | Path) else "dataset"
+    known = {question_key(row["question"]) for row in held_out}
+    left = [row for row in rows if question_key(row["question"]) not in known]
+    if eval_path is not None and len(left) < len(rows):
+        twice = next(row for row in rows if question_key(row["question"]) in known)
+        other = next(row for row in held_out if question_key(row["question"]) == question_key(twice["question"]))
+        raise DataError(
+            f"{where}: {_place(twice)} is the question of {eval_path}: {_place(other)} ({len(rows) - len(left)} are in "
+            f"both), {twice['question']!r:.60}; the evaluation would be of what was trained: remove them from one file"
+        )
+    if not left:
+        raise DataError(f"{where}: all {len(rows)} questions are held out; lower num_eval={num_eval}")
+    return left
+
+
+def _place(row: Row) -> str:
+    return f"line {row['line']}" if "line" in row else str(row["uid"])
+
+
+def question_key(question: str) -> str:
+    """Equal for questions that differ in white space and case only."""
+    return " ".join(question.casefold().split())
 
 
 def some_rows(rows: Sequence[Row], number: int | None, seed: int) -> list[Row]:

@@ -18,7 +18,7 @@ from covey.rewards.code import CodeReward, read_tests
 from covey.rewards.harness import split_check
 from covey.rewards.sandbox import Limits
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, hold_out
+from covey.tasks.base import Task, as_prompt, hold_out, without_held_out
 from covey.tasks.dataset import Row, load_rows
 from covey.tasks.functions import make_problems
 
@@ -69,12 +69,9 @@ class Code(Task):
 
     def train_rows(self, seed: int) -> list[Row]:
         """The problems that are not held out."""
-        held_out = {row["question"] for row in self._eval}
-        rows = [row for row in self._problems if row["question"] not in held_out]
-        if not rows:
-            raise DataError(
-                f"{self.path}: all {len(self._problems)} problems are held out; lower num_eval={self.num_eval}"
-            )
+        rows = without_held_out(
+            self._problems, self._eval, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
+        )
         random.Random(seed).shuffle(rows)
         return rows
 
@@ -87,7 +84,7 @@ class Code(Task):
         (result,) = self._reward.results([text], tests=[row["tests"]])
         return result is not None and result.score == 1.0
 
-    def has_answer(self, text: str) -> bool:
+    def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
         """Is there something that may be code?"""
         return "def " in text or "```" in text or "print(" in text
 

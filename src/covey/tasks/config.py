@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -35,6 +35,12 @@ class DataConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
         description="Longest prompt, in tokens; a longer one is an error, found before training. none = no limit.",
     )
     shuffle: bool = Field(default=True, description="Visit the dataset in a new random order in each epoch.")
+    prompt_weighting: Literal["uniform", "difficulty"] = Field(
+        default="uniform",
+        description="Which prompts are visited: all alike, or drawn by what their last answers say that they can "
+        "teach (most where half of the completions are right; new prompts first of all). Needs to know what is right: "
+        "a task, or rewards that are 0 or 1.",
+    )
     system_prompt: str | None = Field(
         default=None, description="System message put before every prompt; none = what the dataset has."
     )

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from covey.errors import DataError
 from covey.tasks.readers import as_entries, data_format, pick_split, read_file, read_hub, shown
@@ -147,6 +148,35 @@ class DataOrder:
             draws = np.random.Philox(key=key).random_raw(self.n)
             self._epoch, self._permutation = epoch, np.argsort(draws, kind="stable")
         return self._permutation
+
+
+class WeightedOrder:
+    """Rows drawn by weights that change as the run goes on, as a pure function of (seed, position, weights).
+
+    Each `take` draws without replacement, with probabilities in proportion to the weights: an exponential race, the
+    k rows with the smallest `-log(u) / weight` (Efraimidis and Spirakis 2006, Inf. Process. Lett. 97:181).
+
+    Args:
+        n: number of rows, at least 1.
+        seed: key of the draws.
+        weights: returns `[n]` positive numbers, asked for at each `take`.
+    """
+
+    def __init__(self, n: int, seed: int, weights: Callable[[], NDArray[np.float64]]) -> None:
+        self.n, self.seed = n, seed
+        self._weights = weights
+
+    def take(self, position: int, k: int) -> list[int]:
+        """`k` row indices; more than there are rows begin again with all of them."""
+        if position < 0 or k < 0:
+            raise ValueError(f"position={position}, k={k}: neither may be negative")
+        rows: list[int] = []
+        while len(rows) < k:
+            key = np.array([self.seed % 2**64, position + len(rows)], dtype=np.uint64)
+            uniform = ((np.random.Philox(key=key).random_raw(self.n) >> np.uint64(11)) + 0.5) * 2.0**-53
+            race = np.argsort(-np.log(uniform) / self._weights(), kind="stable")
+            rows += race[: k - len(rows)].tolist()
+        return rows
 
 
 def _check_column(rows: Sequence[Mapping[str, Any]], column: str) -> None:

@@ -10,7 +10,7 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.extract import final_number, parse_number
 from covey.rewards.text import numeric_match
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, hold_out, some_rows
+from covey.tasks.base import Task, as_prompt, hold_out, some_rows, without_held_out
 from covey.tasks.dataset import Row, load_rows
 
 
@@ -74,12 +74,9 @@ class GSM8K(Task):
 
     def train_rows(self, seed: int) -> list[Row]:
         """The problems that are not held out, in the order of the file, or `num_train` of them."""
-        held_out = {row["question"] for row in self._eval}
-        rows = [row for row in self._problems if row["question"] not in held_out]
-        if not rows:
-            raise DataError(
-                f"{self.path}: all {len(self._problems)} problems are held out; lower num_eval={self.num_eval}"
-            )
+        rows = without_held_out(
+            self._problems, self._eval, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
+        )
         return some_rows(rows, self.num_train, seed)
 
     def eval_rows(self) -> list[Row]:

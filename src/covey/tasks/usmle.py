@@ -18,7 +18,7 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.choice import extract_choice
 from covey.rewards.extract import completion_text
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, hold_out, some_rows
+from covey.tasks.base import Task, as_prompt, hold_out, question_key, some_rows, without_held_out
 from covey.tasks.dataset import Row, load_rows
 from covey.types import Message
 
@@ -228,20 +228,9 @@ class USMLE(Task):
 
     def train_rows(self, seed: int) -> list[Row]:
         """The questions that are not held out."""
-        held_out = {_key(row["question"]): row for row in self._eval}
-        rows = []
-        for row in self._questions:
-            other = held_out.get(_key(row["question"]))
-            if other is None:
-                rows.append(row)
-            elif self.eval_path is not None:
-                raise DataError(
-                    f"{self.path}: line {row['line']}: the question is also line {other['line']} of {self.eval_path}, "
-                    "so the evaluation would be of what was trained; remove it from one of them"
-                )
-        if not rows:
-            count = len(self._questions)
-            raise DataError(f"{self.path}: all {count} questions are held out; lower num_eval={self.num_eval}")
+        rows = without_held_out(
+            self._questions, self._eval, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
+        )
         return some_rows(rows, self.num_train, seed)
 
     def eval_rows(self) -> list[Row]:
@@ -252,9 +241,21 @@ class USMLE(Task):
         """Does the text choose the right letter?"""
         return compute_reward(row, text)[0] == 1.0
 
-    def has_answer(self, text: str) -> bool:
-        """Does the text choose a letter?"""
-        return extract_answer(text, "ABCDE") is not None
+    def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
+        """Does the text choose one of the letters?"""
+        return extract_answer(text, sorted(row["options"])) is not None
+
+    def chosen(self, text: str, row: Mapping[str, Any]) -> str | None:
+        """The letter that the text chooses."""
+        return extract_answer(text, sorted(row["options"]))
+
+    def rotated(self, row: Mapping[str, Any], shift: int) -> Row:
+        """The question with each option `shift` letters further on: with shift 1, what was A is B."""
+        letters = sorted(row["options"])
+        turned = {letter: letters[(place + shift) % len(letters)] for place, letter in enumerate(letters)}
+        options = dict(sorted((turned[letter], text) for letter, text in row["options"].items()))
+        new = {**row, "options": options, "answer": turned[row["answer"]], "uid": f"{row['uid']}-rotated-{shift}"}
+        return {**new, "prompt": as_prompt(format_usmle_prompt(new, self.wording))}
 
     @cached_property
     def _questions(self) -> list[Row]:
@@ -291,7 +292,7 @@ def load_questions(source: Any, split: str = "train") -> list[Row]:
         except ValueError as error:
             raise DataError(f"{where}: line {line}: {error}") from None
         question["line"] = line
-        earlier = seen.setdefault(_key(question["question"]), question)
+        earlier = seen.setdefault(question_key(question["question"]), question)
         right, wrong = (row["options"][row["answer"]] for row in (earlier, question))
         if right != wrong:
             raise DataError(
@@ -339,11 +340,6 @@ def _question(entry: Any) -> Row:
         raise ValueError(f"the answer {answer!r:.60} is not one of the options {', '.join(sorted(options))}")
     kept = {name: entry[name] for name in ("explanation", "topic", "meta_info") if name in entry}
     return {"question": question, "options": dict(sorted(options.items())), "answer": answer, **kept}
-
-
-def _key(question: str) -> str:
-    """Equal for questions that differ in white space and case only."""
-    return " ".join(question.casefold().split())
 
 
 def _without_prompt(text: str) -> str:

@@ -68,6 +68,14 @@ class PhaseConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     learning_rate: float | None = Field(
         default=None, gt=0, description="Replaces the scheduled learning rate, as it stands."
     )
+    min_accuracy: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="When fewer than this share of the last 10 steps' completions are right, the learning rate is "
+        "multiplied by learning_rate_cut, until a phase sets its own; none = never.",
+    )
+    learning_rate_cut: float = Field(default=0.5, gt=0, lt=1, description="See min_accuracy.")
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

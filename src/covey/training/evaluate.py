@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from covey.observe.statistics import wilson_interval
+from covey.rollout.batching import HasAnswer, has_text
 from covey.rollout.collect import Decode, Rollout, collect_groups
 from covey.rollout.scoring import Scorer
+from covey.training.report import no_answer_ratio
 from covey.types import BoolArray, Generator, Progress, Prompt, SamplingSettings
 
 IsCorrect = Callable[[Prompt, str], bool]
@@ -44,6 +46,7 @@ def evaluate(
     policy_version: int,
     seed: int,
     is_correct: IsCorrect | None = None,
+    has_answer: HasAnswer = has_text,
     samples: int = 1,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -74,11 +77,12 @@ def evaluate(
         "eval/num_completions": float(len(episodes)),
         "eval/completions/mean_length": float(lengths.mean()),
         "eval/completions/clipped_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),
+        "eval/completions/no_answer_ratio": no_answer_ratio(rollout, has_answer),
         "eval/seconds": rollout.sampling_seconds + rollout.scoring_seconds,
     }
     for name in rollout.groups[0].reward_parts:
         metrics[f"eval/rewards/{name}/mean"] = _mean(np.concatenate([g.reward_parts[name] for g in rollout.groups]))
-    correct = _correct(rollout, rewards, is_correct)
+    correct = correct_completions(rollout, is_correct)
     if correct is not None:
         low, high = wilson_interval(int(correct.sum()), len(correct))
         metrics |= {
@@ -94,9 +98,14 @@ def _mean(values: np.ndarray) -> float:
     return float(scored.mean()) if len(scored) else float("nan")
 
 
-def _correct(rollout: Rollout, rewards: np.ndarray, is_correct: IsCorrect | None) -> BoolArray | None:
+def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolArray | None:
+    """`[N]` which completions are right, in the order of the groups; None where nothing says so.
+
+    Without `is_correct`, rewards that are all 0 or 1 mean wrong or right.
+    """
     if is_correct is not None:
         return np.array([is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_)
+    rewards = np.concatenate([group.rewards for group in rollout.groups])
     if np.isin(rewards, (0.0, 1.0)).all():
         return np.asarray(rewards == 1.0)
     return None

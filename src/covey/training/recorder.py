@@ -28,6 +28,7 @@ from covey.training.checkpoint import (
     save_checkpoint,
 )
 from covey.training.evaluate import Evaluation
+from covey.training.questions import Answers
 from covey.training.report import completion_rows
 from covey.training.schedule import PhasePlan
 from covey.training.state import TrainerState
@@ -150,9 +151,12 @@ class Recorder:
         """Something long moves on."""
         self._observers.on_progress(activity, done, total)
 
-    def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]]) -> None:
+    def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]], answers: Answers) -> None:
         """A step is done: metrics, completions, and a diagnosis in words if something is wrong."""
         state = self._trainer.state
+        if answers:
+            assert self._folder is not None
+            self._folder.append_answers(state.global_step, answers)
         self._unsaved = True
         if metrics["phase"] != self._phase:
             if self._phase >= 0 or metrics["phase"] > 0:
@@ -173,10 +177,7 @@ class Recorder:
         self.evaluated_at, self._unsaved = state.global_step, True
         state.log_history.append({"step": state.global_step, **metrics})
         self._observers.on_eval(state.global_step, metrics)
-        rows = completion_rows(result.rollout.groups, columns=logged.columns)
-        if result.correct is not None:
-            for row, correct in zip(rows, result.correct.tolist(), strict=True):
-                row["correct"] = correct
+        rows = completion_rows(result.rollout.groups, columns=logged.columns, correct=result.correct)
         if self._settings.log_completions:
             folder.write_evaluation(state.global_step, rows)
         draw_run(folder)
@@ -258,6 +259,7 @@ class Recorder:
         folder.truncate_after(checkpoint.step)
         trainer.state = TrainerState.from_dict(checkpoint.state["trainer"], folder.read_metrics())
         trainer.state.max_steps = self._total_steps or -1
+        trainer.questions.restore(folder.read_answers())
         evaluated = [record["step"] for record in trainer.state.log_history if "eval/reward" in record]
         self.evaluated_at = evaluated[-1] if evaluated else -1
         self._unsaved = False

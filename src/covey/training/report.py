@@ -8,8 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from covey.rollout.batching import HasAnswer
 from covey.rollout.collect import Rollout
-from covey.types import Batch, Group
+from covey.types import Batch, BoolArray, Group
+
+
+def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:
+    """Share of the completions that hold no answer at all."""
+    return float(np.mean([not has_answer(g.prompt, e.text) for g in rollout.groups for e in g.episodes]))
 
 
 def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
@@ -48,9 +54,14 @@ def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
 
 
 def completion_rows(
-    groups: Sequence[Group], batch: Batch | None = None, columns: Mapping[str, Sequence[Any]] | None = None
+    groups: Sequence[Group],
+    batch: Batch | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
+    correct: BoolArray | None = None,
 ) -> list[dict[str, Any]]:
     """One row for each completion: what was asked, answered and given for it, and why tokens were masked.
+
+    `correct` has one entry for each completion.
 
     `columns` are what reward functions logged beside their rewards; one with another number of entries is left out
     (with dynamic sampling, entries of discarded groups are among them).
@@ -72,6 +83,8 @@ def completion_rows(
                 "policy_version": episode.policy_version,
             }
             entry |= {f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()}
+            if correct is not None:
+                entry["correct"] = bool(correct[row])
             if batch is not None:
                 entry["advantage"] = float(batch.advantages[row, 0])
                 entry["masked_by"] = ", ".join(name for name, tokens in batch.excluded.items() if tokens[row].any())

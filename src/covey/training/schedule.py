@@ -20,6 +20,9 @@ from covey.errors import CheckpointError, ConfigError
 
 ScheduleType = Literal["linear", "cosine", "constant"]
 
+ACCURACY_STEPS = 10
+"""Steps whose mean accuracy decides about a cut of the learning rate."""
+
 
 def learning_rate_factor(schedule: str, step: int, *, warmup_steps: int = 0, total_steps: int | None = None) -> float:
     """Factor in [0, 1] on the learning rate for the optimiser step that follows `step` finished ones.
@@ -99,6 +102,10 @@ class PhaseLike(Protocol):
     def num_generations(self) -> int | None: ...
     @property
     def learning_rate(self) -> float | None: ...
+    @property
+    def min_accuracy(self) -> float | None: ...
+    @property
+    def learning_rate_cut(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,8 @@ class Phase:
     beta: float | None = None
     num_generations: int | None = None
     learning_rate: float | None = None
+    min_accuracy: float | None = None
+    learning_rate_cut: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,7 @@ class ResolvedPhase:
         beta: weight of the KL term.
         num_generations: completions for each prompt.
         learning_rate: replaces the scheduled learning rate; None = follow the schedule.
+        learning_rate_factor: what `min_accuracy` has cut the learning rate to, 1 = not at all.
     """
 
     index: int
@@ -136,10 +146,12 @@ class ResolvedPhase:
     beta: float
     num_generations: int
     learning_rate: float | None
+    learning_rate_factor: float = 1.0
 
     def effective_learning_rate(self, base: float, factor: float) -> float:
-        """The learning rate of the next step: the phase's own, as it stands, or `base * factor`."""
-        return base * factor if self.learning_rate is None else self.learning_rate
+        """The learning rate of the next step: the phase's own, as it stands, or `base * factor`; then any cut."""
+        rate = base * factor if self.learning_rate is None else self.learning_rate
+        return rate * self.learning_rate_factor
 
 
 class PhasePlan:
@@ -173,6 +185,13 @@ class PhasePlan:
                 )
         self._index = 0
         self._start = Progress()
+        self._factor = 1.0
+        self._accuracies: list[float] = []
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What `min_accuracy` has cut the learning rate to so far."""
+        return self._factor
 
     @property
     def total_steps(self) -> int | None:
@@ -187,6 +206,9 @@ class PhasePlan:
         if self._is_over(progress) and self._index < len(self._phases) - 1:
             self._index += 1
             self._start = progress
+            self._accuracies = []
+            if self._phases[self._index].learning_rate is not None:
+                self._factor = 1.0
         phase = self._phases[self._index]
         temperature, beta, num_generations = self._base
         return ResolvedPhase(
@@ -196,7 +218,26 @@ class PhasePlan:
             beta=beta if phase.beta is None else phase.beta,
             num_generations=num_generations if phase.num_generations is None else phase.num_generations,
             learning_rate=phase.learning_rate,
+            learning_rate_factor=self._factor,
         )
+
+    def note_accuracy(self, accuracy: float | None) -> bool:
+        """Take in the share of right completions of a step (None = unknown); True when it cuts the learning rate.
+
+        The mean of `ACCURACY_STEPS` steps decides, all of them in this phase and since the last cut: a single step of
+        few prompts says little.
+        """
+        phase = self._phases[self._index]
+        if accuracy is None or phase.min_accuracy is None:
+            return False
+        self._accuracies.append(accuracy)
+        if len(self._accuracies) < ACCURACY_STEPS:
+            return False
+        low = sum(self._accuracies) / ACCURACY_STEPS < phase.min_accuracy
+        if low:
+            self._factor *= phase.learning_rate_cut
+        self._accuracies = [] if low else self._accuracies[1:]
+        return low
 
     def finished(self, progress: Progress) -> bool:
         """True when the last phase has a limit and `progress` has reached it."""
@@ -212,7 +253,12 @@ class PhasePlan:
 
     def state(self) -> dict[str, Any]:
         """JSON-able position in the plan, for a checkpoint."""
-        return {"index": self._index, "start": asdict(self._start)}
+        return {
+            "index": self._index,
+            "start": asdict(self._start),
+            "learning_rate_factor": self._factor,
+            "accuracies": list(self._accuracies),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take up the position that `state` returned.
@@ -228,3 +274,5 @@ class PhasePlan:
             )
         self._index = index
         self._start = Progress(**state["start"])
+        self._factor = float(state.get("learning_rate_factor", 1.0))
+        self._accuracies = [float(value) for value in state.get("accuracies", ())]

@@ -11,17 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from covey.algorithms import make_objective
 from covey.errors import ConfigError, DataError
 from covey.pytorch.engine import Engine
 from covey.pytorch.learner import Correction, Learner
 from covey.pytorch.policy import Policy
-from covey.rollout.batching import BatchSettings
+from covey.rollout.batching import BatchSettings, HasAnswer, has_text
 from covey.rollout.scoring import Scorer
 from covey.tasks import Task, get_task
-from covey.tasks.dataset import build_prompts, load_rows
+from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_factor, resolve_warmup_steps
 from covey.training.update import UpdateSettings
@@ -43,7 +45,7 @@ class Data:
         scorer: the reward functions.
         system_prompt: put before each prompt.
         is_correct: definition of `eval/accuracy`, None where only rewards tell.
-        has_answer: does a completion hold an answer at all?
+        has_answer: does a completion hold an answer at all, right or wrong?
     """
 
     train: Sequence[Mapping[str, Any]]
@@ -51,7 +53,7 @@ class Data:
     scorer: Scorer
     system_prompt: str | None
     is_correct: IsCorrect | None
-    has_answer: Callable[[str], bool]
+    has_answer: HasAnswer
 
 
 def load_task(config: GRPOConfig) -> Task | None:
@@ -106,12 +108,15 @@ def load_data(
             scorer.check_columns({name for row in rows for name in row if name != data.prompt_column})
     system_prompt = data.system_prompt or (task.system_prompt if task else None)
     if task is None:
-        return Data(train, held_out, scorer, system_prompt, None, bool)
+        return Data(train, held_out, scorer, system_prompt, None, has_text)
 
     def is_correct(prompt: Prompt, text: str) -> bool:
         return task.is_correct(text, prompt.columns)
 
-    return Data(train, held_out, scorer, system_prompt, is_correct, task.has_answer)
+    def has_answer(prompt: Prompt, text: str) -> bool:
+        return task.has_answer(text, prompt.columns)
+
+    return Data(train, held_out, scorer, system_prompt, is_correct, has_answer)
 
 
 def tokenize(
@@ -128,6 +133,13 @@ def tokenize(
         max_completion_length=config.sampling.max_completion_length,
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
+
+
+def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.float64]]) -> DataOrder | WeightedOrder:
+    """The order in which the training prompts are visited."""
+    if config.data.prompt_weighting == "difficulty":
+        return WeightedOrder(count, config.run.seed, weights)
+    return DataOrder(count, config.run.seed, config.data.shuffle)
 
 
 def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None) -> Policy:

@@ -18,21 +18,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.errors import CoveyError, DataError
+from covey.errors import CoveyError, DataError, RewardError
 from covey.observe.memory import memory_metrics
 from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout, collect_groups
 from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
-from covey.tasks.dataset import DataOrder, load_rows
+from covey.tasks.dataset import load_rows
 from covey.training import setup
 from covey.training.callbacks import Callbacks
-from covey.training.evaluate import Evaluation, evaluate
+from covey.training.evaluate import Evaluation, correct_completions, evaluate
+from covey.training.questions import Answers, QuestionHistory, count_answers
 from covey.training.recorder import Recorder
-from covey.training.report import completion_rows, rollout_metrics
-from covey.training.schedule import Progress, ResolvedPhase
+from covey.training.report import completion_rows, no_answer_ratio, rollout_metrics
+from covey.training.schedule import ACCURACY_STEPS, Progress, ResolvedPhase
 from covey.training.state import TrainerState
 from covey.training.update import Update, update
-from covey.types import Batch, Prompt
+from covey.types import Batch, BoolArray, Prompt
+from covey.types import Progress as ProgressCall
 
 if TYPE_CHECKING:
     from covey.config import GRPOConfig
@@ -48,6 +50,29 @@ class TrainOutput:
 
     global_step: int
     metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sampled:
+    """What a step trains on.
+
+    Attributes:
+        rollout: scored groups.
+        position: in the data, after them.
+        correct: `[N]` which completions are right, where that is known.
+    """
+
+    rollout: Rollout
+    position: int
+    correct: BoolArray | None
+
+    @property
+    def accuracy(self) -> float | None:
+        return None if self.correct is None else float(self.correct.mean())
+
+    @property
+    def answers(self) -> Answers:
+        return count_answers(self.rollout, self.correct)
 
 
 class GRPOTrainer:
@@ -73,6 +98,7 @@ class GRPOTrainer:
         learner: the policy's optimiser.
         data: rows, reward functions, and what counts as correct.
         prompts: the training rows, tokenised; `eval_prompts` the held-out ones.
+        questions: how each training question was answered so far.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training.
@@ -110,7 +136,8 @@ class GRPOTrainer:
         self.learner = setup.make_learner(args, self.policy)
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
         self.engine.sync(self.policy.model, self.state.policy_version)
-        self._order = DataOrder(len(self.prompts), args.run.seed, args.data.shuffle)
+        self.questions = QuestionHistory([prompt.uid for prompt in self.prompts])
+        self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
         self.batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
@@ -133,20 +160,20 @@ class GRPOTrainer:
             while not self._finished():
                 started = time.perf_counter()
                 phase = self.phases.at(self._progress())
-                rollout, position = self._sample_and_score(phase, recorder)
-                batch = make_batch(rollout.groups, self.batch_settings)
+                sampled = self._sample_and_score(phase, recorder)
+                batch = make_batch(sampled.rollout.groups, self.batch_settings)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
                     self.engine.release()
                     done = self._learn(batch, phase)
                     self._publish(done)
-                    self._count(rollout, position, time.perf_counter() - started)
-                self._report(recorder, rollout, done, phase, time.perf_counter() - started)
+                    self._count(sampled, time.perf_counter() - started)
+                self._report(recorder, sampled, done, phase, time.perf_counter() - started)
                 self._evaluate_when_due(recorder)
                 recorder.checkpoint_when_due()
         return TrainOutput(self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {})
 
-    def _sample_and_score(self, phase: ResolvedPhase, recorder: Recorder) -> tuple[Rollout, int]:
-        """Groups for one step, and the data position after them."""
+    def _sample_and_score(self, phase: ResolvedPhase, recorder: Recorder) -> _Sampled:
+        """Groups for one step."""
         args = self.args
         settings = setup.sampling_settings(args, self.policy, phase.temperature)
         position = self.state.data_position
@@ -171,8 +198,16 @@ class GRPOTrainer:
         wanted = args.data.prompts_per_step
         if args.algorithm.dynamic_sampling:
             tries = DynamicSampling(args.algorithm.dynamic_sampling_max_tries)
-            return collect_informative_groups(collect, wanted, tries), position
-        return collect(wanted), position
+            rollout = collect_informative_groups(collect, wanted, tries)
+        else:
+            rollout = collect(wanted)
+        correct = correct_completions(rollout, self.data.is_correct)
+        if correct is None and args.data.prompt_weighting == "difficulty":
+            raise RewardError(
+                "data.prompt_weighting='difficulty' needs to know which completions are right, but there is no task "
+                "and the rewards are not all 0 or 1; set data.prompt_weighting to uniform"
+            )
+        return _Sampled(rollout, position, correct)
 
     def _learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         rate = self.length.rate(phase, self.state.global_step)
@@ -208,17 +243,21 @@ class GRPOTrainer:
             or self._callbacks.control.should_training_stop
         )
 
-    def _count(self, rollout: Rollout, position: int, seconds: float) -> None:
-        state = self.state
+    def _count(self, sampled: _Sampled, seconds: float) -> None:
+        state, rollout = self.state, sampled.rollout
         prompt_tokens = sum(len(group.prompt.token_ids) * len(group.episodes) for group in rollout.groups)
         state.global_step += 1
-        state.data_position = position
-        state.epoch = position / len(self.prompts)
+        state.data_position = sampled.position
+        state.epoch = sampled.position / len(self.prompts)
         state.num_tokens += prompt_tokens + rollout.sampled_tokens
         state.seconds += seconds
+        self.phases.note_accuracy(sampled.accuracy)
+        self.questions.add(sampled.answers)
 
-    def _report(self, recorder: Recorder, rollout: Rollout, done: Update, phase: ResolvedPhase, seconds: float) -> None:
-        state = self.state
+    def _report(
+        self, recorder: Recorder, sampled: _Sampled, done: Update, phase: ResolvedPhase, seconds: float
+    ) -> None:
+        state, rollout = self.state, sampled.rollout
         metrics: dict[str, Any] = {
             "epoch": state.epoch,
             "num_tokens": state.num_tokens,
@@ -229,11 +268,22 @@ class GRPOTrainer:
             **memory_metrics(),
             "step_time": seconds,
         }
+        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout, self.data.has_answer)
+        if sampled.accuracy is not None:
+            metrics["accuracy"] = sampled.accuracy
         logged = self.data.scorer.take_logged()
         metrics |= logged.metrics
         if done.skipped:
             recorder.event("skipped", f"step {state.global_step}: {done.skipped}")
-        recorder.step(metrics, completion_rows(rollout.groups, done.batch, logged.columns))
+        if self.phases.learning_rate_factor < phase.learning_rate_factor:
+            recorder.event(
+                "learning_rate",
+                f"step {state.global_step}: too few completions of the last {ACCURACY_STEPS} steps were right (of the "
+                f"last one {sampled.accuracy:.0%}), so the learning rate is multiplied by "
+                f"{self.phases.learning_rate_factor:g} from now on",
+            )
+        rows = completion_rows(rollout.groups, done.batch, logged.columns, sampled.correct)
+        recorder.step(metrics, rows, sampled.answers)
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
 
@@ -247,14 +297,15 @@ class GRPOTrainer:
         """
         return self.evaluation(eval_dataset).metrics
 
-    def evaluation(self, eval_dataset: Any = None) -> Evaluation:
+    def evaluation(self, eval_dataset: Any = None, progress: ProgressCall | None = None) -> Evaluation:
         """As `evaluate`, with every completion and whether it is correct."""
         prompts = self.eval_prompts
         if eval_dataset is not None:
             prompts = self._tokenize(load_rows(eval_dataset, split="test"))
         if not prompts:
             raise DataError("no held-out prompts: pass eval_dataset, or set data.eval_dataset or data.task")
-        recorder = self._recorder
+        if progress is None and self._recorder is not None:
+            progress = partial(self._recorder.progress, "evaluating")
         return evaluate(
             prompts,
             self.engine,
@@ -264,8 +315,9 @@ class GRPOTrainer:
             policy_version=self.state.policy_version,
             seed=self.args.run.seed,
             is_correct=self.data.is_correct,
+            has_answer=self.data.has_answer,
             samples=self.args.evaluation.num_generations_eval,
-            progress=None if recorder is None else partial(recorder.progress, "evaluating"),
+            progress=progress,
         )
 
     def _evaluate_when_due(self, recorder: Recorder) -> None:

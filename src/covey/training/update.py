@@ -225,4 +225,7 @@ def _mask_metrics(before: Batch, after: Batch) -> dict[str, float]:
     for tokens in before.excluded.values():
         exists |= tokens
     total = max(int(exists.sum()), 1)
-    return {f"mask/{name}": float(tokens.sum() / total) for name, tokens in after.excluded.items()}
+    metrics = {f"mask/{name}": float(tokens.sum() / total) for name, tokens in after.excluded.items()}
+    if after.excluded:
+        metrics["mask_ratio"] = float(after.mask.any(axis=1).mean())
+    return metrics

@@ -1,0 +1,89 @@
+"""Tables that the command line prints: multiple-choice reports, comparisons, questions over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from covey.observe.console import visible
+from covey.observe.statistics import PairedDifference
+
+if TYPE_CHECKING:
+    from covey.training.questions import Question
+
+
+def percent(share: Mapping[str, float]) -> str:
+    """`41.0 % (34.4 to 47.9)`."""
+    return f"{100 * share['share']:.1f} % ({100 * share['low']:.1f} to {100 * share['high']:.1f})"
+
+
+def difference(found: PairedDifference | Mapping[str, float]) -> str:
+    """A paired difference in one line."""
+    d = found if isinstance(found, Mapping) else {name: getattr(found, name) for name in found.__slots__}
+    return (
+        f"{100 * d['difference']:+.1f} points ({100 * d['low']:+.1f} to {100 * d['high']:+.1f}), "
+        f"p = {d['p_value']:.2g}, {d['gained']} gained, {d['lost']} lost"
+    )
+
+
+def print_choices(out: Console, report: Mapping[str, Any]) -> None:
+    """A multiple-choice report in short."""
+    models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
+    table = Table(f"{report['questions']} questions", *(model["name"] for model in models))
+
+    def row(name: str, *keys: str, share: bool = True) -> None:
+        cells = []
+        for model in models:
+            value: Any = model
+            for key in keys:
+                value = value.get(key) if value is not None else None
+            cells.append("" if value is None else percent(value) if share else f"{value:.3f}")
+        if any(cells):
+            table.add_row(name, *cells)
+
+    row("accuracy", "accuracy")
+    row("no letter found", "extraction_failures")
+    row("accuracy of its letters at random", "letters", "own_prior", share=False)
+    constant = models[0]["letters"]["constant"]
+    row(f"accuracy of always {constant['letter']}", "letters", "constant", "accuracy", share=False)
+    row("options rotated: the same option", "rotation", "same_option")
+    row("options rotated: the same letter", "rotation", "same_letter")
+    row("likeliest letter: accuracy", "likelihood", "accuracy")
+    row("likeliest letter: calibration error", "likelihood", "expected_calibration_error", share=False)
+    row("probability of beginning with a letter", "likelihood", "letter_mass", share=False)
+    chosen = [
+        "  ".join(f"{letter} {100 * value:.0f} %" for letter, value in model["letters"]["chosen"].items())
+        for model in models
+    ]
+    table.add_row("letters chosen", *chosen)
+    out.print(table)
+    if "against_baseline" in report:
+        name = models[1]["name"]
+        out.print(f"accuracy against {name}: {difference(report['against_baseline'])}", markup=False, highlight=False)
+        answered = difference(report["answered_against_baseline"])
+        out.print(f"answers with a letter against {name}: {answered}", markup=False, highlight=False)
+
+
+def print_questions(out: Console, questions: Sequence[Question], prompts: Mapping[str, str], number: int) -> None:
+    """How the training questions were answered, and the hardest of them."""
+    table = Table("questions", "first visit", "last visit")
+    bands = {"never right": (0.0, 0.0), "sometimes right": (1e-9, 1 - 1e-9), "always right": (1.0, 1.0)}
+    for name, (low, high) in bands.items():
+        first = sum(low <= question.first <= high for question in questions)
+        last = sum(low <= question.last <= high for question in questions)
+        table.add_row(name, str(first), str(last))
+    out.print(table)
+    hardest = Table("hardest", "visits", "right", "first", "last")
+    hardest.add_column("question", overflow="ellipsis", no_wrap=True, max_width=70)
+    for question in questions[:number]:
+        shares = (f"{100 * value:.0f} %" for value in (question.accuracy, question.first, question.last))
+        hardest.add_row(
+            question.uid,
+            str(len(question.visits)),
+            *shares,
+            visible(prompts.get(question.uid, ""), 120).replace("\n", " "),
+        )
+    out.print(hardest)

@@ -1,0 +1,234 @@
+"""What can honestly be said about a model's answers to multiple-choice questions.
+
+Everything is computed from the questions (`question`, `options`, `answer`), the letters that were chosen, and the
+likelihood of each letter; nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.observe.statistics import paired_difference, wilson_interval
+
+Row = Mapping[str, Any]
+Json = dict[str, Any]
+
+_BINS = 10
+_PARTS = 4
+_TOPICS = 12
+_MIN_QUESTIONS = 8
+"""A word that stands in fewer questions than this says nothing about its topic."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answered:
+    """What one model answered to n questions.
+
+    Attributes:
+        model: its name.
+        texts: `[n]` completions.
+        chosen: `[n]` letters found in them, None where there is none.
+        rotated: for each rotation of the options, `[n]` letters chosen then, each named by where that option stands
+            in the question as it is; and `[n]` those letters as they were written.
+        probabilities: `[n, L]` likelihood of each of `letters` as the answer, not normalised; NaN for a letter that a
+            question does not have. None = not measured.
+        letters: `[L]` all letters.
+    """
+
+    model: str
+    texts: Sequence[str]
+    chosen: Sequence[str | None]
+    letters: Sequence[str]
+    rotated: Sequence[tuple[Sequence[str | None], Sequence[str | None]]] = ()
+    probabilities: NDArray[np.float64] | None = None
+
+
+def choice_report(rows: Sequence[Row], answered: Answered, baseline: Answered | None = None) -> Json:
+    """All statistics as plain values: see `docs/evaluation.md` for what each means.
+
+    Args:
+        rows: `[n]` questions.
+        answered: by the model in question.
+        baseline: by the model that it is compared with, to the same questions.
+
+    Raises:
+        ValueError: not one answer for each question.
+    """
+    for other in (answered, baseline):
+        if other is not None and len(other.chosen) != len(rows):
+            raise ValueError(f"{len(other.chosen)} answers of {other.model} to {len(rows)} questions")
+    report: Json = {"questions": len(rows), "model": _one_model(rows, answered)}
+    right = right_answers(rows, answered.chosen)
+    if baseline is not None:
+        before = right_answers(rows, baseline.chosen)
+        valid = [[letter is not None for letter in one.chosen] for one in (baseline, answered)]
+        report["baseline"] = _one_model(rows, baseline)
+        report["against_baseline"] = asdict(paired_difference(before.tolist(), right.tolist()))
+        report["answered_against_baseline"] = asdict(paired_difference(*valid))
+    report["by_length"] = accuracy_by_length(rows, right)
+    report["by_topic"] = accuracy_by_topic(rows, right)
+    report["errors"] = _errors(rows, answered, right)
+    return report
+
+
+def right_answers(rows: Sequence[Row], chosen: Sequence[str | None]) -> NDArray[np.bool_]:
+    """`[n]` whether the chosen letter is the right one."""
+    return np.array([letter == row["answer"] for row, letter in zip(rows, chosen, strict=True)], np.bool_)
+
+
+def _one_model(rows: Sequence[Row], answered: Answered) -> Json:
+    right = right_answers(rows, answered.chosen)
+    failures = sum(letter is None for letter in answered.chosen)
+    found: Json = {
+        "name": answered.model,
+        "accuracy": share(int(right.sum()), len(rows)),
+        "extraction_failures": share(failures, len(rows)),
+        "letters": letter_prior(rows, answered),
+    }
+    if answered.rotated:
+        found["rotation"] = rotation_consistency(answered)
+    if answered.probabilities is not None:
+        found["likelihood"] = likelihood(rows, answered)
+    return found
+
+
+def share(count: int, total: int) -> Json:
+    """A share with its 95 % Wilson interval."""
+    low, high = wilson_interval(count, total)
+    return {"share": count / total if total else float("nan"), "low": low, "high": high, "count": count, "of": total}
+
+
+def letter_prior(rows: Sequence[Row], answered: Answered) -> Json:
+    """Which letters are chosen and which are right, and what a model would reach that knows no medicine.
+
+    `own_prior` is the accuracy of the model's own letters dealt out to the questions at random; `constant` that of the
+    best single letter, found with hindsight; `uniform` that of a fair draw among a question's options.
+    """
+    total = len(rows)
+    chosen, right = Counter(answered.chosen), Counter(row["answer"] for row in rows)
+    best = max(answered.letters, key=lambda letter: right[letter])
+    return {
+        "chosen": {letter: chosen[letter] / total for letter in answered.letters} | {"none": chosen[None] / total},
+        "right": {letter: right[letter] / total for letter in answered.letters},
+        "own_prior": sum(chosen[letter] * right[letter] for letter in answered.letters) / total**2,
+        "constant": {"letter": best, "accuracy": right[best] / total},
+        "uniform": float(np.mean([1 / len(row["options"]) for row in rows])),
+    }
+
+
+def rotation_consistency(answered: Answered) -> Json:
+    """The same options in another order: is the same option chosen, or the same letter?
+
+    A model that reads the options keeps the option; one that likes a letter keeps the letter. No answer counts as
+    neither.
+    """
+    pairs = [
+        (before, option, letter)
+        for options, letters in answered.rotated
+        for before, option, letter in zip(answered.chosen, options, letters, strict=True)
+    ]
+    same_option = sum(before is not None and before == option for before, option, _ in pairs)
+    same_letter = sum(before is not None and before == letter for before, _, letter in pairs)
+    return {
+        "rotations": len(answered.rotated),
+        "same_option": share(same_option, len(pairs)),
+        "same_letter": share(same_letter, len(pairs)),
+    }
+
+
+def likelihood(rows: Sequence[Row], answered: Answered) -> Json:
+    """Accuracy of the likeliest letter, and whether the letters' probabilities mean what they say.
+
+    `expected_calibration_error` is the mean distance between confidence and accuracy over bins of equal width, weighted
+    by their questions (Guo et al. 2017, arXiv 1706.04599); `brier` the mean squared error of the probability of each
+    letter, summed over letters. Both after normalising over the letters; `letter_mass` is the mean before.
+    """
+    assert answered.probabilities is not None
+    raw = np.nan_to_num(answered.probabilities, nan=0.0)
+    probability = raw / np.maximum(raw.sum(axis=1, keepdims=True), 1e-300)
+    index = {letter: column for column, letter in enumerate(answered.letters)}
+    truth = np.zeros_like(probability)
+    truth[np.arange(len(rows)), [index[row["answer"]] for row in rows]] = 1.0
+    best = probability.argmax(axis=1)
+    right = truth[np.arange(len(rows)), best] == 1.0
+    confidence = probability.max(axis=1)
+    place = np.minimum((confidence * _BINS).astype(int), _BINS - 1)
+    bins = [
+        {
+            "from": number / _BINS,
+            "to": (number + 1) / _BINS,
+            "questions": int((place == number).sum()),
+            "confidence": float(confidence[place == number].mean()),
+            "accuracy": float(right[place == number].mean()),
+        }
+        for number in range(_BINS)
+        if (place == number).any()
+    ]
+    gap = sum(b["questions"] * abs(b["confidence"] - b["accuracy"]) for b in bins) / len(rows)
+    said = [answered.letters[column] == letter for column, letter in zip(best, answered.chosen, strict=True)]
+    return {
+        "accuracy": share(int(right.sum()), len(rows)),
+        "agrees_with_text": share(sum(said), len(rows)),
+        "letter_mass": float(raw.sum(axis=1).mean()),
+        "expected_calibration_error": float(gap),
+        "brier": float(((probability - truth) ** 2).sum(axis=1).mean()),
+        "bins": bins,
+    }
+
+
+def accuracy_by_length(rows: Sequence[Row], right: NDArray[np.bool_]) -> list[Json]:
+    """Accuracy in four parts of the questions, from short to long."""
+    lengths = np.array([len(row["question"].split()) for row in rows])
+    order = np.argsort(lengths, kind="stable")
+    return [
+        {"from": int(lengths[part].min()), "to": int(lengths[part].max()), **share(int(right[part].sum()), len(part))}
+        for part in np.array_split(order, _PARTS)
+        if len(part)
+    ]
+
+
+def accuracy_by_topic(rows: Sequence[Row], right: NDArray[np.bool_]) -> list[Json]:
+    """Accuracy for the questions that hold a word, for the words furthest from the mean, the worst first.
+
+    Words of five letters or more that stand in at least 8 and at most half of the questions. `deviation` is in standard
+    errors; among hundreds of words some reach 3 by chance, so this is a list of places to look at, not of findings.
+    """
+    holders: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        for word in set(re.findall(r"[a-z]{5,}", row["question"].lower())):
+            holders.setdefault(word, []).append(index)
+    mean = float(right.mean())
+    spread = max(np.sqrt(mean * (1 - mean)), 1e-9)
+    found = []
+    for word, indices in holders.items():
+        if _MIN_QUESTIONS <= len(indices) <= len(rows) / 2:
+            accuracy = float(right[indices].mean())
+            deviation = (accuracy - mean) / spread * np.sqrt(len(indices))
+            entry = share(int(right[indices].sum()), len(indices))
+            found.append({"word": word, "deviation": float(deviation), **entry})
+    found.sort(key=lambda entry: (entry["deviation"], entry["word"]))
+    return found if len(found) <= 2 * _TOPICS else [*found[:_TOPICS], *found[-_TOPICS:]]
+
+
+def _errors(rows: Sequence[Row], answered: Answered, right: NDArray[np.bool_]) -> list[Json]:
+    """Every question that was answered wrongly or not at all, short ones first."""
+    wrong = sorted(np.flatnonzero(~right).tolist(), key=lambda index: len(rows[index]["question"]))
+    return [
+        {
+            "uid": rows[index].get("uid", str(index)),
+            "words": len(rows[index]["question"].split()),
+            "question": rows[index]["question"],
+            "options": dict(rows[index]["options"]),
+            "right": rows[index]["answer"],
+            "chosen": answered.chosen[index],
+            "completion": answered.texts[index],
+        }
+        for index in wrong
+    ]

@@ -1,0 +1,126 @@
+"""Put multiple-choice questions to a model: as text, with the options rotated, and by the likelihood of each letter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.errors import ConfigError
+from covey.observe.choices import Answered
+from covey.types import Batch, Completion, Episode, Progress, Prompt
+
+if TYPE_CHECKING:
+    from covey.training.trainer import GRPOTrainer
+
+_QUESTIONS_AT_ONCE = 32
+
+
+@runtime_checkable
+class ChoiceTask(Protocol):
+    """A task whose rows have `question`, `options` (letter -> text) and `answer` (a letter)."""
+
+    def chosen(self, text: str, row: Mapping[str, Any]) -> str | None:
+        """The letter that a completion chooses, None if it chooses none."""
+        ...
+
+    def rotated(self, row: Mapping[str, Any], shift: int) -> dict[str, Any]:
+        """The question with each option `shift` letters further on."""
+        ...
+
+
+def answer_choices(
+    trainer: GRPOTrainer,
+    task: ChoiceTask,
+    *,
+    name: str,
+    rotations: int = 1,
+    lead_in: str = "",
+    progress: Progress | None = None,
+) -> Answered:
+    """Put the trainer's held-out questions to its model.
+
+    Args:
+        trainer: its `eval_prompts` are the questions.
+        task: knows letters and rotations.
+        name: of the model, for the report.
+        rotations: how many rotations of the options to ask again with; at most the options of a question less one.
+        lead_in: the likelihood of a letter is that of this text and the letter as the whole beginning of the answer.
+        progress: called with (finished, total) questions over all passes.
+
+    Raises:
+        ConfigError: more rotations than the questions have options to rotate.
+    """
+    rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
+    fewest = min(len(row["options"]) for row in rows)
+    if not 0 <= rotations < fewest:
+        raise ConfigError(f"rotations={rotations}: questions with {fewest} options have 0 to {fewest - 1}")
+    letters = sorted({letter for row in rows for letter in row["options"]})
+    total = len(rows) * (2 + rotations)
+
+    def told(before: int) -> Progress | None:
+        return None if progress is None else lambda done, _: progress(before + done, total)
+
+    texts = _texts(trainer, None, told(0))
+    chosen = [task.chosen(text, row) for text, row in zip(texts, rows, strict=True)]
+    rotated = []
+    for shift in range(1, rotations + 1):
+        turned = [task.rotated(row, shift) for row in rows]
+        answers = _texts(trainer, turned, told(len(rows) * shift))
+        written = [task.chosen(text, row) for text, row in zip(answers, turned, strict=True)]
+        meant = [_turn_back(letter, row, shift) for letter, row in zip(written, rows, strict=True)]
+        rotated.append((meant, written))
+    probabilities = letter_probabilities(
+        trainer, trainer.eval_prompts, letters, lead_in, told(len(rows) * (1 + rotations))
+    )
+    return Answered(name, texts, chosen, letters, rotated, probabilities)
+
+
+def letter_probabilities(
+    trainer: GRPOTrainer,
+    prompts: Sequence[Prompt],
+    letters: Sequence[str],
+    lead_in: str = "",
+    progress: Progress | None = None,
+) -> NDArray[np.float64]:
+    """`[n, L]` probability that the model begins its answer with `lead_in` and the letter, at temperature 1.
+
+    Exact: the product of the probabilities of those tokens. NaN for letters that a question's options do not have.
+    """
+    encode = trainer.policy.tokenizer
+    continuations = [np.array(encode(lead_in + x, add_special_tokens=False).input_ids, np.int64) for x in letters]
+    found = np.full((len(prompts), len(letters)), np.nan)
+    trainer.engine.release()
+    for start in range(0, len(prompts), _QUESTIONS_AT_ONCE):
+        part = range(start, min(start + _QUESTIONS_AT_ONCE, len(prompts)))
+        places = [(i, c) for i in part for c, letter in enumerate(letters) if letter in prompts[i].columns["options"]]
+        episodes = []
+        for i, c in places:
+            logprobs = np.zeros(len(continuations[c]), np.float32)
+            episodes.append(Episode.from_completion(prompts[i], Completion(continuations[c], logprobs, "stop", 0), ""))
+        widths = np.array([episode.num_sampled for episode in episodes])
+        mask = np.arange(widths.max())[None, :] < widths[:, None]
+        zeros = np.zeros(mask.shape, np.float32)
+        batch = Batch(tuple(episodes), np.array([i for i, _ in places]), zeros, mask, zeros)
+        logp, _ = trainer.learner.scores(batch, np.arange(len(episodes)), temperature=1.0)
+        totals = np.where(mask, logp.astype(np.float64), 0.0).sum(axis=1)
+        for (i, c), value in zip(places, np.exp(totals), strict=True):
+            found[i, c] = value
+        if progress is not None:
+            progress(part.stop, len(prompts))
+    return found
+
+
+def _texts(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]] | None, progress: Progress | None) -> list[str]:
+    result = trainer.evaluation(None if rows is None else list(rows), progress)
+    return [group.episodes[0].text for group in result.rollout.groups]
+
+
+def _turn_back(letter: str | None, row: Mapping[str, Any], shift: int) -> str | None:
+    """Where the option under a rotated letter stands in the question as it is."""
+    if letter is None:
+        return None
+    letters = sorted(row["options"])
+    return str(letters[(letters.index(letter) - shift) % len(letters)])

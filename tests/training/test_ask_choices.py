@@ -1,0 +1,170 @@
+"""Multiple-choice questions put to a tiny model, and the command line around it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from covey import GRPOConfig, GRPOTrainer, cli
+from covey.errors import ConfigError
+from covey.tasks import get_task
+from covey.training.choices import ChoiceTask, answer_choices, letter_probabilities
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    rows = []
+    for number in range(6):
+        letters = "ABC" if number in (3, 4) else "ABCD"
+        options = {letter: f"drug {letter}{number}" for letter in letters}
+        rows.append({"question": f"Case {number}?", "options": options, "answer": "AB"[number % 2]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def trainer(settings: dict[str, Any], questions: Path) -> GRPOTrainer:
+    args = GRPOConfig(**(settings | {"task": "usmle:num_eval=5,wording=brief", "dataset": str(questions)}))
+    return GRPOTrainer(args=args)
+
+
+def test_letter_probabilities_are_those_of_the_plain_model(trainer: GRPOTrainer) -> None:
+    letters = ["A", "B", "C", "D"]
+    found = letter_probabilities(trainer, trainer.eval_prompts, letters, "I say ")
+    model, encode = trainer.policy.model, trainer.policy.tokenizer
+    for row, prompt in enumerate(trainer.eval_prompts):
+        for column, letter in enumerate(letters):
+            if letter not in prompt.columns["options"]:
+                assert np.isnan(found[row, column])
+                continue
+            tail = encode("I say " + letter, add_special_tokens=False).input_ids
+            ids = torch.tensor([[*prompt.token_ids.tolist(), *tail]])
+            with torch.no_grad(), trainer.policy.plain() as plain:
+                logp = plain(ids).logits.float().log_softmax(-1)[0]
+            start = len(prompt.token_ids) - 1
+            expected = sum(float(logp[start + place, token]) for place, token in enumerate(tail))
+            assert np.log(found[row, column]) == pytest.approx(expected, abs=1e-4)
+    assert model is trainer.policy.model
+
+
+class Fixed:
+    """A task whose model always names the same option, or the same letter."""
+
+    def __init__(self, by_option: bool) -> None:
+        self._by_option = by_option
+        self._task = get_task("usmle", path="unused")
+
+    def rotated(self, row: dict[str, Any], shift: int) -> dict[str, Any]:
+        return self._task.rotated(row, shift)  # type: ignore[attr-defined, no-any-return]
+
+    def chosen(self, text: str, row: dict[str, Any]) -> str:
+        if not self._by_option:
+            return "B"
+        return next(letter for letter, option in row["options"].items() if option.startswith("drug A"))
+
+
+@pytest.mark.parametrize("by_option", [True, False])
+def test_rotations_follow_the_option_not_the_letter(trainer: GRPOTrainer, by_option: bool) -> None:
+    told: list[tuple[int, int]] = []
+    found = answer_choices(
+        trainer,
+        Fixed(by_option),
+        name="fixed",
+        rotations=2,
+        progress=lambda done, total: told.append((done, total)),
+    )
+    assert isinstance(Fixed(True), ChoiceTask)
+    assert found.chosen == (["A"] * 5 if by_option else ["B"] * 5)
+    (meant, written), (meant_two, _) = found.rotated
+    if by_option:
+        assert list(meant) == list(meant_two) == ["A"] * 5
+        assert list(written) == ["B"] * 5
+    else:
+        assert list(meant) == ["A"] * 5  # what stands under B after one turn was A
+        assert list(written) == ["B"] * 5
+    assert told[-1] == (20, 20)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_too_many_rotations_are_refused(trainer: GRPOTrainer) -> None:
+    with pytest.raises(ConfigError, match="rotations=3: questions with 3 options have 0 to 2"):
+        answer_choices(trainer, Fixed(True), name="x", rotations=3)
+
+
+def test_rotated_rows() -> None:
+    task = get_task("usmle", path="unused", wording="brief")
+    row = {"question": "Q?", "options": {"A": "a", "B": "b", "C": "c"}, "answer": "C", "uid": "u"}
+    turned = task.rotated(row, 1)  # type: ignore[attr-defined]
+    assert (turned["options"], turned["answer"]) == ({"A": "c", "B": "a", "C": "b"}, "A")
+    assert "A. c\nB. a\nC. b" in turned["prompt"][0]["content"]
+    assert turned["uid"] == "u-rotated-1"
+
+
+def test_the_command(
+    settings: dict[str, Any],
+    questions: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def covey(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "240")
+        monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    run = tmp_path / "run"
+    recipe = tmp_path / "recipe.toml"
+    args = GRPOConfig(**(settings | {"task": "usmle:num_eval=4", "dataset": str(questions), "max_steps": 2}))
+    recipe.write_text(args.to_toml())
+    status, _, err = covey("train", recipe, f"run.output_dir={run}")
+    assert status == 0, err
+    status, out, err = covey("eval", run, "--report", tmp_path / "report", "--show", "1", "max_completion_length=4")
+    assert status == 0, err
+    for line in ("accuracy", "no letter found", "options rotated: the same option", "likeliest letter", "gained"):
+        assert line in out
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert report["questions"] == 4
+    assert report["baseline"]["name"] == settings["model"]
+    assert (tmp_path / "report" / "report.html").stat().st_size > 10_000
+
+    status, out, err = covey("eval", run, "--baseline", "none", "--rotations", "0", "max_completion_length=4")
+    assert status == 0, err
+    assert "gained" not in out
+    assert "rotated" not in out
+
+    status, out, err = covey("questions", run, "-n", "1")
+    assert status == 0, err
+    assert "never right" in out
+    assert "Medical Question: Case" in out
+    status, out, _ = covey("questions", run, "--json")
+    assert all(json.loads(line)["visits"] for line in out.splitlines())
+
+    status, _, err = covey("eval", settings["model"], "--task", "arithmetic", "--report", tmp_path / "other")
+    assert status == 2
+    assert "only multiple-choice tasks" in err
+    status, out, err = covey(
+        "eval",
+        run,
+        "--task",
+        "arithmetic:num_eval=3",
+        "--baseline",
+        settings["model"],
+        "max_completion_length=4",
+        "data.dataset=none",
+        "data.eval_dataset=none",
+    )
+    assert status == 0, err
+    assert "0 gained, 0 lost" in out

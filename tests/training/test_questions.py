@@ -1,0 +1,133 @@
+"""What is known about each question, and the order that it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.errors import RewardError
+from covey.observe.run_folder import RunFolder
+from covey.rollout.collect import Rollout
+from covey.tasks import WeightedOrder
+from covey.training.questions import QuestionHistory, count_answers, questions_of
+from covey.types import Group
+from fakes import fake_episode, fake_prompt
+
+ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
+
+
+def test_right_answers_are_counted_by_question() -> None:
+    groups = [
+        Group(fake_prompt(uid=uid), tuple(fake_episode("x") for _ in range(2)), np.zeros(2)) for uid in ("a", "b", "a")
+    ]
+    rollout = Rollout(tuple(groups), 0.0, 0.0, 0)
+    correct = np.array([True, False, False, False, True, True])
+    assert count_answers(rollout, correct) == {"a": [3, 4], "b": [0, 2]}
+    assert count_answers(rollout, None) == {}
+
+
+def test_weights_by_hand() -> None:
+    history = QuestionHistory(["new", "half", "never", "always"])
+    assert history.weights().tolist() == [1.0] * 4
+    history.add({"half": [4, 8], "never": [0, 8], "always": [8, 8], "gone": [1, 1]})
+    # half: Beta(5, 5): 6 * 25 / (10 * 11); never: Beta(1, 9): 6 * 9 / (10 * 11)
+    assert history.weights() == pytest.approx([1.0, 150 / 110, 54 / 110, 54 / 110])
+    history.add({"never": [4, 8]})
+    # the first visit counts half: right 4, wrong 4 + 4
+    assert history.weights()[2] == pytest.approx(6 * 5 * 9 / (14 * 15))
+
+
+def test_a_history_is_restored_from_its_lines() -> None:
+    lines = [{"step": 1, "answers": {"a": [1, 4]}}, {"step": 2, "answers": {"a": [2, 4], "b": [4, 4]}}]
+    one, other = QuestionHistory(["a", "b"]), QuestionHistory(["a", "b"])
+    for line in lines:
+        one.add(line["answers"])
+    other.add({"a": [4, 4]})
+    other.restore(lines)
+    assert one.weights().tolist() == other.weights().tolist()
+    hardest, easiest = questions_of(lines)
+    assert (hardest.uid, hardest.visits, hardest.accuracy) == ("a", [(1, 1, 4), (2, 2, 4)], 3 / 8)
+    assert (hardest.first, hardest.last, easiest.accuracy) == (0.25, 0.5, 1.0)
+
+
+def test_weighted_order_draws_in_proportion_and_never_twice() -> None:
+    weights = np.array([1.0, 2.0, 4.0, 1e-6])
+    order = WeightedOrder(4, 7, lambda: weights)
+    draws = np.array([order.take(position, 1)[0] for position in range(7000)])
+    shares = np.bincount(draws, minlength=4) / 7000
+    assert shares == pytest.approx([1 / 7, 2 / 7, 4 / 7, 0], abs=0.02)
+    assert all(len(set(order.take(position, 3))) == 3 for position in range(200))
+    assert sorted(order.take(0, 8)) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert order.take(5, 3) == WeightedOrder(4, 7, lambda: weights).take(5, 3)
+    assert [order.take(p, 4) for p in range(20)] != [WeightedOrder(4, 8, lambda: weights).take(p, 4) for p in range(20)]
+    with pytest.raises(ValueError, match="position=-1"):
+        order.take(-1, 2)
+
+
+def first_letter_early(completions: list[str], **columns: Any) -> list[float]:
+    return [float(text[:1].lower() < "n") for text in completions]
+
+
+def build(settings: dict[str, Any], **changes: Any) -> GRPOTrainer:
+    args = GRPOConfig(**(settings | {"max_steps": 4, "prompt_weighting": "difficulty"} | changes))
+    return GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
+
+
+def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: dict[str, Any]) -> None:
+    whole = build(settings, save_steps=2)
+    whole.train()
+    folder = RunFolder.read(settings["output_dir"])
+    lines = folder.read_answers()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(total == 4 for line in lines for _, total in line["answers"].values())
+    for line, record in zip(lines, whole.state.log_history, strict=True):
+        right = sum(right for right, _ in line["answers"].values())
+        assert record["accuracy"] == right / 8 == record["reward"]
+    weights = whole.questions.weights()
+    assert (weights != 1).any()
+    resumed = build(settings, save_steps=2)
+    resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
+    assert folder.read_answers() == lines
+    assert resumed.questions.weights().tolist() == weights.tolist()
+
+
+def test_difficulty_without_right_and_wrong_is_refused(settings: dict[str, Any]) -> None:
+    def half(completions: list[str], **columns: Any) -> list[float]:
+        return [0.5 + 0.01 * len(text) for text in completions]
+
+    args = GRPOConfig(**(settings | {"prompt_weighting": "difficulty"}))
+    with pytest.raises(
+        RewardError, match=r"data\.prompt_weighting='difficulty'.*set data\.prompt_weighting to uniform"
+    ):
+        GRPOTrainer(reward_funcs=half, args=args, train_dataset=ROWS).train()
+
+
+def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:
+    def wrong(completions: list[str], **columns: Any) -> list[float]:
+        return [float(index == 0) for index in range(len(completions))]
+
+    phases = [{"name": "warmup", "steps": 12, "min_accuracy": 0.5, "learning_rate_cut": 0.1}]
+    args = GRPOConfig(**(settings | {"max_steps": -1, "phases": phases, "lr_scheduler_type": "constant"}))
+    trainer = GRPOTrainer(reward_funcs=wrong, args=args, train_dataset=ROWS)
+    trainer.train()
+    rates = [record["learning_rate"] for record in trainer.state.log_history]
+    assert rates == pytest.approx([1e-2] * 10 + [1e-3] * 2)
+    events = RunFolder.read(settings["output_dir"]).read_events()
+    (event,) = [event["message"] for event in events if event["kind"] == "learning_rate"]
+    assert "step 10" in event
+    assert "multiplied by 0.1" in event
+
+
+def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None:
+    args = GRPOConfig(**(settings | {"validity_mask": True, "validity_min_length": 6, "max_steps": 1}))
+    trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
+    trainer.train()
+    (record,) = trainer.state.log_history
+    rows = RunFolder.read(settings["output_dir"]).read_completions(1)
+    kept = [not row["masked_by"] for row in rows]
+    assert record["mask_ratio"] == sum(kept) / len(kept)
+    assert record["completions/no_answer_ratio"] == sum(not row["completion"].strip() for row in rows) / len(rows)
+    assert {row["correct"] for row in rows} <= {True, False}
