@@ -1,6 +1,6 @@
 """Imports go downward only. Checked by parsing every file, imports inside functions included.
 
-0  types, errors, files, functions
+0  types, errors, files, functions, named
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards)
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe
@@ -24,7 +24,7 @@ SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS = {
-    **dict.fromkeys(("types", "errors", "files", "functions"), 0),
+    **dict.fromkeys(("types", "errors", "files", "functions", "named"), 0),
     **dict.fromkeys(("algorithms", "rewards", "tasks", "environments"), 1),
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
@@ -39,7 +39,19 @@ SAME_LEVEL = {
     ("jax", "rollout"),
 }
 MAY_PRINT = {"cli", "demo", "__main__"}
-WITHOUT_TORCH = {"types", "errors", "files", "functions", "algorithms", "rollout", "observe", "jax", "config"}
+WITHOUT_TORCH = {
+    "types",
+    "errors",
+    "files",
+    "functions",
+    "named",
+    "environments",
+    "algorithms",
+    "rollout",
+    "observe",
+    "jax",
+    "config",
+}
 HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax")
 MAX_LINES = 500
 

@@ -36,6 +36,10 @@ class RewardError(CoveyError, RuntimeError):
         self.sample = sample
 
 
+class EpisodeError(CoveyError, RuntimeError):
+    """An environment raised, hung, ended, or returned something that is no observation. It costs one episode."""
+
+
 class GenerationError(CoveyError, RuntimeError):
     """Sampling cannot go on: a prompt exceeds the context, or weights of another version were asked for."""
 

@@ -133,6 +133,53 @@ class Episode:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action of an agent.
+
+    Attributes:
+        observation: what was seen before it, in words.
+        said: what the policy wrote.
+        action: what that was taken for; None where it was no action.
+        reward: what the world gave for it, penalty included.
+        valid: the world took it as an action.
+        row: which of the trajectory's episodes holds its tokens.
+        segment: which of that episode's sampled segments they are.
+    """
+
+    observation: str
+    said: str
+    action: str | None
+    reward: float
+    valid: bool
+    row: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """What an agent did in one episode of a world.
+
+    Attributes:
+        episodes: its tokens: one growing sequence, or one for each turn where each has a prompt of its own.
+        turns: in order.
+        success: the task was solved.
+        ended: `done` by the world; `turns` or `context`: a limit was reached; `failed`: the environment did.
+        error: what failed, "" if nothing.
+    """
+
+    episodes: tuple[Episode, ...]
+    turns: tuple[Turn, ...]
+    success: bool
+    ended: Literal["done", "turns", "context", "failed"]
+    error: str = ""
+
+    @property
+    def reward(self) -> float:
+        """Sum over its turns."""
+        return sum(turn.reward for turn in self.turns)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """All episodes of one prompt, scored.
@@ -142,12 +189,15 @@ class Group:
         episodes: the G episodes.
         rewards: `[G]` float64, NaN where no reward function could score the completion (`None`).
         reward_parts: for each reward function, its unweighted `[G]` rewards (NaN for None).
+        trajectories: of agents, whose episodes these are, one trajectory after another; each episode then has the
+            reward of its trajectory. Empty for single answers.
     """
 
     prompt: Prompt
     episodes: tuple[Episode, ...]
     rewards: NDArray[np.float64]
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    trajectories: tuple[Trajectory, ...] = ()
 
     @property
     def is_tied(self) -> bool:

@@ -31,7 +31,7 @@ from covey.training.update import update
 from covey.types import Batch, Group
 
 if TYPE_CHECKING:
-    from covey.pytorch.engine.engine import GenerationStats
+    from covey.pytorch.engine import GenerationStats
     from covey.training.trainer import GRPOTrainer
 
 PROBE_COMPLETIONS = 64

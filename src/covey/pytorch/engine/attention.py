@@ -110,6 +110,79 @@ class PrefillAttention:
         return self._masks[key]
 
 
+class ExtendAttention:
+    """The step's tokens continue rows that are in the cache: several new ones for each, each seeing what came before.
+
+    Args:
+        cache: where prompts and rows are stored.
+        places: for each row its prompt block, its slot, the tokens that the slot holds, and the number of new ones.
+    """
+
+    def __init__(
+        self, cache: KVCache, places: Sequence[tuple[PromptBlock, int, int, int]], device: torch.device
+    ) -> None:
+        self._cache, self._places, self._device = cache, tuple(places), device
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
+        keys, values = self._cache.slot_tensors(layer)
+        start = 0
+        for block, slot, held, new in self._places:
+            part = slice(start, start + new)
+            keys[slot, :, held : held + new] = key[part].transpose(0, 1)
+            values[slot, :, held : held + new] = value[part].transpose(0, 1)
+            kv_heads = key.shape[1]
+            rep = query.shape[1] // kv_heads
+            grouped = query[part].transpose(0, 1).reshape(1, kv_heads, rep * new, -1)
+            own_mask, prompt_mask = self._masks(block.length, held, new, rep, window, query.dtype)
+            own, own_lse = _attend(
+                grouped,
+                keys[slot : slot + 1, :, : held + new],
+                values[slot : slot + 1, :, : held + new],
+                scale,
+                own_mask,
+                softcap,
+            )
+            prompt_keys, prompt_values = self._cache.block_tensors(layer, block.start, 1, block.capacity)
+            seen, seen_lse = _attend(
+                grouped,
+                prompt_keys[:, :, : block.length],
+                prompt_values[:, :, : block.length],
+                scale,
+                prompt_mask,
+                softcap,
+            )
+            weight = torch.sigmoid(seen_lse - own_lse).unsqueeze(-1)
+            merged = torch.lerp(own.float(), seen.float(), weight).to(out.dtype)
+            out[part] = merged.view(kv_heads * rep, new, -1).transpose(0, 1)
+            start += new
+        return out
+
+    def _masks(
+        self, prompt: int, held: int, new: int, rep: int, window: int | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None]:
+        """Additive `[1, 1, rep * new, T]` for the row's own tokens, and for the prompt's where a window ends."""
+        place = torch.arange(held, held + new, device=self._device)[:, None]
+        distance = place - torch.arange(held + new, device=self._device)
+        hidden = distance < 0
+        prompt_mask = None
+        if window is not None and window <= prompt + held + new:
+            hidden = hidden | (distance >= window)
+            far = prompt + place - torch.arange(prompt, device=self._device) >= window
+            prompt_mask = _additive(far.repeat(rep, 1), dtype)[None, None]
+        return _additive(hidden.repeat(rep, 1), dtype)[None, None], prompt_mask
+
+
 class DecodeAttention:
     """The step's tokens are the newest of each of B rows; row i owns slot i. Kept while the rows stay.
 

@@ -138,6 +138,16 @@ class KVCache:
                 slots = used.view(-1, self.slots, shape.kv_heads, self.slot_tokens, dim)
                 slots[:, target, :, :tokens] = slots[:, source, :, :tokens]
 
+    def swap_slots(self, one: int, other: int, tokens: int) -> None:
+        """Exchange the first `tokens` of two slots, in all layers."""
+        for shape, (keys, values) in self._groups.items():
+            for store, dim in ((keys, shape.key_dim), (values, shape.value_dim)):
+                used = store[:, : self.slots * self.slot_tokens * shape.kv_heads * dim]
+                slots = used.view(-1, self.slots, shape.kv_heads, self.slot_tokens, dim)
+                kept = slots[:, one, :, :tokens].clone()
+                slots[:, one, :, :tokens] = slots[:, other, :, :tokens]
+                slots[:, other, :, :tokens] = kept
+
     def _allocate(self, shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
         layers = self.shapes.count(shape)
         sizes = (shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim)

@@ -1,0 +1,95 @@
+"""From what a model says to what it does.
+
+| format | what counts as the action |
+|---|---|
+| `tags` | what stands between the last `<action>` and `</action>` |
+| `text` | the first line that is not empty |
+| `tool` | a call in JSON, `{"name": "act", "arguments": {"action": "go north"}}`, alone or between `<tool_call>` tags |
+| `choice` | the whole completion: the sampler lets the model say nothing but an admissible action |
+
+Where the admissible actions are known, case, white space, quotes and a full stop at the end make no difference, and a
+text that names exactly one of them means that one. What is none of them is no action: it is told to the model, and may
+cost `invalid_action_penalty`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+ActionFormat = Literal["tags", "text", "tool", "choice"]
+
+_TAGS = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
+_TOOL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_LONGEST = 1000
+"""An action of more characters is none: worlds need not cope with a whole essay."""
+
+
+def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
+    """The action that a completion stands for, or None if it stands for none.
+
+    Args:
+        text: of the completion.
+        format: see the table above.
+        actions: the admissible ones, where the world names them.
+    """
+    said = _READERS[format](text)
+    if said is None or not said.strip() or len(said) > _LONGEST:
+        return None
+    return said.strip() if actions is None else match_action(said, actions)
+
+
+def match_action(said: str, actions: Sequence[str]) -> str | None:
+    """The admissible action that a text means: the equal one, else the only one that it names."""
+    wanted = _normal(said)
+    for action in actions:
+        if _normal(action) == wanted:
+            return action
+    named = [action for action in actions if re.search(rf"\b{re.escape(_normal(action))}\b", wanted)]
+    # "go to the red door" also names "go"; the longer one is meant
+    longest = [a for a in named if not any(a != b and _normal(a) in _normal(b) for b in named)]
+    return longest[0] if len(longest) == 1 else None
+
+
+def _normal(text: str) -> str:
+    return " ".join(text.casefold().split()).strip("\"'`*. !>")
+
+
+def _between_tags(text: str) -> str | None:
+    found = _TAGS.findall(text)
+    return str(found[-1]) if found else None
+
+
+def _first_line(text: str) -> str | None:
+    return next((line for line in text.splitlines() if line.strip()), None)
+
+
+def _tool_call(text: str) -> str | None:
+    """`arguments.action`, or the call's name followed by its arguments: `go(direction="north")` is `go north`."""
+    tagged = _TOOL.findall(text)
+    try:
+        call = json.loads(tagged[-1] if tagged else text)
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):  # some models quote them
+            arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            return None
+        if "action" in arguments:
+            return str(arguments["action"])
+        return " ".join([str(call["name"]), *map(str, arguments.values())])
+    except (ValueError, AttributeError, KeyError, RecursionError):
+        return None
+
+
+def _whole(text: str) -> str | None:
+    return text
+
+
+_READERS: dict[str, Callable[[str], str | None]] = {
+    "tags": _between_tags,
+    "text": _first_line,
+    "tool": _tool_call,
+    "choice": _whole,
+}

@@ -1,0 +1,222 @@
+"""Environments with other interfaces: Gymnasium's and OpenEnv's.
+
+    data.environment = "gymnasium:env=FrozenLake-v1,actions=left|down|right|up"
+    data.environment = "openenv:factory=my_worlds.py:make_client"
+
+Both speak in numbers or objects rather than in words, so two functions may say how: `describe(observation) -> str`, or
+an `Observation` with admissible actions, and `act(text) -> action`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from covey.environments.base import Environment, Observation, TaskInstance, World
+from covey.errors import ConfigError
+from covey.functions import load_function
+
+Describe = Callable[[Any], Observation | str]
+Act = Callable[[str], Any]
+_EVAL_SEEDS = 1_000_000
+"""Held-out instances have seeds from here on, training instances below."""
+
+
+class GymnasiumEnvironment(Environment):
+    """Anything with Gymnasium's `reset(seed=, options=)` and five-valued `step`.
+
+    Args:
+        env: the environment.
+        actions: names of the actions 0, 1, ... of a discrete action space; None = actions are passed on as `act` says.
+        describe: observation -> what the agent reads; None = `str`.
+        act: text -> action; None = the number of its name among `actions`, or the text itself.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        actions: Sequence[str] | None = None,
+        describe: Describe | None = None,
+        act: Act | None = None,
+    ) -> None:
+        self._env, self._actions = env, tuple(actions) if actions else None
+        self._describe: Describe = describe or str
+        self._act: Act = act or (self._actions.index if self._actions else str)
+
+    def reset(self, task: TaskInstance, seed: int) -> Observation:
+        """Begin; the instance's own `seed` wins, its `options` are passed on."""
+        observation, _ = self._env.reset(seed=task.get("seed", seed), options=task.get("options"))
+        return self._words(observation)
+
+    def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+        """Do it, if it is an action; else nothing happens and the same is seen again."""
+        try:
+            chosen = self._act(action)
+        except (ValueError, KeyError):
+            return self._seen, 0.0, False, {"valid": False}
+        observation, reward, terminated, truncated, info = self._env.step(chosen)
+        return self._words(observation), float(reward), bool(terminated or truncated), dict(info)
+
+    def close(self) -> None:
+        """Close it."""
+        self._env.close()
+
+    def _words(self, observation: Any) -> Observation:
+        self._seen = _as_observation(self._describe(observation), self._actions)
+        return self._seen
+
+
+class OpenEnvEnvironment(Environment):
+    """Anything with OpenEnv's `reset()` and `step(action)` that return `.observation`, `.reward` and `.done`.
+
+    Args:
+        client: the environment.
+        describe: observation -> what the agent reads; None = its `text`, `message` or `content`, else `str`.
+        act: text -> action object; None = the text itself.
+    """
+
+    def __init__(self, client: Any, describe: Describe | None = None, act: Act | None = None) -> None:
+        self._client = client
+        self._describe = describe or _text_of
+        self._act: Act = act or str
+
+    def reset(self, task: TaskInstance, seed: int) -> Observation:
+        """Begin; the instance's `options` are passed on as keyword arguments."""
+        return self._words(self._client.reset(**task.get("options", {})).observation)
+
+    def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+        """Do it, if it is an action; else nothing happens and the same is seen again."""
+        try:
+            chosen = self._act(action)
+        except (ValueError, KeyError, TypeError):
+            return self._seen, 0.0, False, {"valid": False}
+        result = self._client.step(chosen)
+        info = dict(getattr(result, "metadata", None) or {})
+        return self._words(result.observation), float(result.reward or 0.0), bool(result.done), info
+
+    def close(self) -> None:
+        """Close it."""
+        self._client.close()
+
+    def _words(self, observation: Any) -> Observation:
+        self._seen = _as_observation(self._describe(observation), None)
+        return self._seen
+
+
+class _SeededWorld(World):
+    """Instances are seeds; those from a million on are held out."""
+
+    def __init__(self, max_turns: int, num_train: int, num_eval: int, system_prompt: str | None) -> None:
+        if max_turns < 1 or not 1 <= num_train < _EVAL_SEEDS or num_eval < 1:
+            raise ConfigError(
+                f"max_turns={max_turns}, num_train={num_train}, num_eval={num_eval}: each must be 1 or more, and "
+                f"num_train below {_EVAL_SEEDS}"
+            )
+        self.max_turns, self.system_prompt = max_turns, system_prompt
+        self._num_train, self._num_eval = num_train, num_eval
+
+    def train_tasks(self, seed: int) -> list[TaskInstance]:
+        """Seeds drawn with the seed."""
+        seeds = random.Random(seed).sample(range(_EVAL_SEEDS), self._num_train)
+        return [{"seed": number, "uid": f"seed-{number}"} for number in seeds]
+
+    def eval_tasks(self) -> list[TaskInstance]:
+        """The held-out seeds."""
+        return [{"seed": _EVAL_SEEDS + i, "uid": f"seed-{_EVAL_SEEDS + i}"} for i in range(self._num_eval)]
+
+
+class Gymnasium(_SeededWorld):
+    """A Gymnasium environment by its id.
+
+    Args:
+        env: id, such as "FrozenLake-v1".
+        actions: names of the actions of a discrete space, joined by `|`.
+        describe: "file.py:function" or "module:function"; see the top of this module.
+        act: likewise.
+        max_turns: actions in an episode.
+        num_train: training seeds.
+        num_eval: held-out seeds.
+        system_prompt: the rules of the game.
+    """
+
+    name: ClassVar[str] = "gymnasium"
+
+    def __init__(
+        self,
+        env: str | None = None,
+        actions: str | None = None,
+        describe: str | None = None,
+        act: str | None = None,
+        max_turns: int = 20,
+        num_train: int = 1000,
+        num_eval: int = 50,
+        system_prompt: str | None = None,
+    ) -> None:
+        if env is None:
+            raise ConfigError("environment gymnasium: give the id, e.g. data.environment=gymnasium:env=FrozenLake-v1")
+        super().__init__(max_turns, num_train, num_eval, system_prompt)
+        self._env, self._names, self._describe, self._act = env, actions, describe, act
+
+    def make(self) -> Environment:
+        """The environment."""
+        import gymnasium
+
+        return GymnasiumEnvironment(
+            gymnasium.make(self._env),
+            self._names.split("|") if self._names else None,
+            load_function(self._describe) if self._describe else None,
+            load_function(self._act) if self._act else None,
+        )
+
+
+class OpenEnv(_SeededWorld):
+    """An OpenEnv environment.
+
+    Args:
+        factory: "file.py:function" that returns a client.
+        describe: "file.py:function"; see the top of this module.
+        act: likewise.
+        max_turns: actions in an episode.
+        num_train: training episodes of one pass.
+        num_eval: held-out episodes.
+        system_prompt: the rules of the game.
+    """
+
+    name: ClassVar[str] = "openenv"
+
+    def __init__(
+        self,
+        factory: str | None = None,
+        describe: str | None = None,
+        act: str | None = None,
+        max_turns: int = 20,
+        num_train: int = 1000,
+        num_eval: int = 50,
+        system_prompt: str | None = None,
+    ) -> None:
+        if factory is None:
+            raise ConfigError("environment openenv: give factory=file.py:function, a function that returns a client")
+        super().__init__(max_turns, num_train, num_eval, system_prompt)
+        self._factory, self._describe, self._act = factory, describe, act
+
+    def make(self) -> Environment:
+        """A client."""
+        return OpenEnvEnvironment(
+            load_function(self._factory)(),
+            load_function(self._describe) if self._describe else None,
+            load_function(self._act) if self._act else None,
+        )
+
+
+def _as_observation(value: Observation | str, actions: tuple[str, ...] | None) -> Observation:
+    if isinstance(value, Observation):
+        return value if value.actions is not None else Observation(value.text, actions)
+    return Observation(value, actions)
+
+
+def _text_of(observation: Any) -> str:
+    for name in ("text", "message", "content"):
+        if isinstance(getattr(observation, name, None), str):
+            return str(getattr(observation, name))
+    return str(observation)

@@ -1,0 +1,171 @@
+"""What a world is to Covey: it shows an observation, takes an action, and says how it went.
+
+    world = get_world("house:rooms=3")        # where task instances come from, and how they are played
+    environment = world.make()                # one place to play in; runs in a process of its own
+    observation = environment.reset(world.eval_tasks()[0], seed=0)
+    observation, reward, done, info = environment.step("go kitchen")
+
+Environments are untrusted: what they return is checked (`checked_step`), and what they raise ends one episode, never
+the run.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from covey.errors import EpisodeError
+
+TaskInstance = dict[str, Any]
+"""One thing to do, as plain values that JSON can hold, with a `uid` and, where there are several kinds, a `type`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the agent sees.
+
+    Attributes:
+        text: in words.
+        actions: what may be done now, where the world says so; None = anything may be tried.
+    """
+
+    text: str
+    actions: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an action led to.
+
+    Attributes:
+        observation: what is seen now.
+        reward: for this step.
+        done: the episode is over.
+        success: the task was solved; False as long as it goes on.
+        valid: the world took the action as one.
+        info: whatever else it said, plain values.
+    """
+
+    observation: Observation
+    reward: float = 0.0
+    done: bool = False
+    success: bool = False
+    valid: bool = True
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Environment(ABC):
+    """One place to play in. An instance is used for one episode after another."""
+
+    @abstractmethod
+    def reset(self, task: TaskInstance, seed: int) -> Observation | str:
+        """Begin an episode; equal task and seed give equal worlds."""
+
+    @abstractmethod
+    def step(self, action: str) -> tuple[Observation | str, float, bool, Mapping[str, Any]]:
+        """Do something: observation, reward, done, info.
+
+        `info["success"]` says whether the task is solved (without it: whether it is done with a reward above 0),
+        `info["valid"]` whether the action was one (without it: whether it is admissible, where that is known).
+        """
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to give back)
+        """Give everything back."""
+
+    def expert_action(self) -> str | None:
+        """What a perfect player would do now, where the world knows; None otherwise."""
+        return None
+
+
+class World(ABC):
+    """Where task instances come from, and who plays them.
+
+    Held-out instances share nothing with training instances, whatever the seed.
+
+    Attributes:
+        name: what `get_world` knows it by.
+        system_prompt: the rules of the game, put before each episode; None = none.
+        max_turns: actions after which an episode ends without success; a default that users override.
+        max_completion_length: tokens that an action needs; likewise.
+    """
+
+    name: ClassVar[str]
+    system_prompt: str | None = None
+    max_turns: int = 20
+    max_completion_length: int = 32
+
+    @abstractmethod
+    def train_tasks(self, seed: int) -> list[TaskInstance]:
+        """Training instances; the same seed gives the same ones.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+
+    @abstractmethod
+    def eval_tasks(self) -> list[TaskInstance]:
+        """Held-out instances, always the same ones.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+
+    @abstractmethod
+    def make(self) -> Environment:
+        """An environment that plays any of the instances. Called in a process of its own: the world is pickled."""
+
+
+def checked_reset(returned: Any) -> Observation:
+    """What `reset` returned, or an error that says what is wrong with it.
+
+    Raises:
+        EpisodeError: it is no observation.
+    """
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        returned = returned[0]  # Gymnasium's (observation, info)
+    return _observation(returned, "reset")
+
+
+def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
+    """What `step` returned, or an error that says what is wrong with it.
+
+    Args:
+        returned: observation, reward, done, info.
+        action: that was done.
+        seen: the observation before it, whose admissible actions tell whether it was one.
+
+    Raises:
+        EpisodeError: not four values, a reward that is no finite number, ...
+    """
+    if not isinstance(returned, tuple) or len(returned) != 4:
+        raise EpisodeError(f"step returned {returned!r:.80}; it must return observation, reward, done and info")
+    observation, reward, done, info = returned
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise EpisodeError(f"step returned the reward {reward!r:.40}; it must be a finite number")
+    if not isinstance(info, Mapping):
+        raise EpisodeError(f"step returned {info!r:.40} as info; it must be a mapping")
+    known = seen.actions is None or action in seen.actions
+    return Outcome(
+        observation=_observation(observation, "step"),
+        reward=float(reward),
+        done=bool(done),
+        success=bool(info.get("success", done and reward > 0)),
+        valid=bool(info.get("valid", known)),
+        info={str(name): value for name, value in info.items() if name not in ("success", "valid")},
+    )
+
+
+def _observation(value: Any, method: str) -> Observation:
+    if isinstance(value, str):
+        value = Observation(value)
+    if not isinstance(value, Observation) or not isinstance(value.text, str):
+        raise EpisodeError(f"{method} returned {value!r:.80} as observation; it must be text or an Observation")
+    actions = value.actions
+    if actions is None:
+        return value
+    if not isinstance(actions, Sequence) or isinstance(actions, str) or not all(isinstance(a, str) for a in actions):
+        raise EpisodeError(f"{method} returned the actions {actions!r:.80}; they must be texts")
+    return Observation(value.text, tuple(actions))

@@ -1,0 +1,41 @@
+"""Worlds by name, so that a recipe or the command line can ask for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from covey.environments.adapters import Gymnasium, OpenEnv
+from covey.environments.base import World
+from covey.environments.house import House
+from covey.named import make_named
+
+_WORLDS: dict[str, Callable[..., World]] = {}
+
+
+def register_world(name: str, factory: Callable[..., World]) -> None:
+    """Make `factory(**options)` available as `get_world(name, **options)`, in place of an earlier one."""
+    _WORLDS[name] = factory
+
+
+def world_names() -> tuple[str, ...]:
+    """The names that `get_world` knows."""
+    return tuple(sorted(_WORLDS))
+
+
+def get_world(name: str, **options: Any) -> World:
+    """Make a world by its name.
+
+    Args:
+        name: `"house"`, or with options in one text, `"house:rooms=4,max_turns=5"`.
+        **options: arguments of the world; they win over those in `name`.
+
+    Raises:
+        ConfigError: no such world, no such option, or a value that the world refuses.
+    """
+    return make_named("environment", name, _WORLDS, **options)
+
+
+register_world("gymnasium", Gymnasium)
+register_world("house", House)
+register_world("openenv", OpenEnv)

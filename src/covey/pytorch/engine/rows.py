@@ -1,0 +1,104 @@
+"""What a session keeps of each conversation, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from covey.pytorch.engine.cache import PromptBlock, block_capacity
+from covey.pytorch.engine.stop import StopMatcher
+from covey.types import FinishReason, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """What one session did.
+
+    Attributes:
+        prefill_tokens: tokens computed that were not sampled: prompts, once each, and what was said in between.
+        decoded_tokens: tokens sampled, the first of each turn included.
+        decode_steps: forward passes of the decode batch.
+        peak_batch: most rows in the decode batch.
+        prefill_seconds: time in forward passes of such tokens.
+        decode_seconds: time in decode forward passes. On a GPU, work is counted where it is waited for: in
+            sampling.
+        sampling_seconds: time in drawing tokens and stop rules.
+        cache_bytes: memory held for keys and values.
+        step_rows: rows of each decode step.
+        step_seconds: seconds of its forward pass.
+    """
+
+    prefill_tokens: int = 0
+    decoded_tokens: int = 0
+    decode_steps: int = 0
+    peak_batch: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    cache_bytes: int = 0
+    step_rows: tuple[int, ...] = ()
+    step_seconds: tuple[float, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """A distinct first prompt."""
+
+    token_ids: IntArray
+    users: int = 0  # rows that still need it
+    block: PromptBlock | None = None
+    logits: Tensor | None = None  # [V] after its last token, while rows wait for it
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One conversation: a prompt, and what was sampled and said after it. A plain completion has one turn.
+
+    Attributes:
+        own: every token after the prompt.
+        held: how many of them have their keys and values in the slot.
+        turn: where in `own` the present turn begins.
+        finish_reason: why the turn is over; None while it goes on.
+    """
+
+    prompt: SharedPrompt
+    limit: int
+    key: int
+    keep: bool
+    matcher: StopMatcher | None
+    own: list[int] = field(default_factory=list)
+    held: int = 0
+    turn: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    support: list[IntArray] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the present turn."""
+        return len(self.own) - self.turn
+
+    def history(self) -> IntArray:
+        """All tokens, prompt first."""
+        return np.concatenate([self.prompt.token_ids, np.array(self.own, dtype=np.int64)])
+
+
+def widest_stretch(in_turn: Sequence[Row], rows: int) -> int:
+    """Most prompt tokens that any `rows` consecutive rows need."""
+    window: dict[int, int] = {}
+    tokens = widest = 0
+    for i, row in enumerate(in_turn):
+        prompt = id(row.prompt)
+        if window.setdefault(prompt, 0) == 0:
+            tokens += block_capacity(len(row.prompt.token_ids))
+        window[prompt] += 1
+        if i >= rows:
+            left = in_turn[i - rows].prompt
+            window[id(left)] -= 1
+            if window[id(left)] == 0:
+                tokens -= block_capacity(len(left.token_ids))
+        widest = max(widest, tokens)
+    return widest

@@ -1,0 +1,428 @@
+"""Play episodes of many turns: all live ones in one batch, their worlds working while the others are sampled.
+
+    world --observation--> tokens --engine session--> a turn --parse--> action --world process--> observation ...
+
+An episode whose world is slow waits alone: its row leaves the batch, keeps its keys and values, and comes back with
+what the world said. An environment that fails costs its own episode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from covey.environments.actions import ActionFormat, parse_action
+from covey.environments.base import Observation, Outcome
+from covey.environments.pool import EnvironmentPool
+from covey.errors import EpisodeError
+from covey.rollout.conversation import ConversationTemplate
+from covey.types import (
+    Completion,
+    Episode,
+    FinishReason,
+    IntArray,
+    Progress,
+    Prompt,
+    Request,
+    SamplingSettings,
+    Support,
+    Trajectory,
+    Turn,
+)
+
+NO_ACTION = "That is not an action."
+"""Said by us, not by the world, to a turn that could not be read as an action."""
+
+
+class TurnSession(Protocol):
+    """What playing needs of a generator: conversations in one batch. `covey.pytorch.engine.Session` is one."""
+
+    @property
+    def busy(self) -> bool: ...
+    def start(self, request: Request, *, keep: bool = False) -> Any: ...
+    def room_for_turn(self, row: Any, said: int) -> int: ...
+    def extend(self, row: Any, token_ids: IntArray, stream: tuple[int, ...]) -> None: ...
+    def drop(self, row: Any) -> None: ...
+    def advance(self) -> list[Any]: ...
+    def completion(self, row: Any) -> Completion: ...
+
+
+class TurnGenerator(Protocol):
+    """Opens sessions."""
+
+    def session(
+        self,
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        rows: int,
+        own_tokens: int,
+        prompt_lengths: Sequence[int],
+    ) -> TurnSession: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlaySettings:
+    """How episodes are played. Names are those of the `environment` section.
+
+    Attributes:
+        max_turns: actions after which an episode ends.
+        context_mode: "conversation", one growing sequence, or "steps", a prompt of its own for each turn.
+        history_length: earlier turns that a prompt of its own shows.
+        action_format: how a turn is read as an action.
+        show_actions: list the admissible actions after the observation.
+        invalid_action_penalty: subtracted for a turn that is no action.
+        max_observation_tokens: an observation is cut to its first so many tokens.
+        max_conversation_tokens: after the opening, in "conversation" mode.
+        max_prompt_tokens: of a turn, in "steps" mode: room that is reserved.
+    """
+
+    max_turns: int
+    context_mode: Literal["conversation", "steps"] = "conversation"
+    history_length: int = 2
+    action_format: ActionFormat = "text"
+    show_actions: bool = True
+    invalid_action_penalty: float = 0.0
+    max_observation_tokens: int = 512
+    max_conversation_tokens: int = 1024
+    max_prompt_tokens: int = 1024
+
+
+@dataclass(slots=True)
+class PlayStats:
+    """What playing cost.
+
+    Attributes:
+        seconds: of it all.
+        waiting_seconds: nothing could be sampled, since every live episode waited for its world.
+        turns: turns played.
+        no_actions: turns that were not valid actions.
+        cut_observations: observations that were too long.
+        failures: episodes that an environment's failure ended.
+    """
+
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    turns: int = 0
+    no_actions: int = 0
+    cut_observations: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """An episode under way.
+
+    Attributes:
+        number: which of all the episodes.
+        place: in the pool; -1 before it has one.
+        row: its conversation in the session.
+        ids, sampled, logprobs, supports: the tokens so far.
+        acting: its last turn has not been answered yet.
+    """
+
+    number: int
+    prompt: Prompt
+    stream: tuple[int, ...]
+    place: int = -1
+    row: Any = None
+    seen: Observation = field(default_factory=lambda: Observation(""))
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    supports: list[Support] = field(default_factory=list)
+    episodes: list[Episode] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    said: str = ""
+    action: str | None = None
+    acting: bool = False
+    finish_reason: FinishReason = "stop"
+
+
+class Player:
+    """Plays groups of episodes.
+
+    Args:
+        pool: where the worlds are.
+        template: writes what the worlds say as tokens.
+        decode: token ids -> text without special tokens.
+        tokenizer: counts and cuts observations.
+        settings: how.
+    """
+
+    def __init__(
+        self,
+        pool: EnvironmentPool,
+        template: ConversationTemplate,
+        decode: Callable[[Sequence[int]], str],
+        tokenizer: Any,
+        settings: PlaySettings,
+    ) -> None:
+        self._pool, self._template, self._decode = pool, template, decode
+        self._tokenizer, self._settings = tokenizer, settings
+        self.stats = PlayStats()
+
+    def play(
+        self,
+        tasks: Sequence[Prompt],
+        generator: TurnGenerator,
+        sampling: SamplingSettings,
+        *,
+        num_generations: int,
+        streams: Sequence[tuple[int, ...]],
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[list[Trajectory]]:
+        """Play each task `num_generations` times.
+
+        Args:
+            tasks: their `columns` are the task instances.
+            generator: samples the turns.
+            sampling: how; `max_tokens` is for one turn.
+            num_generations: episodes of each task, G.
+            streams: for each task the key of its random stream; sample and turn are appended. The first entry seeds
+                the world too, so that the episodes of a group begin alike.
+            policy_version: of the weights that must be sampled from.
+            progress: called with (finished, total) episodes.
+
+        Returns:
+            For each task its G trajectories.
+
+        Raises:
+            GenerationError: from the generator. Environments raise nothing: their failures end episodes.
+        """
+        began = time.perf_counter()
+        self.stats = PlayStats()
+        episodes = [
+            _Live(index * num_generations + sample, task, (*stream, sample))
+            for index, (task, stream) in enumerate(zip(tasks, streams, strict=True))
+            for sample in range(num_generations)
+        ]
+        game = _Game(self, episodes, generator, sampling, policy_version, num_generations)
+        finished = game.run(progress)
+        self.stats.seconds = time.perf_counter() - began
+        return [finished[start : start + num_generations] for start in range(0, len(finished), num_generations)]
+
+    def words(self, live: _Live) -> str:
+        """What the policy reads next: the observation, with what may be done, and in "steps" mode what came before."""
+        settings = self._settings
+        text = self._shortened(live.seen.text)
+        if settings.show_actions and live.seen.actions:
+            text += "\nActions: " + "; ".join(live.seen.actions)
+        if settings.context_mode == "conversation" or not live.turns:
+            return text
+        first = live.turns[0].observation
+        recent = live.turns[len(live.turns) - settings.history_length :] if settings.history_length else []
+        lines = [f"Task: {first}"] + [f"{turn.observation}\n> {turn.action or turn.said}" for turn in recent]
+        return "\n".join([*lines, text])
+
+    def _shortened(self, text: str) -> str:
+        limit = self._settings.max_observation_tokens
+        if len(text) <= limit:  # a token has at least one character
+            return text
+        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if len(ids) <= limit:
+            return text
+        self.stats.cut_observations += 1
+        return f"{self._decode(ids[:limit])} [...]"
+
+
+class _Game:
+    """One call of `play`."""
+
+    def __init__(
+        self,
+        player: Player,
+        episodes: Sequence[_Live],
+        generator: TurnGenerator,
+        sampling: SamplingSettings,
+        policy_version: int,
+        group: int,
+    ) -> None:
+        self._player, self._settings, self._stats = player, player._settings, player.stats
+        self._pool, self._template, self._decode = player._pool, player._template, player._decode
+        self._waiting = deque(episodes)
+        self._total = len(episodes)
+        self._at: dict[int, _Live] = {}  # by place
+        self._of: dict[int, _Live] = {}  # by row
+        self._done: dict[int, Trajectory] = {}
+        self._conversing = self._settings.context_mode == "conversation"
+        self._open = partial(
+            generator.session,
+            sampling,
+            policy_version=policy_version,
+            rows=min(len(self._pool), self._total),
+            own_tokens=self._settings.max_conversation_tokens if self._conversing else sampling.max_tokens,
+        )
+        self._session: TurnSession | None = None
+        self._group, self._version = group, policy_version
+
+    def run(self, progress: Progress | None) -> list[Trajectory]:
+        for place in range(min(len(self._pool), self._total)):
+            self._begin(place)
+        while len(self._done) < self._total:
+            before = len(self._done)
+            self._hear()
+            if self._session is not None and self._session.busy:
+                for row in self._session.advance():
+                    self._act(row)
+            if progress is not None and len(self._done) > before:
+                progress(len(self._done), self._total)
+        return [self._done[number] for number in range(self._total)]
+
+    def _begin(self, place: int) -> None:
+        if self._waiting:
+            live = self._at[place] = self._waiting.popleft()
+            live.place = place
+            self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
+
+    def _hear(self) -> None:
+        """Take in what the worlds have answered; wait for one where there is nothing else to do."""
+        idle = self._session is None or not self._session.busy
+        began = time.perf_counter()
+        answers = self._pool.wait(None if idle else 0.0)
+        if idle:
+            self._stats.waiting_seconds += time.perf_counter() - began
+        if self._session is None and answers:
+            answers += self._gather(len(answers))
+        for place, found in answers:
+            live = self._at[place]
+            if isinstance(found, EpisodeError):
+                self._stats.failures += 1
+                if live.acting:
+                    self._note(live, 0.0, valid=True)
+                self._end(live, "failed", str(found))
+            elif isinstance(found, Outcome):
+                self._take_in(live, found)
+            else:
+                live.seen = found
+                self._ask(live)
+
+    def _gather(self, count: int) -> list[tuple[int, Any]]:
+        """The first observations of all: how long they are decides how the cache is laid out."""
+        answers: list[tuple[int, Any]] = []
+        while count + len(answers) < len(self._at):
+            began = time.perf_counter()
+            more = self._pool.wait(None)
+            self._stats.waiting_seconds += time.perf_counter() - began
+            if not more:
+                break
+            answers += more
+        return answers
+
+    def _act(self, row: Any) -> None:
+        """A turn is over: read it as an action and do it."""
+        assert self._session is not None
+        live = self._of.pop(id(row))
+        completion = self._session.completion(row)
+        live.said = self._decode(completion.token_ids.tolist())
+        self._record(live, completion)
+        live.action = parse_action(live.said, self._settings.action_format, live.seen.actions)
+        self._stats.turns += 1
+        live.acting = True
+        if live.action is None:
+            self._take_in(live, Outcome(Observation(f"{NO_ACTION} {live.seen.text}", live.seen.actions), valid=False))
+        else:
+            self._pool.step(live.place, live.action)
+
+    def _record(self, live: _Live, completion: Completion) -> None:
+        live.ids += completion.token_ids.tolist()
+        live.sampled += [True] * len(completion.token_ids)
+        live.logprobs += completion.logprobs.tolist()
+        live.finish_reason = completion.finish_reason
+        if completion.support is not None:
+            live.supports.append(completion.support)
+        if not self._conversing:
+            self._close_episode(live)
+
+    def _take_in(self, live: _Live, outcome: Outcome) -> None:
+        """The world has answered a turn: note it, and go on or end."""
+        self._stats.no_actions += not outcome.valid
+        penalty = 0.0 if outcome.valid else self._settings.invalid_action_penalty
+        self._note(live, outcome.reward - penalty, outcome.valid)
+        live.seen = outcome.observation
+        if outcome.done:
+            self._end(live, "done", success=outcome.success)
+        elif len(live.turns) >= self._settings.max_turns:
+            self._end(live, "turns")
+        else:
+            self._ask(live)
+
+    def _note(self, live: _Live, reward: float, valid: bool) -> None:
+        row, segment = (0, len(live.turns)) if self._conversing else (len(live.turns), 0)
+        live.turns.append(Turn(live.seen.text, live.said, live.action, reward, valid, row, segment))
+        live.acting = False
+
+    def _ask(self, live: _Live) -> None:
+        """Let the policy take its next turn."""
+        words = self._player.words(live)
+        stream = (*live.stream, len(live.turns))
+        if live.turns and self._conversing:
+            assert self._session is not None
+            ids = self._template.reply(words, ended=live.finish_reason == "stop")
+            if self._session.room_for_turn(live.row, len(ids)) == 0:
+                self._end(live, "context")
+                return
+            self._session.extend(live.row, ids, stream)
+        else:
+            ids = self._template.opening(words)
+            live.row = self._opened(len(ids)).start(Request(ids, stream), keep=self._conversing)
+        live.ids += ids.tolist()
+        live.sampled += [False] * len(ids)
+        live.logprobs += [0.0] * len(ids)
+        self._of[id(live.row)] = live
+
+    def _opened(self, first: int) -> TurnSession:
+        if self._session is None:
+            live = list(self._at.values())
+            longest = max(len(self._template.opening(self._player.words(other))) for other in live)
+            longest = max(longest, first)
+            reserved = longest if self._conversing else max(longest, self._settings.max_prompt_tokens)
+            # in conversations the episodes of a task share their opening, and one task may be half done
+            distinct = -(-len(live) // self._group) + 1 if self._conversing else len(live)
+            self._session = self._open(prompt_lengths=[reserved] * distinct)
+        return self._session
+
+    def _end(
+        self,
+        live: _Live,
+        how: Literal["done", "turns", "context", "failed"],
+        error: str = "",
+        *,
+        success: bool = False,
+    ) -> None:
+        if self._conversing:
+            if live.row is not None and self._session is not None:
+                self._session.drop(live.row)
+            if any(live.sampled):
+                self._close_episode(live)
+        self._done[live.number] = Trajectory(tuple(live.episodes), tuple(live.turns), success, how, error)
+        del self._at[live.place]
+        self._begin(live.place)
+
+    def _close_episode(self, live: _Live) -> None:
+        """What has been said so far is an episode; a trailing reply that was not answered is left out."""
+        last = max(place for place, sampled in enumerate(live.sampled) if sampled) + 1
+        support = None
+        if live.supports:
+            sizes = np.concatenate([np.diff(part.offsets) for part in live.supports])
+            ids = np.concatenate([part.ids for part in live.supports])
+            support = Support(ids, np.concatenate([[0], np.cumsum(sizes)]))
+        live.episodes.append(
+            Episode(
+                token_ids=np.array(live.ids[:last], dtype=np.int64),
+                sampled=np.array(live.sampled[:last], dtype=np.bool_),
+                logprobs=np.array(live.logprobs[:last], dtype=np.float32),
+                text=live.said if not self._conversing else "\n".join([*(t.said for t in live.turns)]),
+                finish_reason=live.finish_reason,
+                policy_version=self._version,
+                support=support,
+            )
+        )
+        live.ids, live.sampled, live.logprobs, live.supports = [], [], [], []

@@ -1,0 +1,178 @@
+"""Environments in processes of their own: trouble costs one episode and nothing else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import covey
+from covey.environments import EnvironmentPool, House, Observation, Outcome
+from covey.errors import ConfigError, EpisodeError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from worlds import Trouble, Unimportable
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_path() -> Iterator[None]:
+    """Environments' processes import the worlds by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", ":".join(sys.path))
+        yield
+
+
+@pytest.fixture
+def pool() -> Iterator[EnvironmentPool]:
+    with EnvironmentPool(Trouble(), places=3, step_seconds=1.0, reset_seconds=1.0) as pool:
+        yield pool
+
+
+def answers(pool: EnvironmentPool, count: int) -> dict[int, object]:
+    found: dict[int, object] = {}
+    while len(found) < count:
+        found |= dict(pool.wait())
+    return found
+
+
+def process_of(observation: object) -> int:
+    assert isinstance(observation, Observation)
+    return int(observation.text.rsplit(" ", 1)[1])
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_house_is_played(pool: EnvironmentPool) -> None:
+    world = House()
+    task = world.eval_tasks()[0]
+    with EnvironmentPool(world, places=1) as house:
+        house.reset(0, task, 0)
+        ((place, seen),) = house.wait()
+        assert place == 0
+        assert isinstance(seen, Observation)
+        assert seen.text.startswith(f"Find the {task['thing']}. You are in the hall.")
+        rewards = []
+        for _ in range(3):
+            action = house.expert_action(0)
+            assert action is not None
+            house.step(0, action)
+            ((_, outcome),) = house.wait()
+            assert isinstance(outcome, Outcome)
+            rewards.append(outcome.reward)
+        assert rewards == [0.0, 0.0, 1.0]
+        assert outcome.done
+        assert outcome.success
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("raise", "the environment failed in step: RuntimeError: the world is broken"),
+        ("exit", "the environment's process ended in step"),
+        ("nan", "the reward nan; it must be a finite number"),
+        ("three", "it must return observation, reward, done and info"),
+        ("no info", "None as info"),
+        ("hang", "longer than 1 s in step; it was stopped"),
+    ],
+)
+def test_trouble_costs_one_episode(pool: EnvironmentPool, action: str, message: str) -> None:
+    for place in range(3):
+        pool.reset(place, {"uid": "t"}, 0)
+    first = answers(pool, 3)
+    pool.step(0, "well")
+    pool.step(1, action)
+    pool.step(2, "win")
+    found = answers(pool, 3)
+    assert isinstance(found[1], EpisodeError)
+    assert message in str(found[1])
+    assert isinstance(found[0], Outcome)
+    assert isinstance(found[2], Outcome)
+    assert (found[0].reward, found[2].success) == (0.5, True)
+    # the place is good for the next episode; the others kept their processes
+    for place in range(3):
+        pool.reset(place, {"uid": "t"}, 0)
+    again = answers(pool, 3)
+    assert process_of(again[0]) == process_of(first[0])
+    assert again[0].text.startswith("episode 2")  # type: ignore[union-attr]
+    assert again[1].text.startswith("episode 1")  # type: ignore[union-attr]
+
+
+def test_a_reset_that_hangs_or_returns_nonsense(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": "t", "reset": "hang"}, 0)
+    pool.reset(1, {"uid": "t", "reset": "bad"}, 0)
+    found = answers(pool, 2)
+    assert "longer than 1 s in reset" in str(found[0])
+    assert "reset returned 3 as observation" in str(found[1])
+
+
+def test_a_slow_world_does_not_hold_up_the_others(pool: EnvironmentPool) -> None:
+    for place in range(2):
+        pool.reset(place, {"uid": "t"}, 0)
+    answers(pool, 2)
+    pool.step(0, "slow")
+    pool.step(1, "quick")
+    began = time.monotonic()
+    ((place, _),) = pool.wait()
+    assert place == 1
+    assert time.monotonic() - began < 0.25
+    assert pool.wait(0.0) == []
+    ((place, _),) = pool.wait()
+    assert place == 0
+    assert pool.wait() == []  # nothing is open
+
+
+def test_closing_leaves_no_process(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": "t"}, 0)
+    pool.reset(1, {"uid": "t"}, 0)
+    pids = [process_of(seen) for seen in answers(pool, 2).values()]
+    pool.step(0, "hang")
+    assert all(map(exists, pids))
+    pool.close()
+    until = time.monotonic() + 5
+    while any(map(exists, pids)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(map(exists, pids))
+
+
+def test_a_world_that_cannot_be_made() -> None:
+    with EnvironmentPool(Unimportable(), places=1) as pool:
+        pool.reset(0, {"uid": "t"}, 0)
+        ((_, found),) = pool.wait()
+        assert "ImportError: no such game engine" in str(found)
+
+
+def test_a_world_that_cannot_be_sent() -> None:
+    world = House()
+    world.system_prompt = lambda: "x"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="House cannot be sent to another process"):
+        EnvironmentPool(world, places=1)
+
+
+def test_one_question_at_a_time(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": "t"}, 0)
+    with pytest.raises(ValueError, match="place 0 has not answered yet"):
+        pool.step(0, "x")
+    answers(pool, 1)
+
+
+def test_what_cannot_be_said_is_a_failure(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": object()}, 0)
+    ((place, found),) = pool.wait()
+    assert place == 0
+    assert "could not be asked" in str(found)
+
+
+def test_a_world_whose_module_cannot_be_imported_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(covey.__file__).parents[1]))
+    with EnvironmentPool(Trouble(), places=1) as pool, pytest.raises(ConfigError, match="No module named 'worlds'"):
+        pool.reset(0, {"uid": "t"}, 0)

@@ -1,0 +1,141 @@
+"""The bundled house, adapters for other interfaces, and worlds by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from covey.environments import House, HouseEnvironment, Observation, get_world, register_world, world_names
+from covey.environments.adapters import Gymnasium, GymnasiumEnvironment, OpenEnv, OpenEnvEnvironment
+from covey.environments.base import checked_reset, checked_step
+from covey.errors import ConfigError, EpisodeError
+
+TASK = {"rooms": ["attic", "garden"], "thing": "key", "place": "garden", "uid": "x"}
+
+
+def test_the_house_shows_one_room_at_a_time() -> None:
+    house = HouseEnvironment()
+    seen = house.reset(TASK, 0)
+    assert seen.text == "Find the key. You are in the hall. There is a note on the wall. Doors: attic, garden."
+    assert seen.actions == ("read note", "go attic", "go garden")
+    seen, reward, done, _ = house.step("go attic")
+    assert seen == Observation("You are in the attic. It is empty. A door leads back to the hall.", ("go hall",))
+    assert (reward, done) == (0.0, False)
+    _, _, _, info = house.step("take key")  # it is not here
+    assert info == {"valid": False}
+    house.step("go hall")
+    seen, *_ = house.step("read note")
+    assert seen.text.startswith("The note says: the key is in the garden. You are in the hall.")
+    house.step("go garden")
+    seen, reward, done, info = house.step("take key")
+    assert (seen.text, reward, done, info) == ("You have the key.", 1.0, True, {"success": True})
+
+
+def test_an_expert_needs_three_actions_everywhere() -> None:
+    world = House(rooms=5)
+    for task in world.eval_tasks()[:20]:
+        house = HouseEnvironment()
+        house.reset(task, 0)
+        done, turns = False, 0
+        while not done:
+            _, _, done, _ = house.step(house.expert_action())
+            turns += 1
+        assert turns == 3
+
+
+def test_instances_are_seeded_and_disjoint() -> None:
+    world = House(num_train=300, num_eval=50)
+    assert world.eval_tasks() == House(num_train=300, num_eval=50).eval_tasks()
+    assert world.train_tasks(0) == world.train_tasks(0) != world.train_tasks(1)
+    held_out = {task["uid"] for task in world.eval_tasks()}
+    assert len(held_out) == 50
+    assert not held_out & {task["uid"] for task in world.train_tasks(3)}
+    assert len(world.train_tasks(3)) == 300
+
+
+def test_worlds_by_name() -> None:
+    assert {"house", "gymnasium", "openenv"} <= set(world_names())
+    assert get_world("house:rooms=4,max_turns=6").max_turns == 6
+    with pytest.raises(ConfigError, match=r"environment='hause': no such environment; did you mean 'house'"):
+        get_world("hause")
+    with pytest.raises(ConfigError, match="has no option 'room'; did you mean 'rooms'"):
+        get_world("house:room=3")
+    with pytest.raises(ConfigError, match="rooms=1"):
+        get_world("house:rooms=1")
+    register_world("mine", House)
+    assert isinstance(get_world("mine"), House)
+
+
+class Corridor:
+    """Gymnasium's interface: walk right three times."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[int, dict[str, Any]]:
+        self.place, self.seed = 0, seed
+        return 0, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.place += 1 if action == 1 else -1
+        return self.place, float(self.place == 3), self.place == 3, self.place < -2, {"seed": self.seed}
+
+    def close(self) -> None:
+        self.place = -99
+
+
+def test_gymnasium() -> None:
+    env = GymnasiumEnvironment(Corridor(), ["left", "right"], lambda place: f"at {place}")
+    assert env.reset({"seed": 7}, 0) == Observation("at 0", ("left", "right"))
+    assert env.step("jump") == (Observation("at 0", ("left", "right")), 0.0, False, {"valid": False})
+    for _ in range(2):
+        env.step("right")
+    assert env.step("right") == (Observation("at 3", ("left", "right")), 1.0, True, {"seed": 7})
+    env.close()
+    world = Gymnasium("Corridor-v0", num_train=5, num_eval=3)
+    assert {t["seed"] for t in world.train_tasks(0)}.isdisjoint(t["seed"] for t in world.eval_tasks())
+    with pytest.raises(ConfigError, match="env=FrozenLake"):
+        Gymnasium()
+
+
+def test_openenv() -> None:
+    class Client:
+        def reset(self) -> Any:
+            return SimpleNamespace(observation=SimpleNamespace(message="hello"), reward=None, done=False)
+
+        def step(self, action: Any) -> Any:
+            observation = SimpleNamespace(message=f"echo {action.text}")
+            return SimpleNamespace(observation=observation, reward=0.5, done=True, metadata={"n": 1})
+
+        def close(self) -> None:
+            pass
+
+    def act(text: str) -> Any:
+        if not text.startswith("say "):
+            raise ValueError(text)
+        return SimpleNamespace(text=text.removeprefix("say "))
+
+    env = OpenEnvEnvironment(Client(), act=act)
+    assert env.reset({}, 0).text == "hello"
+    assert env.step("shout") == (Observation("hello"), 0.0, False, {"valid": False})
+    assert env.step("say hi") == (Observation("echo hi"), 0.5, True, {"n": 1})
+    env.close()
+    with pytest.raises(ConfigError, match="give factory=file"):
+        OpenEnv()
+
+
+@pytest.mark.parametrize("returned", [None, 3, b"x", Observation(3), Observation("x", "abc"), Observation("x", (1,))])  # type: ignore[arg-type]
+def test_what_is_no_observation(returned: Any) -> None:
+    with pytest.raises(EpisodeError, match="reset returned"):
+        checked_reset(returned)
+
+
+def test_what_is_an_outcome() -> None:
+    seen = Observation("a", ("x", "y"))
+    assert checked_reset(("text", {"info": 1})) == Observation("text")
+    outcome = checked_step(("b", 1, True, {"k": 2}), "x", seen)
+    assert (outcome.reward, outcome.success, outcome.valid, outcome.info) == (1.0, True, True, {"k": 2})
+    assert not checked_step(("b", 0.0, True, {}), "z", seen).valid
+    assert not checked_step(("b", 0.0, True, {}), "x", seen).success
+    for reward in (float("nan"), float("inf"), "1", True, None):
+        with pytest.raises(EpisodeError, match="finite number"):
+            checked_step(("b", reward, False, {}), "x", seen)

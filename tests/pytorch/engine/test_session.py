@@ -1,0 +1,150 @@
+"""Conversations of several turns: the same tokens and log-probabilities as from a plain model that sees it all."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine_helpers import prompts
+from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
+
+from covey.errors import GenerationError
+from covey.pytorch.engine import Engine, Session
+from covey.types import Completion, Request, SamplingSettings
+
+SETTINGS = SamplingSettings(temperature=0.8, max_tokens=7, eos_token_ids=(2, 7, 30))
+
+
+def turn(session: Session) -> dict[int, Completion]:
+    """Run until every turn is over."""
+    found = {}
+    while session.busy:
+        for row in session.advance():
+            found[id(row)] = session.completion(row)
+    return found
+
+
+def expected(model: torch.nn.Module, before: list[int], completion: Completion, temperature: float) -> np.ndarray:
+    ids = torch.tensor([[*before, *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logp = (model(ids).logits[0].float() / temperature).log_softmax(-1)
+    places = torch.arange(len(before) - 1, ids.shape[1] - 1)
+    return logp[places, ids[0, len(before) :]].numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_turn_has_the_plain_models_logprobs(family: str) -> None:
+    model = tiny_model(family)
+    engine = Engine(model)
+    rng = np.random.default_rng(0)
+    first = prompts((9, 33))
+    session = engine.session(SETTINGS, policy_version=0, rows=6, own_tokens=60, prompt_lengths=[9, 33])
+    rows = [session.start(Request(first[i % 2], (i,)), keep=True) for i in range(6)]
+    histories = [first[i % 2].tolist() for i in range(6)]
+    for number in range(3):
+        answers = turn(session)
+        for i, row in enumerate(rows):
+            completion = answers[id(row)]
+            np.testing.assert_allclose(completion.logprobs, expected(model, histories[i], completion, 0.8), atol=2e-4)
+            histories[i] += completion.token_ids.tolist()
+            assert row.history().tolist() == histories[i]
+        for i, row in enumerate(rows):
+            said = rng.integers(3, VOCAB_SIZE, 1 + (i + number) % 5)
+            session.extend(row, said, (i, number))
+            histories[i] += said.tolist()
+    assert len(turn(session)) == 6
+    for row in rows:
+        session.drop(row)
+    assert not session.busy
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_company_and_order_do_not_matter(family: str) -> None:
+    """Turns that end at different times, answered in any order, in few slots: each conversation is as if alone."""
+    model = tiny_model(family)
+    first = prompts((5, 40, 12))
+
+    def play(engine: Engine, which: list[int], *, slots: int, shuffle: int) -> dict[int, list[int]]:
+        session = engine.session(SETTINGS, policy_version=0, rows=slots, own_tokens=50, prompt_lengths=[5, 40, 12])
+        order = np.random.default_rng(shuffle)
+        owner: dict[int, int] = {}
+        turns: dict[int, int] = {}
+        parked: list = []
+        found: dict[int, list[int]] = {}
+        for i in which:
+            owner[id(row := session.start(Request(first[i % 3], (i,)), keep=True))] = i
+            turns[id(row)] = 0
+            found[i] = []
+            parked.append(row)  # keeps the row alive: ids stay unique
+        waiting: list = []
+        while session.busy or waiting:
+            waiting += session.advance() if session.busy else []
+            order.shuffle(waiting)
+            while waiting and (not session.busy or order.random() < 0.5):
+                row = waiting.pop()
+                i, number = owner[id(row)], turns[id(row)]
+                found[i] += session.completion(row).token_ids.tolist()
+                if number == 3:
+                    session.drop(row)
+                    continue
+                said = np.arange(3, 4 + (i + number) % 4)
+                session.extend(row, said, (i, number + 1))
+                found[i] += said.tolist()
+                turns[id(row)] += 1
+        return found
+
+    engine = Engine(model)
+    crowd = play(engine, list(range(9)), slots=9, shuffle=0)
+    assert play(engine, list(range(9)), slots=9, shuffle=1) == crowd
+    assert play(engine, list(range(9)), slots=3, shuffle=2) == crowd
+    for i in (0, 4, 8):
+        assert play(engine, [i], slots=1, shuffle=3)[i] == crowd[i]
+
+
+def test_plain_completions_and_conversations_in_one_batch() -> None:
+    model = tiny_model("llama")
+    engine = Engine(model)
+    (ids,) = prompts((9,))
+    alone = [c.token_ids.tolist() for c in engine([Request(ids, (i,)) for i in range(4)], SETTINGS, policy_version=0)]
+    session = engine.session(SETTINGS, policy_version=0, rows=4, own_tokens=40, prompt_lengths=[9])
+    rows = [session.start(Request(ids, (i,)), keep=i % 2 == 0) for i in range(4)]
+    answers = turn(session)
+    assert [answers[id(row)].token_ids.tolist() for row in rows] == alone
+    session.extend(rows[0], np.array([5]), (9,))
+    with pytest.raises(GenerationError, match="it must be parked"):
+        session.extend(rows[1], np.array([5]), (9,))
+    assert list(turn(session)) == [id(rows[0])]
+    stats = engine.last_stats
+    assert stats.prefill_tokens == 9 + 2  # the prompt once, the turn's last token and what was said
+    assert stats.peak_batch == 4
+
+
+def test_room() -> None:
+    model = tiny_model("llama")
+    engine = Engine(model, context_length=40)
+    (ids,) = prompts((9,))
+    session = engine.session(
+        SamplingSettings(max_tokens=7), policy_version=0, rows=1, own_tokens=20, prompt_lengths=[9]
+    )
+    row = session.start(Request(ids), keep=True)
+    turn(session)
+    assert session.room_for_turn(row, 3) == 7
+    assert session.room_for_turn(row, 10) == 3
+    assert session.room_for_turn(row, 13) == 0
+    with pytest.raises(GenerationError, match="leave room"):
+        session.extend(row, np.arange(3, 16), (1,))
+    session.extend(row, np.arange(3, 13), (1,))
+    (completion,) = turn(session).values()
+    assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
+    session.drop(row)
+    session.start(Request(prompts((39,))[0]))
+    with pytest.raises(GenerationError, match="does not fit the room reserved for prompts"):
+        turn(session)
+
+
+def test_a_cache_too_small_for_one_conversation() -> None:
+    engine = Engine(tiny_model("llama"), kv_cache_bytes=10_000)
+    with pytest.raises(GenerationError, match="kv_cache_bytes=10000"):
+        engine.session(SETTINGS, policy_version=0, rows=4, own_tokens=500, prompt_lengths=[20])
+    with pytest.raises(GenerationError, match="version 0"):
+        engine.session(SETTINGS, policy_version=3, rows=4, own_tokens=5, prompt_lengths=[20])

@@ -1,0 +1,304 @@
+"""Playing episodes: who is asked what, which tokens are the policy's, and what a bad world costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_models import tiny_tokenizer
+
+from covey.environments import Environment, HouseEnvironment, Observation
+from covey.environments.base import checked_reset, checked_step
+from covey.errors import EpisodeError
+from covey.rollout.agents import NO_ACTION, Player, PlaySettings
+from covey.rollout.conversation import ConversationTemplate
+from covey.types import Completion, IntArray, Prompt, Request, SamplingSettings
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+TASK = {"rooms": ["attic", "garden"], "thing": "key", "place": "garden", "uid": "x"}
+
+
+class FakePool:
+    """Worlds in this process; each answers after as many calls of `wait` as `delay(place)` says."""
+
+    def __init__(self, make: Callable[[], Environment], places: int, delay: Callable[[int], int] = lambda _: 0) -> None:
+        self._worlds = [make() for _ in range(places)]
+        self._seen = [Observation("") for _ in range(places)]
+        self._delay = delay
+        self._open: dict[int, tuple[int, Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._worlds)
+
+    def reset(self, place: int, task: dict[str, Any], seed: int) -> None:
+        self._answer(place, lambda: checked_reset(self._worlds[place].reset(task, seed)))
+
+    def step(self, place: int, action: str) -> None:
+        self._answer(place, lambda: checked_step(self._worlds[place].step(action), action, self._seen[place]))
+
+    def _answer(self, place: int, ask: Callable[[], Any]) -> None:
+        assert place not in self._open
+        try:
+            found = ask()
+            self._seen[place] = getattr(found, "observation", found)
+        except Exception as error:
+            found = EpisodeError(str(error))
+        self._open[place] = (self._delay(place), found)
+
+    def wait(self, seconds: float | None = None) -> list[tuple[int, Any]]:
+        while self._open:
+            ready = {place: found for place, (left, found) in self._open.items() if left <= 0}
+            self._open = {place: (left - 1, found) for place, (left, found) in self._open.items() if place not in ready}
+            if ready or seconds == 0.0:
+                return sorted(ready.items())
+        return []
+
+
+class FakeGenerator:
+    """Says what `policy(text so far)` says, a token at each `advance`, and keeps the record of what it was given."""
+
+    def __init__(self, policy: Callable[[str], str], *, room: int = 10_000, end: bool = True) -> None:
+        self._policy, self._room, self._end = policy, room, end
+        self.opened: list[dict[str, Any]] = []
+        self.rows: list[Any] = []
+
+    def session(self, settings: SamplingSettings, **options: Any) -> FakeGenerator:
+        self.opened.append(options)
+        self._running: list[Any] = []
+        return self
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._running)
+
+    def start(self, request: Request, *, keep: bool = False) -> Any:
+        row = SimpleNamespace(ids=request.token_ids.tolist(), keep=keep, dropped=False, streams=[request.stream])
+        self.rows.append(row)
+        self._run(row)
+        return row
+
+    def room_for_turn(self, row: Any, said: int) -> int:
+        return max(0, self._room - len(row.ids) - said)
+
+    def extend(self, row: Any, token_ids: IntArray, stream: tuple[int, ...]) -> None:
+        assert row.keep
+        assert row not in self._running
+        row.ids += token_ids.tolist()
+        row.streams.append(stream)
+        self._run(row)
+
+    def drop(self, row: Any) -> None:
+        assert not row.dropped
+        row.dropped = True
+
+    def advance(self) -> list[Any]:
+        for row in self._running:
+            row.turn.append(row.left.pop(0))
+        done = [row for row in self._running if not row.left]
+        self._running = [row for row in self._running if row.left]
+        for row in done:
+            row.ids += row.turn
+        return done
+
+    def completion(self, row: Any) -> Completion:
+        logprobs = -np.arange(1, len(row.turn) + 1, dtype=np.float32)
+        return Completion(np.array(row.turn), logprobs, "stop" if self._end else "length", 5)
+
+    def _run(self, row: Any) -> None:
+        said = self._policy(TOKENIZER.decode(row.ids))
+        row.left = TOKENIZER(said, add_special_tokens=False).input_ids + ([END] if self._end else [])
+        row.turn = []
+        self._running.append(row)
+
+
+def read_go_take(text: str) -> str:
+    last = text.rsplit("<|im_start|>user\n", 1)[1]
+    if "You see a key" in last:
+        return "take key"
+    return "go garden" if "The note says" in last else "read note"
+
+
+def play(
+    generator: FakeGenerator,
+    pool: FakePool,
+    tasks: int = 1,
+    samples: int = 2,
+    system: str | None = "Play.",
+    **settings: Any,
+) -> tuple[list[list[Any]], Player]:
+    template = ConversationTemplate(TOKENIZER, [END], system)
+
+    def decode(ids: Sequence[int]) -> str:
+        return TOKENIZER.decode(list(ids), skip_special_tokens=True)
+
+    player = Player(pool, template, decode, TOKENIZER, PlaySettings(**({"max_turns": 4} | settings)))  # type: ignore[arg-type]
+    prompts = [Prompt(np.zeros(0, np.int64), "", TASK, f"t{i}") for i in range(tasks)]
+    found = player.play(
+        prompts,
+        generator,  # type: ignore[arg-type]
+        SamplingSettings(max_tokens=20),
+        num_generations=samples,
+        streams=[(3, 0, i) for i in range(tasks)],
+        policy_version=5,
+    )
+    return found, player
+
+
+def segments(episode: Any) -> list[str]:
+    """What the mask says that the policy wrote."""
+    found: list[list[int]] = []
+    for before, now, token in zip(
+        [False, *episode.sampled.tolist()], episode.sampled.tolist(), episode.token_ids.tolist(), strict=False
+    ):
+        if now and not before:
+            found.append([])
+        if now:
+            found[-1].append(token)
+    return [TOKENIZER.decode(ids) for ids in found]
+
+
+def test_a_conversation_is_one_episode_with_a_segment_for_each_turn() -> None:
+    generator = FakeGenerator(read_go_take)
+    ((one, other),), player = play(generator, FakePool(HouseEnvironment, 2))
+    assert (one.success, one.ended, one.reward) == (True, "done", 1.0)
+    (episode,) = one.episodes
+    assert segments(episode) == ["read note<|im_end|>", "go garden<|im_end|>", "take key<|im_end|>"]
+    assert episode.policy_version == 5
+    # as recorded by the sampler, token by token; the world's tokens have none
+    assert episode.logprobs[episode.sampled].tolist()[:3] == [-1.0, -2.0, -3.0]
+    assert not episode.logprobs[~episode.sampled].any()
+    # the tokens are those that the generator saw, up to the last that it sampled
+    assert generator.rows[0].ids[: len(episode.token_ids)] == episode.token_ids.tolist()
+    assert TOKENIZER.decode(episode.token_ids[:80]).startswith(
+        "<|im_start|>system\nPlay.<|im_end|>\n<|im_start|>user\nFind"
+    )
+    assert [(turn.action, turn.reward, turn.row, turn.segment) for turn in one.turns] == [
+        ("read note", 0.0, 0, 0),
+        ("go garden", 0.0, 0, 1),
+        ("take key", 1.0, 0, 2),
+    ]
+    assert all(row.dropped for row in generator.rows)
+    assert [row.streams for row in generator.rows] == [[(3, 0, 0, s, t) for t in range(3)] for s in range(2)]
+    assert player.stats.turns == 6
+    assert (player.stats.no_actions, player.stats.failures) == (0, 0)
+    assert other.success
+
+
+def test_steps_have_prompts_of_their_own_with_a_bounded_history() -> None:
+    generator = FakeGenerator(lambda text: read_go_take(text.replace("\n> ", "<|im_start|>user\n")))
+    ((one,),), _ = play(
+        generator, FakePool(HouseEnvironment, 1), samples=1, context_mode="steps", history_length=1, show_actions=False
+    )
+    assert len(one.episodes) == len(one.turns) == 3
+    assert [segments(episode) for episode in one.episodes] == [
+        ["read note<|im_end|>"],
+        ["go garden<|im_end|>"],
+        ["take key<|im_end|>"],
+    ]
+    assert [(turn.row, turn.segment) for turn in one.turns] == [(0, 0), (1, 0), (2, 0)]
+    last = TOKENIZER.decode(one.episodes[2].token_ids)
+    assert "Task: Find the key." in last
+    assert "> go garden" in last
+    assert "> read note" not in last  # only one turn is remembered
+    assert not any(row.keep for row in generator.rows)
+
+
+def test_actions_are_listed_and_what_is_none_costs() -> None:
+    said: list[str] = []
+
+    def policy(text: str) -> str:
+        said.append(text)
+        return "dance" if len(said) == 1 else read_go_take(text)
+
+    ((one,),), player = play(
+        FakeGenerator(policy), FakePool(HouseEnvironment, 1), samples=1, invalid_action_penalty=0.1
+    )
+    assert "Actions: read note; go attic; go garden" in said[0]
+    assert f"{NO_ACTION} Find the key." in said[1]
+    assert [turn.valid for turn in one.turns] == [False, True, True, True]
+    assert one.turns[0].action is None
+    assert one.reward == pytest.approx(0.9)
+    assert player.stats.no_actions == 1
+
+
+def test_an_episode_ends_after_its_last_turn_or_when_the_context_is_full() -> None:
+    ((one,),), _ = play(FakeGenerator(lambda _: "read note"), FakePool(HouseEnvironment, 1), samples=1)
+    assert (one.ended, one.success, len(one.turns)) == ("turns", False, 4)
+    ((one,),), _ = play(FakeGenerator(lambda _: "read note", room=300), FakePool(HouseEnvironment, 1), samples=1)
+    assert (one.ended, len(one.turns)) == ("context", 1)
+    assert len(segments(one.episodes[0])) == 1
+
+
+def test_a_turn_that_is_cut_off_is_ended_for_the_policy() -> None:
+    ((one,),), _ = play(FakeGenerator(read_go_take, end=False), FakePool(HouseEnvironment, 1), samples=1)
+    assert segments(one.episodes[0]) == ["read note", "go garden", "take key"]
+    assert "read note<|im_end|>\n<|im_start|>user" in TOKENIZER.decode(one.episodes[0].token_ids)
+
+
+class Fragile(HouseEnvironment):
+    """Every third of them breaks at its second action, every seventh at once."""
+
+    count = 0
+
+    def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        Fragile.count += 1
+        self.number, self.actions = Fragile.count, 0
+        if self.number % 7 == 0:
+            raise RuntimeError("no world today")
+        return super().reset(task, seed)
+
+    def step(self, action: str) -> Any:
+        self.actions += 1
+        if self.number % 3 == 0 and self.actions == 2:
+            raise RuntimeError("the floor broke")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("mode", ["conversation", "steps"])
+@pytest.mark.parametrize("places", [1, 3, 12])
+def test_failures_cost_their_own_episode(mode: str, places: int) -> None:
+    Fragile.count = 0
+    policy = read_go_take if mode == "conversation" else lambda t: read_go_take(t.replace("\n> ", "<|im_start|>user\n"))
+    found, player = play(
+        FakeGenerator(policy), FakePool(Fragile, places), tasks=3, samples=4, context_mode=mode, history_length=1
+    )
+    trajectories = [t for group in found for t in group]
+    assert len(trajectories) == 12
+    failed = [t for t in trajectories if t.ended == "failed"]
+    assert len(failed) == player.stats.failures == 5  # 3, 6, 9, 12 and 7
+    assert {len(t.turns) for t in failed} == {0, 2}
+    assert all(t.error for t in failed)
+    assert all(t.success for t in trajectories if t.ended == "done")
+    # what was sampled before a failure is there with its mask, even the turn that broke the world
+    assert all(len(segments(e)) >= 1 for t in trajectories for e in t.episodes)
+
+
+def test_slow_worlds_wait_alone() -> None:
+    fast, _ = play(FakeGenerator(read_go_take), FakePool(HouseEnvironment, 6), tasks=2, samples=3)
+    slow, _ = play(
+        FakeGenerator(read_go_take), FakePool(HouseEnvironment, 6, delay=lambda place: 7 * place), tasks=2, samples=3
+    )
+    few, _ = play(FakeGenerator(read_go_take), FakePool(HouseEnvironment, 2), tasks=2, samples=3)
+    for found in (slow, few):
+        for one, other in zip(chain(*fast), chain(*found), strict=True):
+            assert one.turns == other.turns
+            assert one.episodes[0].token_ids.tolist() == other.episodes[0].token_ids.tolist()
+
+
+class Talkative(HouseEnvironment):
+    def reset(self, task: dict[str, Any], seed: int) -> Observation:
+        return Observation("x" * 1000, ("go",))
+
+
+def test_a_long_observation_is_cut_and_counted() -> None:
+    generator = FakeGenerator(lambda _: "nothing")
+    _, player = play(generator, FakePool(Talkative, 1), samples=1, max_turns=1, max_observation_tokens=50)
+    text = TOKENIZER.decode(generator.rows[0].ids)
+    assert "x" * 50 + " [...]" in text
+    assert "x" * 51 not in text
+    assert player.stats.cut_observations >= 1
