@@ -148,7 +148,7 @@ def test_choices_are_those_of_the_algorithms() -> None:
     assert set(get_args(LossType)) == set(LOSS_PRESETS)
     assert set(get_args(KLEstimator)) == {*KL_ESTIMATORS, *VOCABULARY_KL}
     choices = get_args(AlgorithmConfig.model_fields["adv_estimator"].annotation)
-    assert set(choices) <= set(ADVANTAGE_ESTIMATORS)
+    assert set(choices) - {"gigpo"} <= set(ADVANTAGE_ESTIMATORS)  # gigpo compares turns, see covey.rollout.credit
 
 
 # --- synonyms

@@ -1,4 +1,5 @@
-"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `config`, `curve`.
+"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`,
+`config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -17,10 +18,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covey.cli_reports import difference, print_choices, print_questions
+from covey.cli_reports import difference, print_choices, print_questions, print_types
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.functions import load_function
+from covey.observe.console import visible
 from covey.observe.statistics import paired_difference
 
 if TYPE_CHECKING:
@@ -151,6 +153,9 @@ def evaluate(
     dataset: Annotated[
         str | None, typer.Option(help="Prompts to measure on; with --task, the file that the task reads.")
     ] = None,
+    world: Annotated[
+        str | None, typer.Option(help="World to act in, such as house:rooms=3, in place of a task.")
+    ] = None,
     adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
     num: Annotated[int | None, typer.Option(help="Use the first NUM held-out prompts.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 = greedy, the default.")] = None,
@@ -182,14 +187,16 @@ def evaluate(
     config = _config_for(model, adapter, overrides)
     changes: dict[str, Any] = {
         "task": task,
+        "world": world,
         "dataset" if task else "eval_dataset": dataset,
         "num_eval_prompts": num,
         "eval_temperature": temperature,
     }
     config = config.replace(**{name: value for name, value in changes.items() if value is not None})
-    if config.data.task is None and config.data.eval_dataset is None:
-        raise ConfigError("nothing to measure on: give --task NAME or --dataset FILE")
-    if config.data.task is None and config.data.dataset is None:
+    acting = config.environment.world is not None
+    if config.data.task is None and config.data.eval_dataset is None and not acting:
+        raise ConfigError("nothing to measure on: give --task NAME, --world NAME or --dataset FILE")
+    if config.data.task is None and config.data.dataset is None and not acting:
         config = config.replace(dataset=config.data.eval_dataset)
     measured = setup.load_task(config)
     other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
@@ -205,6 +212,7 @@ def evaluate(
     for name, value in result.metrics.items():
         table.add_row(name, f"{value:.4g}")
     out.print(table)
+    print_types(out, result)
     if other is not None:
         before = _trainer(other).evaluation()
         if result.correct is None or before.correct is None:
@@ -300,6 +308,27 @@ def questions(
 
 
 @app.command()
+def play(
+    world: Annotated[str, typer.Argument(help="A world, with options: house, house:rooms=4.")],
+    number: Annotated[int, typer.Option("-n", "--number", min=0, help="Which of the held-out tasks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the world.")] = 0,
+    expert: Annotated[
+        bool, typer.Option("--expert", help="Let the world's own expert play, where it has one.")
+    ] = False,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Actions; default: what the world says.")] = None,
+) -> None:
+    """Play an episode of a world in the terminal, seeing what a model would see."""
+    from covey.cli_play import play_in_terminal
+    from covey.environments.registry import get_world
+
+    chosen = get_world(world)
+    tasks = chosen.eval_tasks()
+    if number >= len(tasks):
+        raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
+    play_in_terminal(out, chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
+
+
+@app.command()
 def curve(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders; several are drawn together with their mean and range.")
@@ -368,7 +397,15 @@ def _name(config: GRPOConfig) -> str:
 
 
 def _show(result: Evaluation, number: int) -> None:
-    """Print completions, marked as right or wrong where that is known."""
+    """Print completions, marked as right or wrong where that is known; of agents, what they saw and did."""
+    from covey.training.report import transcript
+
+    played = [trajectory for group in result.rollout.groups for trajectory in group.trajectories]
+    for trajectory in played[:number]:
+        out.print(visible(transcript(trajectory), 5000), markup=False, highlight=False)
+        out.print()
+    if played:
+        return
     pairs = [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes]
     for index, (prompt, episode) in enumerate(pairs[:number]):
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")

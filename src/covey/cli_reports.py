@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from covey.observe.choices import share
 from covey.observe.console import visible
 from covey.observe.statistics import PairedDifference
 
 if TYPE_CHECKING:
+    from covey.training.evaluate import Evaluation
     from covey.training.questions import Question
 
 
@@ -87,3 +89,17 @@ def print_questions(out: Console, questions: Sequence[Question], prompts: Mappin
             visible(prompts.get(question.uid, ""), 120).replace("\n", " "),
         )
     out.print(hardest)
+
+
+def print_types(out: Console, result: Evaluation) -> None:
+    """Success of agents by type of task, with intervals; nothing for single answers or a single type."""
+    by_type: dict[str, list[bool]] = {}
+    for group in result.rollout.groups:
+        for trajectory in group.trajectories:
+            by_type.setdefault(str(group.prompt.columns.get("type", "")), []).append(trajectory.success)
+    if len(by_type) < 2:
+        return
+    table = Table("type", "episodes", "success (95 %)")
+    for name, successes in sorted(by_type.items()):
+        table.add_row(name, str(len(successes)), percent(share(sum(successes), len(successes))))
+    out.print(table)

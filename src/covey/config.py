@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from covey.algorithms.config import AlgorithmConfig
 from covey.config_names import FIELDS, SECTIONS, canonical_names
 from covey.config_text import FieldHelp, explain, explain_error, parse_overrides, render_explain, to_toml
+from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.observe.config import RunConfig
 from covey.rewards.config import RewardConfig
@@ -34,6 +35,7 @@ from covey.training.config import EvaluationConfig, OptimConfig, PhaseConfig, Sc
 __all__ = [
     "AlgorithmConfig",
     "DataConfig",
+    "EnvironmentConfig",
     "EvaluationConfig",
     "FieldHelp",
     "GRPOConfig",
@@ -66,6 +68,9 @@ class GRPOConfig(BaseModel):
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
     data: DataConfig = Field(default_factory=DataConfig, description="Where prompts come from.")
     rewards: RewardConfig = Field(default_factory=RewardConfig, description="How rewards are combined.")
+    environment: EnvironmentConfig = Field(
+        default_factory=EnvironmentConfig, description="A world in which an agent acts for several turns."
+    )
     optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its learning rate.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="How long a run is, in phases.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="When the policy is measured.")
@@ -193,6 +198,16 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"sampling.sampler_dtype={sampling.sampler_dtype!r}: then the sampler is not quite the policy that is "
             'trained; set algorithm.importance_sampling_correction (such as "token_truncate"), or '
             'sampling.sampler_dtype to "model"'
+        )
+    if config.environment.world is not None and (config.data.task or config.data.dataset):
+        problems.append(
+            f"environment.world={config.environment.world!r} and data.task or data.dataset: an agent's tasks come from "
+            "its world; remove one of them"
+        )
+    if config.environment.world is None and algorithm.adv_estimator == "gigpo":
+        problems.append(
+            "algorithm.adv_estimator='gigpo': it compares turns, so it needs environment.world; use grpo for single "
+            "answers"
         )
     if problems:
         raise ConfigError("\n".join(problems))

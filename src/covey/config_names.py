@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from covey import config_trl
 from covey.algorithms.config import AlgorithmConfig
+from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.observe.config import RunConfig
 from covey.rewards.config import RewardConfig
@@ -28,6 +29,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "sampling": SamplingConfig,
     "data": DataConfig,
     "rewards": RewardConfig,
+    "environment": EnvironmentConfig,
     "optim": OptimConfig,
     "schedule": ScheduleConfig,
     "evaluation": EvaluationConfig,

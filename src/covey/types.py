@@ -187,10 +187,10 @@ class Group:
     Attributes:
         prompt: the shared prompt.
         episodes: the G episodes.
-        rewards: `[G]` float64, NaN where no reward function could score the completion (`None`).
+        rewards: `[G]` float64, one for each episode, or for each trajectory where there are any; NaN where no reward
+            function could score it (`None`), or an environment failed.
         reward_parts: for each reward function, its unweighted `[G]` rewards (NaN for None).
-        trajectories: of agents, whose episodes these are, one trajectory after another; each episode then has the
-            reward of its trajectory. Empty for single answers.
+        trajectories: of agents, whose episodes these are, one trajectory after another. Empty for single answers.
     """
 
     prompt: Prompt
@@ -258,10 +258,13 @@ class Request:
 
     Requests with equal `token_ids` share one prefill. `stream` keys the counter-based random stream of this completion,
     usually `(seed, step, prompt index, sample index)`: equal streams draw equal numbers, whatever else is in the batch.
+    `choices`, where given, are the only token sequences that may be sampled; the completion records what was left to
+    choose from as its `support`.
     """
 
     token_ids: IntArray
     stream: tuple[int, ...] = (0,)
+    choices: tuple[tuple[int, ...], ...] | None = None
 
 
 Progress = Callable[[int, int], None]

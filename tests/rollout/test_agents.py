@@ -85,7 +85,7 @@ class FakeGenerator:
     def room_for_turn(self, row: Any, said: int) -> int:
         return max(0, self._room - len(row.ids) - said)
 
-    def extend(self, row: Any, token_ids: IntArray, stream: tuple[int, ...]) -> None:
+    def extend(self, row: Any, token_ids: IntArray, stream: tuple[int, ...], choices: Any = None) -> None:
         assert row.keep
         assert row not in self._running
         row.ids += token_ids.tolist()

@@ -48,10 +48,10 @@ def length(completions: list[str], **columns: Any) -> list[float]:
 def collect(prompts: list[Prompt], generator: EchoGenerator, reward: Any = length, n: int = 3) -> Rollout:
     return collect_groups(
         prompts,
-        generator,
-        Scorer(reward),
         SamplingSettings(),
-        lambda ids: "x" * len(ids),
+        generator=generator,
+        scorer=Scorer(reward),
+        decode=lambda ids: "x" * len(ids),
         num_generations=n,
         streams=[(5, 0, index) for index in range(len(prompts))],
         policy_version=4,

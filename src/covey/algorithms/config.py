@@ -10,7 +10,7 @@ from covey.algorithms.presets import LOSS_PRESETS
 
 LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo", "sapo", "reinforce"]
 KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased", "exact", "exact_weighted"]
-AdvantageEstimator = Literal["grpo", "naive_grpo", "dr_grpo", "rloo"]
+AdvantageEstimator = Literal["grpo", "naive_grpo", "dr_grpo", "rloo", "gigpo"]
 MismatchCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -31,7 +31,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         default="grpo",
         description="How a reward becomes an advantage: grpo (against the group's mean and spread), "
         "naive_grpo (the same, each multi-turn episode counted once), dr_grpo (mean only), rloo (mean of "
-        "the others).",
+        "the others), gigpo (agents: episodes, and turns that began with the same observation).",
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group",

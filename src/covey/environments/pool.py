@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -54,6 +55,7 @@ class EnvironmentPool:
         self._template = _Template(world)
         self._places = [_Place(self._template) for _ in range(places)]
         self._early: list[tuple[int, Found]] = []
+        weakref.finalize(self, _close, self._places, self._template)
 
     def __len__(self) -> int:
         """Number of places."""
@@ -99,10 +101,8 @@ class EnvironmentPool:
         return None if answer is None or "error" in answer else answer["expert"]
 
     def close(self) -> None:
-        """End every process."""
-        for place in self._places:
-            place.stop()
-        self._template.stop()
+        """End every process; those that are needed again start anew."""
+        _close(self._places, self._template)
 
     def __enter__(self) -> Self:
         """Return the pool itself."""
@@ -224,11 +224,12 @@ class _Template:
         if hello is None:
             ours.close()
             raise OSError("no process came up")
-        return ours, weakref.finalize(ours, _kill, hello["pid"], _handle(hello["pid"]))
+        return ours, partial(_kill, hello["pid"], _handle(hello["pid"]))
 
     def stop(self) -> None:
-        self._stop()
-        self._control = None
+        if self._control is not None:
+            self._stop()
+            self._control = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -240,7 +241,7 @@ class _Template:
                 stdout=subprocess.DEVNULL,
             )
         self._control = ours
-        self._stop = weakref.finalize(self, _end, process, ours)
+        self._stop = partial(_end, process, ours)
         answer = None
         try:
             frames.send(ours.fileno(), {"world": self._world})
@@ -252,6 +253,12 @@ class _Template:
             self.stop()
             reason = "it took too long or ended itself" if answer is None else answer["error"]
             raise ConfigError(f"the environments' process did not start: {reason}")
+
+
+def _close(places: list[_Place], template: _Template) -> None:
+    for place in places:
+        place.stop()
+    template.stop()
 
 
 def _handle(pid: int) -> int | None:

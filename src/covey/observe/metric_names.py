@@ -77,6 +77,15 @@ sampling/importance_sampling_ratio/max | | largest of it
 mask_ratio | fraction | completions of which some token is left in the loss; only where a mask is on
 mask/<reason> | fraction | sampled tokens that this mask excluded from the loss
 dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling replaced
+agent/success | fraction | episodes in which the agent solved its task
+agent/turns | turns | mean number of actions in an episode
+agent/no_action_ratio | fraction | turns that were no valid action
+agent/failed_ratio | fraction | episodes that an environment's failure ended
+agent/cut_short_ratio | fraction | episodes that a limit of turns or tokens ended
+agent/full_context_ratio | fraction | episodes that the limit of tokens ended
+agent/cut_observations | observations | observations longer than environment.max_observation_tokens
+agent/waiting_share | fraction | of the time in which episodes were played: nothing could be sampled, since every
+    episode waited for its environment
 step_time | seconds | wall-clock time of the whole step
 time/sampling | seconds | of it, sampling completions
 time/scoring | seconds | of it, reward functions

@@ -20,7 +20,7 @@ import numpy as np
 from covey.environments.actions import ActionFormat, parse_action
 from covey.environments.base import Observation, Outcome
 from covey.environments.pool import EnvironmentPool
-from covey.errors import EpisodeError
+from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
 from covey.types import (
     Completion,
@@ -47,7 +47,9 @@ class TurnSession(Protocol):
     def busy(self) -> bool: ...
     def start(self, request: Request, *, keep: bool = False) -> Any: ...
     def room_for_turn(self, row: Any, said: int) -> int: ...
-    def extend(self, row: Any, token_ids: IntArray, stream: tuple[int, ...]) -> None: ...
+    def extend(
+        self, row: Any, token_ids: IntArray, stream: tuple[int, ...], choices: tuple[tuple[int, ...], ...] | None = None
+    ) -> None: ...
     def drop(self, row: Any) -> None: ...
     def advance(self) -> list[Any]: ...
     def completion(self, row: Any) -> Completion: ...
@@ -149,11 +151,12 @@ class Player:
     """Plays groups of episodes.
 
     Args:
-        pool: where the worlds are.
+        pool: where the worlds are; the player closes it.
         template: writes what the worlds say as tokens.
         decode: token ids -> text without special tokens.
         tokenizer: counts and cuts observations.
         settings: how.
+        eos_token_ids: what ends an action that is chosen among the admissible ones.
     """
 
     def __init__(
@@ -163,9 +166,10 @@ class Player:
         decode: Callable[[Sequence[int]], str],
         tokenizer: Any,
         settings: PlaySettings,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._pool, self._template, self._decode = pool, template, decode
-        self._tokenizer, self._settings = tokenizer, settings
+        self._tokenizer, self._settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
 
     def play(
@@ -208,6 +212,29 @@ class Player:
         finished = game.run(progress)
         self.stats.seconds = time.perf_counter() - began
         return [finished[start : start + num_generations] for start in range(0, len(finished), num_generations)]
+
+    def close(self) -> None:
+        """End the environments' processes."""
+        self._pool.close()
+
+    def choices(self, live: _Live) -> tuple[tuple[int, ...], ...] | None:
+        """The admissible actions as token sequences, where nothing else may be said.
+
+        Raises:
+            ConfigError: the world does not say what is admissible.
+        """
+        if self._settings.action_format != "choice":
+            return None
+        if not live.seen.actions:
+            raise ConfigError(
+                "environment.action_format='choice': the world does not say which actions are admissible; use text or "
+                "tags"
+            )
+        encoded = (
+            self._tokenizer(action, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            for action in live.seen.actions
+        )
+        return tuple((*ids, *self._eos) for ids in encoded)
 
     def words(self, live: _Live) -> str:
         """What the policy reads next: the observation, with what may be done, and in "steps" mode what came before."""
@@ -369,10 +396,11 @@ class _Game:
             if self._session.room_for_turn(live.row, len(ids)) == 0:
                 self._end(live, "context")
                 return
-            self._session.extend(live.row, ids, stream)
+            self._session.extend(live.row, ids, stream, self._player.choices(live))
         else:
             ids = self._template.opening(words)
-            live.row = self._opened(len(ids)).start(Request(ids, stream), keep=self._conversing)
+            request = Request(ids, stream, self._player.choices(live))
+            live.row = self._opened(len(ids)).start(request, keep=self._conversing)
         live.ids += ids.tolist()
         live.sampled += [False] * len(ids)
         live.logprobs += [0.0] * len(ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from covey.algorithms import (
     soft_overlong_punishment,
     truncated_mask,
 )
+from covey.rollout.credit import CreditSettings, agent_advantages
 from covey.types import Batch, BoolArray, Episode, Group, Prompt
 
 HasAnswer = Callable[[Prompt, str], bool]
@@ -34,6 +35,7 @@ class BatchSettings:
         reward_weights: one for each reward function, in the order of `Group.reward_parts`.
         has_valid_answer: for the validity mask.
         max_completion_length: sampling limit in tokens, for the overlong punishment.
+        credit: how the turns of agents get their advantages.
     """
 
     reward_weights: tuple[float, ...]
@@ -47,6 +49,7 @@ class BatchSettings:
     has_valid_answer: HasAnswer = has_text
     soft_overlong_cache: int = 0
     max_completion_length: int = 256
+    credit: CreditSettings = field(default_factory=CreditSettings)
 
 
 def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
@@ -61,7 +64,10 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
     """
     episodes = tuple(episode for group in groups for episode in group.episodes)
     group_ids = np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])
-    advantages = _advantages(groups, group_ids, episodes, settings)
+    if any(group.trajectories for group in groups):
+        advantages = agent_advantages(groups, settings.credit)
+    else:
+        advantages = _advantages(groups, group_ids, episodes, settings)[:, None]
     exists = np.arange(max(e.num_sampled for e in episodes))[None, :] < np.array([[e.num_sampled] for e in episodes])
     keep: dict[str, BoolArray] = {}
     if settings.mask_truncated_completions:
@@ -71,6 +77,9 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
         texts = [episode.text for episode in episodes]
         whole = create_sampling_mask(texts, settings.validity_min_length, has_valid_answer=lambda text: True)
         keep["validity_mask"] = whole & np.array(answered, np.bool_)
+    failed = _of_failed(groups, settings.credit)
+    if failed.any():
+        keep["failed_episodes"] = ~failed
     mask, excluded = combine_masks(exists, keep)
     old = np.zeros(exists.shape, np.float32)
     for row, episode in enumerate(episodes):
@@ -78,11 +87,23 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
     return Batch(
         episodes=episodes,
         group=group_ids.astype(np.int64),
-        advantages=np.where(exists, advantages[:, None], 0.0).astype(np.float32),
+        advantages=np.where(exists, advantages, 0.0).astype(np.float32),
         mask=np.asarray(mask),
         old_logprobs=old,
         excluded={name: np.asarray(tokens) for name, tokens in excluded.items()},
     )
+
+
+def _of_failed(groups: Sequence[Group], credit: CreditSettings) -> BoolArray:
+    """`[N]` episodes of trajectories that an environment's failure ended, where these are excluded."""
+    rows: list[bool] = []
+    for group in groups:
+        if not group.trajectories:
+            rows += [False] * len(group.episodes)
+        for trajectory in group.trajectories:
+            excluded = trajectory.ended == "failed" and credit.failed_episodes == "exclude"
+            rows += [excluded] * len(trajectory.episodes)
+    return np.array(rows, np.bool_)
 
 
 def _advantages(

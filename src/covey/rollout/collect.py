@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from covey.rollout.scoring import Scorer
 from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
@@ -23,6 +24,7 @@ class Rollout:
         scoring_seconds: wall time in the reward functions.
         sampled_tokens: tokens that the policy sampled, those of groups later discarded included.
         discarded: groups that were sampled but carry no information (dynamic sampling only).
+        metrics: what else there is to tell of them (agents).
     """
 
     groups: tuple[Group, ...]
@@ -30,15 +32,33 @@ class Rollout:
     scoring_seconds: float
     sampled_tokens: int
     discarded: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Collector(Protocol):
+    """Samples and scores a group for each prompt: single answers, or episodes of an agent."""
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        settings: SamplingSettings,
+        *,
+        num_generations: int,
+        streams: Sequence[tuple[int, ...]],
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> Rollout:
+        """See `collect_groups`."""
+        ...
 
 
 def collect_groups(
     prompts: Sequence[Prompt],
+    settings: SamplingSettings,
+    *,
     generator: Generator,
     scorer: Scorer,
-    settings: SamplingSettings,
     decode: Decode,
-    *,
     num_generations: int,
     streams: Sequence[tuple[int, ...]],
     policy_version: int,
@@ -48,9 +68,9 @@ def collect_groups(
 
     Args:
         prompts: one for each group.
+        settings: how tokens are drawn.
         generator: who samples; see `covey.types.Generator`.
         scorer: the reward functions with their weights.
-        settings: how tokens are drawn.
         decode: token ids -> text without special tokens.
         num_generations: group size G.
         streams: for each prompt, the key of its random stream; the sample's index is appended.

@@ -39,4 +39,5 @@ def collect_informative_groups(collect: Callable[[int], Rollout], wanted: int, s
         scoring_seconds=sum(rollout.scoring_seconds for rollout in tries),
         sampled_tokens=sum(rollout.sampled_tokens for rollout in tries),
         discarded=sum(len(rollout.groups) for rollout in tries) - len(groups),
+        metrics={name: sum(r.metrics[name] for r in tries) / len(tries) for name in tries[-1].metrics},
     )

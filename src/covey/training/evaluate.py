@@ -9,10 +9,9 @@ import numpy as np
 
 from covey.observe.statistics import wilson_interval
 from covey.rollout.batching import HasAnswer, has_text
-from covey.rollout.collect import Decode, Rollout, collect_groups
-from covey.rollout.scoring import Scorer
+from covey.rollout.collect import Collector, Rollout
 from covey.training.report import no_answer_ratio
-from covey.types import BoolArray, Generator, Progress, Prompt, SamplingSettings
+from covey.types import BoolArray, Progress, Prompt, SamplingSettings
 
 IsCorrect = Callable[[Prompt, str], bool]
 """Does this completion solve this prompt? The definition of `eval/accuracy`."""
@@ -38,10 +37,8 @@ class Evaluation:
 
 def evaluate(
     prompts: Sequence[Prompt],
-    generator: Generator,
-    scorer: Scorer,
+    collect: Collector,
     settings: SamplingSettings,
-    decode: Decode,
     *,
     policy_version: int,
     seed: int,
@@ -50,20 +47,18 @@ def evaluate(
     samples: int = 1,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Sample `samples` completions for each held-out prompt, score them, and count the correct ones.
+    """Sample `samples` completions, or play `samples` episodes, of each held-out prompt, and count the correct ones.
 
-    Accuracy is the share of completions for which `is_correct` holds. Without it, rewards that are all 0 or 1 are taken
-    as right or wrong; other rewards have no accuracy and only `eval/reward` is reported.
+    Accuracy is the share of completions for which `is_correct` holds, of episodes that end in success. Without
+    `is_correct`, rewards that are all 0 or 1 are taken as right or wrong; other rewards have no accuracy and only
+    `eval/reward` is reported.
 
     The interval is Wilson's over the completions; with `samples` above 1 completions of one prompt are not independent,
     and the interval is too narrow: use 1 to quote a number.
     """
-    rollout = collect_groups(
+    rollout = collect(
         prompts,
-        generator,
-        scorer,
         settings,
-        decode,
         num_generations=samples,
         streams=[(seed, EVALUATION_STREAM, index) for index in range(len(prompts))],
         policy_version=policy_version,
@@ -74,12 +69,13 @@ def evaluate(
     lengths = np.array([episode.num_sampled for episode in episodes])
     metrics = {
         "eval/reward": _mean(rewards),
-        "eval/num_completions": float(len(episodes)),
+        "eval/num_completions": float(len(rewards)),
         "eval/completions/mean_length": float(lengths.mean()),
         "eval/completions/clipped_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),
         "eval/completions/no_answer_ratio": no_answer_ratio(rollout, has_answer),
         "eval/seconds": rollout.sampling_seconds + rollout.scoring_seconds,
     }
+    metrics |= {f"eval/{name}": value for name, value in rollout.metrics.items()}
     for name in rollout.groups[0].reward_parts:
         metrics[f"eval/rewards/{name}/mean"] = _mean(np.concatenate([g.reward_parts[name] for g in rollout.groups]))
     correct = correct_completions(rollout, is_correct)
@@ -99,10 +95,13 @@ def _mean(values: np.ndarray) -> float:
 
 
 def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolArray | None:
-    """`[N]` which completions are right, in the order of the groups; None where nothing says so.
+    """`[N]` which completions are right, or which trajectories succeeded, in the order of the groups; None where
+    nothing says so.
 
     Without `is_correct`, rewards that are all 0 or 1 mean wrong or right.
     """
+    if any(group.trajectories for group in rollout.groups):
+        return np.array([t.success for group in rollout.groups for t in group.trajectories], dtype=np.bool_)
     if is_correct is not None:
         return np.array([is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_)
     rewards = np.concatenate([group.rewards for group in rollout.groups])

@@ -23,7 +23,7 @@ import numpy as np
 
 from covey.observe.memory import forget_peak, peak_cuda_bytes, peak_rss_bytes, rss_bytes
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.collect import Rollout
 from covey.rollout.packing import pack_episodes
 from covey.training import setup
 from covey.training.schedule import Progress, ResolvedPhase
@@ -204,12 +204,9 @@ def _sample(trainer: GRPOTrainer, phase: ResolvedPhase) -> tuple[list[Rollout], 
     for number in range(max(2, -(-_PROBE_GROUPS // count))):
         places = range(number * count, (number + 1) * count)
         rollouts.append(
-            collect_groups(
+            trainer.collect(
                 [trainer.prompts[i % len(trainer.prompts)] for i in places],
-                trainer.engine,
-                trainer.data.scorer,
                 setup.sampling_settings(trainer.args, trainer.policy, phase.temperature),
-                trainer.decode,
                 num_generations=phase.num_generations,
                 streams=[(trainer.args.run.seed, _STREAM, i) for i in places],
                 policy_version=trainer.state.policy_version,

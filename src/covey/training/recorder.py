@@ -102,7 +102,7 @@ class Recorder:
                 raise
             finally:
                 self._observers.on_run_end(status)
-                trainer.data.scorer.close()
+                trainer.close()
 
     def _finish(self, folder: RunFolder) -> None:
         trainer, state = self._trainer, self._trainer.state

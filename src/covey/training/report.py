@@ -10,11 +10,13 @@ import numpy as np
 
 from covey.rollout.batching import HasAnswer
 from covey.rollout.collect import Rollout
-from covey.types import Batch, BoolArray, Group
+from covey.types import Batch, BoolArray, Group, Trajectory
 
 
 def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:
-    """Share of the completions that hold no answer at all."""
+    """Share of the completions that hold no answer at all; of agents' turns, those that were no valid action."""
+    if "agent/no_action_ratio" in rollout.metrics:
+        return rollout.metrics["agent/no_action_ratio"]
     return float(np.mean([not has_answer(g.prompt, e.text) for g in rollout.groups for e in g.episodes]))
 
 
@@ -42,6 +44,7 @@ def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
         metrics["completions/mean_terminated_length"] = float(ended.mean())
         metrics["completions/min_terminated_length"] = float(ended.min())
         metrics["completions/max_terminated_length"] = float(ended.max())
+    metrics |= rollout.metrics
     if rollout.discarded:
         metrics["dynamic_sampling/discarded_groups"] = float(rollout.discarded)
     for name in groups[0].reward_parts:
@@ -69,6 +72,9 @@ def completion_rows(
     rows = []
     row = 0
     for number, group in enumerate(groups):
+        if group.trajectories:
+            rows += _trajectory_rows(number, group)
+            continue
         prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
         for sample, episode in enumerate(group.episodes):
             entry: dict[str, Any] = {
@@ -95,6 +101,39 @@ def completion_rows(
             for entry, value in zip(rows, values, strict=True):
                 entry.setdefault(name, value)
     return rows
+
+
+def _trajectory_rows(number: int, group: Group) -> list[dict[str, Any]]:
+    """One row for each trajectory, with all of it to read."""
+    return [
+        {
+            "group": number,
+            "sample": sample,
+            "uid": group.prompt.uid,
+            "type": str(group.prompt.columns.get("type", "")),
+            "prompt": trajectory.turns[0].observation if trajectory.turns else "",
+            "completion": transcript(trajectory),
+            "reward": float(group.rewards[sample]),
+            "correct": trajectory.success,
+            "turns": len(trajectory.turns),
+            "no_actions": sum(not turn.valid for turn in trajectory.turns),
+            "length": sum(episode.num_sampled for episode in trajectory.episodes),
+            "ended": trajectory.ended,
+            "error": trajectory.error,
+            "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
+        }
+        for sample, trajectory in enumerate(group.trajectories)
+    ]
+
+
+def transcript(trajectory: Trajectory) -> str:
+    """What was seen, said and earned, as text to read."""
+    lines = []
+    for turn in trajectory.turns:
+        note = "" if turn.valid else "  (no valid action)"
+        earned = f"  [{turn.reward:+g}]" if turn.reward else ""
+        lines.append(f"{turn.observation}\n> {turn.said.strip()}{note}{earned}")
+    return "\n".join([*lines, f"({trajectory.error or trajectory.ended})"])
 
 
 def _std(values: np.ndarray, correction: int) -> float:

@@ -21,6 +21,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.learner import Correction, Learner
 from covey.pytorch.policy import Policy
 from covey.rollout.batching import BatchSettings, HasAnswer, has_text
+from covey.rollout.credit import CreditSettings
 from covey.rollout.scoring import Scorer
 from covey.tasks import Task, get_task
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
@@ -31,6 +32,7 @@ from covey.types import Prompt, SamplingSettings
 
 if TYPE_CHECKING:
     from covey.config import GRPOConfig
+    from covey.environments import World
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +67,11 @@ def load_task(config: GRPOConfig) -> Task | None:
     return get_task(data.task, **{name: value for name, value in options.items() if value is not None})
 
 
-def with_task_defaults(config: GRPOConfig, task: Task | None) -> GRPOConfig:
-    """Completions as long as the task's answers need, unless the user said how long."""
-    if task is None or "max_completion_length" in config.sampling.model_fields_set:
+def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:
+    """Completions as long as the task's answers or the world's actions need, unless the user said how long."""
+    if source is None or "max_completion_length" in config.sampling.model_fields_set:
         return config
-    return config.replace(max_completion_length=task.max_completion_length)
+    return config.replace(max_completion_length=source.max_completion_length)
 
 
 def load_data(
@@ -233,6 +235,21 @@ def batch_settings(config: GRPOConfig, data: Data) -> BatchSettings:
         has_valid_answer=data.has_answer,
         soft_overlong_cache=config.rewards.soft_overlong_cache,
         max_completion_length=config.sampling.max_completion_length,
+        credit=credit_settings(config),
+    )
+
+
+def credit_settings(config: GRPOConfig) -> CreditSettings:
+    """How the turns of agents get their advantages."""
+    chosen, played = config.algorithm, config.environment
+    return CreditSettings(
+        adv_estimator=chosen.adv_estimator,
+        scale_rewards=chosen.scale_rewards,
+        std_correction=chosen.std_correction,
+        step_score=played.step_score,
+        discount=played.discount,
+        step_advantage_weight=played.step_advantage_weight,
+        failed_episodes=played.failed_episodes,
     )
 
 

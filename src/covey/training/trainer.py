@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from covey.errors import CoveyError, DataError, RewardError
 from covey.observe.memory import memory_metrics
+from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.collect import Collector, Rollout, collect_groups
 from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
 from covey.tasks.dataset import load_rows
-from covey.training import setup
+from covey.training import agents, setup
 from covey.training.callbacks import Callbacks
 from covey.training.evaluate import Evaluation, correct_completions, evaluate
 from covey.training.questions import Answers, QuestionHistory, count_answers
@@ -38,6 +39,7 @@ from covey.types import Progress as ProgressCall
 
 if TYPE_CHECKING:
     from covey.config import GRPOConfig
+    from covey.environments import World
     from covey.tasks import Task
 
 TRAINING_STREAM = 0
@@ -90,11 +92,14 @@ class GRPOTrainer:
         peft_config: a `peft.LoraConfig` in place of the `lora_*` settings.
         callbacks: objects with methods of `transformers.TrainerCallback`.
         task: a task object in place of `args.data.task`.
+        world: a world in place of `args.environment.world`; rewards and tasks are then its own.
 
     Attributes:
         state: counters and `log_history`.
         policy: the model that is trained.
         engine: the sampler.
+        collect: samples and scores groups with it.
+        world: what agents act in, None for single answers.
         learner: the policy's optimiser.
         data: rows, reward functions, and what counts as correct.
         prompts: the training rows, tokenised; `eval_prompts` the held-out ones.
@@ -116,6 +121,7 @@ class GRPOTrainer:
         callbacks: Sequence[Any] | None = None,
         *,
         task: Task | None = None,
+        world: World | None = None,
     ) -> None:
         if args is None:
             from covey.config import GRPOConfig
@@ -124,9 +130,13 @@ class GRPOTrainer:
         if isinstance(model, str | Path):
             args = args.replace(model=str(model))
             model = None
+        self.world = world = agents.load_world(args) if world is None else world
         task = setup.load_task(args) if task is None else task
-        self.args = args = setup.with_task_defaults(args, task)
-        self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
+        self.args = args = setup.with_defaults(args, world or task)
+        if world is None:
+            self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
+        else:
+            self.data = agents.world_data(args, world)
         self.phases = setup.make_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = setup.make_policy(args, model, processing_class, peft_config)
@@ -139,6 +149,7 @@ class GRPOTrainer:
         self.questions = QuestionHistory([prompt.uid for prompt in self.prompts])
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
+        self.collect = self._make_collector()
         self.batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
@@ -183,12 +194,9 @@ class GRPOTrainer:
             rows = self._order.take(position, count)
             streams = [(args.run.seed, TRAINING_STREAM, position + offset) for offset in range(count)]
             position += count
-            return collect_groups(
+            return self.collect(
                 [self.prompts[row] for row in rows],
-                self.engine,
-                self.data.scorer,
                 settings,
-                self.decode,
                 num_generations=phase.num_generations,
                 streams=streams,
                 policy_version=self.state.policy_version,
@@ -223,7 +231,21 @@ class GRPOTrainer:
         self.engine.sync(self.policy.model, self.state.policy_version)
         done.metrics["time/publish"] = time.perf_counter() - began
 
+    def _make_collector(self) -> Collector:
+        """Single answers scored by reward functions, or episodes played in a world."""
+        if self.world is not None:
+            return agents.make_collector(self.args, self.world, self.policy, self.engine, self.data, self.decode)
+        return partial(collect_groups, generator=self.engine, scorer=self.data.scorer, decode=self.decode)
+
+    def close(self) -> None:
+        """Stop what runs beside the trainer; what is needed again starts anew."""
+        self.data.scorer.close()
+        if isinstance(self.collect, AgentCollector):
+            self.collect.close()
+
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+        if self.world is not None:
+            return agents.task_prompts(rows)
         return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)
 
     # ------------------------------------------------------------------ counting, reporting
@@ -245,7 +267,7 @@ class GRPOTrainer:
 
     def _count(self, sampled: _Sampled, seconds: float) -> None:
         state, rollout = self.state, sampled.rollout
-        prompt_tokens = sum(len(group.prompt.token_ids) * len(group.episodes) for group in rollout.groups)
+        prompt_tokens = sum(int((~e.sampled).sum()) for group in rollout.groups for e in group.episodes)
         state.global_step += 1
         state.data_position = sampled.position
         state.epoch = sampled.position / len(self.prompts)
@@ -308,10 +330,8 @@ class GRPOTrainer:
             progress = partial(self._recorder.progress, "evaluating")
         return evaluate(
             prompts,
-            self.engine,
-            self.data.scorer,
+            self.collect,
             setup.sampling_settings(self.args, self.policy, self.args.evaluation.eval_temperature),
-            self.decode,
             policy_version=self.state.policy_version,
             seed=self.args.run.seed,
             is_correct=self.data.is_correct,

@@ -119,6 +119,18 @@ def test_plain_completions_and_conversations_in_one_batch() -> None:
     assert stats.peak_batch == 4
 
 
+def test_a_prompt_that_comes_again_while_it_is_in_use() -> None:
+    engine = Engine(tiny_model("llama"))
+    (ids,) = prompts((9,))
+    session = engine.session(SETTINGS, policy_version=0, rows=3, own_tokens=40, prompt_lengths=[9])
+    first = session.start(Request(ids, (0,)), keep=True)
+    turn(session)
+    second = session.start(Request(ids, (0,)), keep=True)
+    (completion,) = turn(session).values()
+    assert second.own == first.own == completion.token_ids.tolist()
+    assert engine.last_stats.prefill_tokens == 9
+
+
 def test_room() -> None:
     model = tiny_model("llama")
     engine = Engine(model, context_length=40)
@@ -148,3 +160,39 @@ def test_a_cache_too_small_for_one_conversation() -> None:
         engine.session(SETTINGS, policy_version=0, rows=4, own_tokens=500, prompt_lengths=[20])
     with pytest.raises(GenerationError, match="version 0"):
         engine.session(SETTINGS, policy_version=3, rows=4, own_tokens=5, prompt_lengths=[20])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_choice_among_sequences(temperature: float) -> None:
+    model = tiny_model("llama")
+    engine = Engine(model)
+    (ids,) = prompts((9,))
+    choices = ((5, 6, 2), (5, 6, 7, 2), (9, 2))
+    settings = SamplingSettings(temperature=temperature, max_tokens=7, eos_token_ids=(2,))
+    session = engine.session(settings, policy_version=0, rows=40, own_tokens=30, prompt_lengths=[9])
+    rows = [session.start(Request(ids, (i,), choices if i else None), keep=True) for i in range(40)]
+    answers = turn(session)
+    logits = _logits(model, ids.tolist())
+    temperature = temperature or 1.0
+    first = (logits / temperature)[[5, 9]].log_softmax(-1)
+    said = [tuple(answers[id(row)].token_ids.tolist()) for row in rows[1:]]
+    assert set(said) <= set(choices)
+    for row, tokens in zip(rows[1:], said, strict=True):
+        completion = answers[id(row)]
+        assert completion.support is not None
+        assert completion.support.ids[: completion.support.offsets[1]].tolist() == [5, 9]
+        assert completion.logprobs[0] == pytest.approx(float(first[0 if tokens[0] == 5 else 1]), abs=1e-4)
+        if tokens[0] == 9:
+            assert completion.logprobs[1] == 0.0  # nothing else was left
+    if settings.temperature:
+        assert len(set(said)) > 1
+        share = np.mean([tokens[0] == 5 for tokens in said])
+        assert abs(share - float(first[0].exp())) < 0.3
+    session.extend(rows[1], np.array([4]), (99,), ((7, 2),))
+    (completion,) = turn(session).values()
+    assert completion.token_ids.tolist() == [7, 2]
+
+
+def _logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0, -1].float()

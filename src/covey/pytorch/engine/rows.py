@@ -61,6 +61,7 @@ class Row:
         own: every token after the prompt.
         held: how many of them have their keys and values in the slot.
         turn: where in `own` the present turn begins.
+        choices: the only sequences that the present turn may be; None = any.
         finish_reason: why the turn is over; None while it goes on.
     """
 
@@ -74,12 +75,22 @@ class Row:
     turn: int = 0
     logprobs: list[float] = field(default_factory=list)
     support: list[IntArray] = field(default_factory=list)
+    choices: tuple[tuple[int, ...], ...] | None = None
     finish_reason: FinishReason | None = None
 
     @property
     def sampled(self) -> int:
         """Tokens of the present turn."""
         return len(self.own) - self.turn
+
+    def allowed(self) -> IntArray | None:
+        """Ids that may come next, ascending; None = any."""
+        if self.choices is None:
+            return None
+        said = tuple(self.own[self.turn :])
+        place = len(said)
+        following = {choice[place] for choice in self.choices if len(choice) > place and choice[:place] == said}
+        return np.array(sorted(following), dtype=np.int64)
 
     def history(self) -> IntArray:
         """All tokens, prompt first."""

@@ -16,6 +16,7 @@ import bisect
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class Session:
         self._rows: list[Row] = []
         self._parked: list[Row] = []
         self._finished: list[Row] = []
+        self._more_may_come = False  # of a prompt that is known already
         self._attention: DecodeAttention | None = None
         self._tokens = {"prefill": 0, "decoded": 0}
         self._steps: list[tuple[int, float]] = []  # rows and seconds of each decode step
@@ -105,7 +107,7 @@ class Session:
         prompt = self._prompts.setdefault(ids.tobytes(), SharedPrompt(ids))
         prompt.users += 1
         limit = min(self._settings.max_tokens, self._context - length)
-        row = Row(prompt, limit, stream_key(request.stream), keep, self._matcher())
+        row = Row(prompt, limit, stream_key(request.stream), keep, self._matcher(), choices=request.choices)
         self._started.append(row)
         self._waiting.append(row)
         return row
@@ -116,13 +118,20 @@ class Session:
         left = min(self._context - len(row.prompt.token_ids) - own, self._cache.slot_tokens + 1 - own)
         return max(0, min(self._settings.max_tokens, left))
 
-    def extend(self, row: Row, token_ids: IntArray, stream: tuple[int, ...]) -> None:
+    def extend(
+        self,
+        row: Row,
+        token_ids: IntArray,
+        stream: tuple[int, ...],
+        choices: tuple[tuple[int, ...], ...] | None = None,
+    ) -> None:
         """Say something to a parked conversation and let it answer.
 
         Args:
             row: kept, and its turn over.
             token_ids: what is said, at least one token.
             stream: random stream of the answer.
+            choices: the only sequences that the answer may be; None = any.
 
         Raises:
             GenerationError: it is not parked, nothing is said, or the answer has no room (`room_for_turn`).
@@ -136,7 +145,7 @@ class Session:
             )
         row.own += [int(token) for token in token_ids]
         row.turn, row.limit, row.key = len(row.own), limit, stream_key(stream)
-        row.matcher, row.finish_reason = self._matcher(), None
+        row.matcher, row.finish_reason, row.choices = self._matcher(), None, choices
         row.logprobs, row.support = [], []
         self._resuming.append(row)
 
@@ -221,6 +230,7 @@ class Session:
 
     def make_room(self, rows: int, own_tokens: int, prompt_lengths: Sequence[int]) -> None:
         """Lay the cache out for conversations; see `Engine.session`."""
+        self._more_may_come = True
         slot_tokens = max(1, own_tokens - 1)
         prompt_tokens = sum(block_capacity(length) for length in prompt_lengths)
         fit = (self._cache.capacity - prompt_tokens) // slot_tokens
@@ -268,7 +278,7 @@ class Session:
                     length = len(self._waiting[0].prompt.token_ids)
                     raise GenerationError(
                         f"a prompt of {length} tokens does not fit the room reserved for prompts; raise "
-                        "sampling.kv_cache_gb or environment.max_prompt_tokens"
+                        "sampling.kv_cache_gb or environment.max_turn_prompt_tokens"
                     )
                 return  # no room until a running prompt's last row finishes
             if new:
@@ -363,7 +373,11 @@ class Session:
         started = time.perf_counter()
         keys = np.array([row.key for row in rows], dtype=np.uint64)
         drawn = np.array([row.sampled for row in rows], dtype=np.uint64)
-        draw = sample(logits, self._settings, uniforms(keys, drawn))
+        allowed = [row.allowed() for row in rows]
+        draw = sample(_only(logits, allowed), self._settings, uniforms(keys, drawn))
+        if draw.support is None and any(ids is not None for ids in allowed):
+            everything = np.arange(logits.shape[1])
+            draw = replace(draw, support=[everything if ids is None else ids for ids in allowed])
         if not np.isfinite(draw.logprobs).all():
             self._cache.clear()
             row = int(np.flatnonzero(~np.isfinite(draw.logprobs))[0])
@@ -445,6 +459,8 @@ class Session:
             self._release(row)
 
     def _drop_logits(self, admitted: Sequence[Row]) -> None:
+        if self._more_may_come:
+            return
         needed = {id(row.prompt) for row in self._waiting}
         for row in admitted:
             if id(row.prompt) not in needed:
@@ -456,3 +472,17 @@ class Session:
 
     def _tensor(self, values: Sequence[int] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
+
+
+def _only(logits: Tensor, allowed: Sequence[IntArray | None]) -> Tensor:
+    """The logits with those of forbidden ids at minus infinity."""
+    if all(ids is None for ids in allowed):
+        return logits
+    logits = logits.clone()
+    for row, ids in enumerate(allowed):
+        if ids is not None:
+            index = torch.from_numpy(ids).to(logits.device)
+            kept = logits[row, index]
+            logits[row] = -torch.inf
+            logits[row, index] = kept
+    return logits

@@ -1,0 +1,88 @@
+"""Groups of an agent's episodes, played and scored by their worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from covey.errors import EpisodeError
+from covey.rollout.agents import Player, PlayStats, TurnGenerator
+from covey.rollout.collect import Rollout
+from covey.rollout.credit import CreditSettings, trajectory_rewards
+from covey.types import Group, Progress, Prompt, SamplingSettings, Trajectory
+
+
+class AgentCollector:
+    """Plays each task in its world; a `covey.rollout.collect.Collector`.
+
+    Args:
+        generator: samples the turns.
+        player: plays the episodes.
+        credit: says what failed episodes count for.
+    """
+
+    def __init__(self, generator: TurnGenerator, player: Player, credit: CreditSettings) -> None:
+        self._generator, self._player, self._credit = generator, player, credit
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        settings: SamplingSettings,
+        *,
+        num_generations: int,
+        streams: Sequence[tuple[int, ...]],
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> Rollout:
+        """Play `num_generations` episodes of each task.
+
+        Raises:
+            GenerationError: from the generator.
+            EpisodeError: not a single episode of the step got as far as a turn.
+        """
+        played = self._player.play(
+            prompts,
+            self._generator,
+            settings,
+            num_generations=num_generations,
+            streams=streams,
+            policy_version=policy_version,
+            progress=progress,
+        )
+        groups = tuple(
+            Group(
+                prompt=prompt,
+                episodes=tuple(chain.from_iterable(t.episodes for t in trajectories)),
+                rewards=trajectory_rewards(trajectories, self._credit),
+                trajectories=tuple(trajectories),
+            )
+            for prompt, trajectories in zip(prompts, played, strict=True)
+        )
+        everything = list(chain.from_iterable(played))
+        if not any(trajectory.episodes for trajectory in everything):
+            error = next(t.error for t in everything)
+            raise EpisodeError(f"no episode got as far as a turn; the first one: {error}")
+        sampled = sum(episode.num_sampled for group in groups for episode in group.episodes)
+        stats = self._player.stats
+        return Rollout(groups, stats.seconds, 0.0, sampled, metrics=_metrics(everything, stats))
+
+    def close(self) -> None:
+        """End the environments' processes; they start anew when they are needed."""
+        self._player.close()
+
+
+def _metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[str, float]:
+    """Defined in `covey.observe.metric_names`."""
+    turns = max(stats.turns, 1)
+    return {
+        "agent/success": float(np.mean([t.success for t in trajectories])),
+        "agent/turns": float(np.mean([len(t.turns) for t in trajectories])),
+        "agent/no_action_ratio": stats.no_actions / turns,
+        "agent/failed_ratio": stats.failures / len(trajectories),
+        "agent/cut_short_ratio": float(np.mean([t.ended in ("turns", "context") for t in trajectories])),
+        "agent/full_context_ratio": float(np.mean([t.ended == "context" for t in trajectories])),
+        "agent/cut_observations": float(stats.cut_observations),
+        "agent/waiting_share": stats.waiting_seconds / stats.seconds if stats.seconds else 0.0,
+    }

@@ -1,0 +1,105 @@
+"""From a config and a world to what plays in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from covey.environments.base import World
+from covey.environments.pool import EnvironmentPool
+from covey.environments.registry import get_world
+from covey.errors import DataError
+from covey.pytorch.engine import Engine
+from covey.pytorch.policy import Policy
+from covey.rollout.agent_collect import AgentCollector
+from covey.rollout.agents import Player, PlaySettings
+from covey.rollout.batching import has_text
+from covey.rollout.conversation import ConversationTemplate
+from covey.rollout.scoring import Scorer
+from covey.training import setup
+from covey.types import Prompt
+
+if TYPE_CHECKING:
+    from covey.config import GRPOConfig
+
+_HOW_TO_ACT = {
+    "tags": "Write your action between <action> and </action>.",
+    "tool": 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.',
+}
+
+
+def load_world(config: GRPOConfig) -> World | None:
+    """The world named by `environment.world`, or None."""
+    name = config.environment.world
+    return None if name is None else get_world(name)
+
+
+def world_data(config: GRPOConfig, world: World) -> setup.Data:
+    """Task instances in place of prompts; the world says what is right.
+
+    Raises:
+        DataError: there is nothing to train on, or an instance is also held out.
+    """
+    train, held_out = world.train_tasks(config.run.seed), world.eval_tasks()
+    if not train:
+        raise DataError(f"environment.world={config.environment.world!r}: it has no training tasks")
+    both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
+    if both:
+        raise DataError(
+            f"environment.world={config.environment.world!r}: {len(both)} tasks are for training and held out, such as "
+            f"{min(both)!r}; the evaluation would be of what was trained"
+        )
+    if config.evaluation.num_eval_prompts is not None:
+        held_out = held_out[: config.evaluation.num_eval_prompts]
+    prompt = config.data.system_prompt or world.system_prompt
+    how = _HOW_TO_ACT.get(config.environment.action_format)
+    words = " ".join(filter(None, (prompt, how))) or None
+    return setup.Data(train, held_out, Scorer(_by_the_world), words, None, has_text)
+
+
+def task_prompts(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+    """Task instances as prompts without tokens: what is asked is known when an episode begins."""
+    return [
+        Prompt(np.zeros(0, np.int64), str(row.get("uid", index)), dict(row), str(row.get("uid", index)))
+        for index, row in enumerate(rows)
+    ]
+
+
+def make_collector(
+    config: GRPOConfig,
+    world: World,
+    policy: Policy,
+    engine: Engine,
+    data: setup.Data,
+    decode: Callable[[Sequence[int]], str],
+) -> AgentCollector:
+    """What plays episodes of the world with the engine."""
+    chosen = config.environment
+    template = ConversationTemplate(
+        policy.tokenizer, policy.eos_token_ids, data.system_prompt, config.data.chat_template_kwargs
+    )
+    pool = EnvironmentPool(
+        world, chosen.parallel_episodes, reset_seconds=chosen.reset_seconds, step_seconds=chosen.step_seconds
+    )
+    settings = PlaySettings(
+        max_turns=chosen.max_turns or world.max_turns,
+        context_mode=chosen.context_mode,
+        history_length=chosen.history_length,
+        action_format=chosen.action_format,
+        show_actions=chosen.show_actions,
+        invalid_action_penalty=chosen.invalid_action_penalty,
+        max_observation_tokens=chosen.max_observation_tokens,
+        max_conversation_tokens=min(chosen.max_conversation_tokens, engine.context_length),
+        max_prompt_tokens=chosen.max_turn_prompt_tokens,
+    )
+    player = Player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids)
+    return AgentCollector(engine, player, setup.credit_settings(config))
+
+
+def _by_the_world(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    raise AssertionError("episodes are scored by their world")
+
+
+_by_the_world.__name__ = "world"

@@ -1,0 +1,164 @@
+"""Agents trained in the bundled world, on a tiny model, through trainer and command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from covey import GRPOConfig, GRPOTrainer, cli
+from covey.environments import House
+from covey.errors import ConfigError, EpisodeError
+from covey.observe import describe_metric
+from covey.observe.run_folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
+from worlds import Unimportable
+
+
+@pytest.fixture
+def playing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    return settings | {
+        "world": "house:rooms=2,num_train=6,num_eval=3",
+        "max_steps": 2,
+        "max_conversation_tokens": 600,
+        "invalid_action_penalty": 0.1,
+        "action_format": "choice",
+        "max_completion_length": 16,
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"context_mode": "steps", "history_length": 1, "max_turn_prompt_tokens": 400},
+        {"adv_estimator": "naive_grpo", "norm_adv_by_std_in_grpo": False},
+        {"adv_estimator": "gigpo", "discount": 0.9, "beta": 0.0},
+        {"action_format": "tags", "loss_type": "dapo"},
+        {"action_format": "tool", "dynamic_sampling": True},
+    ],
+    ids=str,
+)
+def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) -> None:
+    trainer = GRPOTrainer(args=GRPOConfig(**(playing | changes)))
+    trainer.train()
+    folder = RunFolder.read(playing["output_dir"])
+    steps = [record for record in folder.read_metrics() if "loss" in record]
+    assert len(steps) == 2
+    for record in steps:
+        undefined = [name for name in record if describe_metric(name) is None]
+        assert undefined == []
+        assert record["accuracy"] == record["agent/success"]
+        assert 1 <= record["agent/turns"] <= 4
+        # one program with itself: what the sampler recorded is what the trainer computes, over all turns
+        if "sampling/sampling_logp_difference/max" in record:
+            assert record["sampling/sampling_logp_difference/max"] < 1e-3
+    rows = folder.read_completions(1)
+    assert len(rows) == 8
+    assert "Find the" in rows[0]["prompt"]
+    assert "\n> " in rows[0]["completion"]
+    assert {row["ended"] for row in rows} <= {"done", "turns", "context"}
+    evaluations = [record for record in folder.read_metrics() if "eval/accuracy" in record]
+    assert evaluations[0]["eval/num_completions"] == 3
+    assert evaluations[0]["eval/agent/turns"] >= 1
+    if changes.get("action_format") in ("tags", "tool"):
+        assert steps[0]["completions/no_answer_ratio"] > 0.9  # random letters
+    else:
+        assert steps[0]["completions/no_answer_ratio"] == 0.0
+
+
+def test_a_resumed_run_plays_the_same_episodes(playing: dict[str, Any]) -> None:
+    args = GRPOConfig(**(playing | {"max_steps": 3, "save_steps": 1}))
+    GRPOTrainer(args=args).train()
+    folder = RunFolder.read(playing["output_dir"])
+    whole = [row["completion"] for row in folder.read_completions(3)]
+    GRPOTrainer(args=args).train(resume_from_checkpoint=folder.checkpoints / "step_000002")
+    assert [row["completion"] for row in folder.read_completions(3)] == whole
+
+
+def test_learning_in_the_house(playing: dict[str, Any]) -> None:
+    """A tiny random model that may only choose learns to take what it sees rather than to leave."""
+    changes = {"max_steps": 12, "num_generations": 8, "beta": 0.0, "learning_rate": 0.03, "world": "house:rooms=2"}
+    trainer = GRPOTrainer(args=GRPOConfig(**(playing | changes | {"eval_on_start": False, "eval_steps": 0})))
+    trainer.train()
+    success = [record["agent/success"] for record in trainer.state.log_history if "loss" in record]
+    assert np.mean(success[-4:]) > np.mean(success[:4]) + 0.1
+
+
+def test_a_world_of_ones_own_as_an_object(playing: dict[str, Any]) -> None:
+    del playing["world"]
+    trainer = GRPOTrainer(args=GRPOConfig(**playing), world=House(rooms=3, num_train=5, num_eval=2))
+    assert len(trainer.prompts) == 5
+    trainer.close()
+
+
+def test_what_cannot_work_is_said_early(playing: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.world='house.*data\.task"):
+        GRPOConfig(**(playing | {"task": "arithmetic"}))
+    with pytest.raises(ConfigError, match=r"gigpo.*environment\.world"):
+        GRPOConfig(adv_estimator="gigpo")
+    with pytest.raises(ConfigError, match="no such environment; did you mean 'house'"):
+        GRPOTrainer(args=GRPOConfig(**(playing | {"world": "mouse"})))
+    world = Unimportable()
+    world.train_tasks = lambda seed: [{"uid": "a"}]  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        GRPOTrainer(args=GRPOConfig(**(playing | {"world": None})), world=world)
+
+
+class Broken(Unimportable):
+    def train_tasks(self, seed: int) -> list[dict[str, Any]]:
+        return [{"uid": "a"}, {"uid": "b"}]
+
+
+def test_a_step_without_a_single_turn_stops_the_run(playing: dict[str, Any]) -> None:
+    trainer = GRPOTrainer(args=GRPOConfig(**(playing | {"world": None})), world=Broken())
+    with pytest.raises(EpisodeError, match=r"no episode got as far as a turn.*no such game engine"):
+        trainer.train()
+
+
+def test_the_command_line(
+    playing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def covey(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    status, out, err = covey("play", "house:rooms=3", "--expert")
+    assert status == 0, err
+    assert "> read note" in out
+    assert "solved after 3 actions, reward 1" in out
+    typed = iter(["dance", "", "read note"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(typed))
+    status, out, err = covey("play", "house", "--max-turns", "2", "-n", "1")
+    assert status == 0, err
+    assert "(no valid action)" in out
+    assert "The note says" in out or "no actions left after 2" in out
+    status, _, err = covey("play", "house:num_eval=5", "-n", "5")
+    assert status == 2
+    assert "use 0 to 4" in err
+
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(GRPOConfig(**playing).to_toml())
+    status, _, err = covey("train", recipe)
+    assert status == 0, err
+    status, out, err = covey("eval", playing["output_dir"], "--show", "1")
+    assert status == 0, err
+    assert "agent/success" in out
+    assert "Find the" in out
+    status, out, err = covey("eval", playing["model"], "--world", "house:rooms=2,num_eval=2", "max_completion_length=8")
+    assert status == 0, err
+    assert "agent/no_action_ratio" in out
+    status, out, err = covey("plan", recipe, "world=house:rooms=2,num_train=30")
+    assert status == 0, err
