@@ -82,6 +82,9 @@ class FakeGenerator:
         self._run(row)
         return row
 
+    def has_room_for(self, prompt: int) -> bool:
+        return prompt < self._room
+
     def room_for_turn(self, row: Any, said: int) -> int:
         return max(0, self._room - len(row.ids) - said)
 
@@ -301,4 +304,26 @@ def test_a_long_observation_is_cut_and_counted() -> None:
     text = TOKENIZER.decode(generator.rows[0].ids)
     assert "x" * 50 + " [...]" in text
     assert "x" * 51 not in text
-    assert player.stats.cut_observations >= 1
+    assert player.stats.cut_observations == 1
+
+
+def test_history_gives_way_where_a_prompt_has_no_room() -> None:
+    generator = FakeGenerator(lambda _: "read note")
+    ((one,),), _ = play(
+        generator,
+        FakePool(HouseEnvironment, 1),
+        samples=1,
+        context_mode="steps",
+        history_length=3,
+        show_actions=False,
+        max_prompt_tokens=520,
+    )
+    assert one.ended == "turns"
+    lengths = [len(row.ids) for row in generator.rows]
+    assert max(lengths[1:]) <= 520 + len("read note") + 1
+    assert TOKENIZER.decode(generator.rows[3].ids).count("\n> read note") < 3
+
+
+def test_an_opening_without_room_is_an_episode_without_turns() -> None:
+    ((one,),), _ = play(FakeGenerator(lambda _: "x", room=50), FakePool(HouseEnvironment, 1), samples=1)
+    assert (one.ended, one.turns, one.episodes) == ("context", (), ())

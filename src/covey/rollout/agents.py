@@ -46,6 +46,7 @@ class TurnSession(Protocol):
     @property
     def busy(self) -> bool: ...
     def start(self, request: Request, *, keep: bool = False) -> Any: ...
+    def has_room_for(self, prompt: int) -> bool: ...
     def room_for_turn(self, row: Any, said: int) -> int: ...
     def extend(
         self, row: Any, token_ids: IntArray, stream: tuple[int, ...], choices: tuple[tuple[int, ...], ...] | None = None
@@ -237,27 +238,28 @@ class Player:
         return tuple((*ids, *self._eos) for ids in encoded)
 
     def words(self, live: _Live) -> str:
-        """What the policy reads next: the observation, with what may be done, and in "steps" mode what came before."""
-        settings = self._settings
-        text = self._shortened(live.seen.text)
-        if settings.show_actions and live.seen.actions:
+        """What the policy reads next: the observation, with what may be done."""
+        text = self.shortened(live.seen.text)
+        if self._settings.show_actions and live.seen.actions:
             text += "\nActions: " + "; ".join(live.seen.actions)
-        if settings.context_mode == "conversation" or not live.turns:
-            return text
-        first = live.turns[0].observation
-        recent = live.turns[len(live.turns) - settings.history_length :] if settings.history_length else []
-        lines = [f"Task: {first}"] + [f"{turn.observation}\n> {turn.action or turn.said}" for turn in recent]
-        return "\n".join([*lines, text])
+        return text
 
-    def _shortened(self, text: str) -> str:
+    def words_with_history(self, live: _Live, history: int) -> str:
+        """The same after the first observation, which tells the task, and the last `history` turns."""
+        if not live.turns:
+            return self.words(live)
+        recent = live.turns[len(live.turns) - history :] if history else []
+        lines = [f"Task: {self.shortened(live.turns[0].observation)}"]
+        lines += [f"{self.shortened(turn.observation)}\n> {turn.action or turn.said}" for turn in recent]
+        return "\n".join([*lines, self.words(live)])
+
+    def shortened(self, text: str) -> str:
+        """The first `max_observation_tokens` tokens of a text."""
         limit = self._settings.max_observation_tokens
         if len(text) <= limit:  # a token has at least one character
             return text
         ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        if len(ids) <= limit:
-            return text
-        self.stats.cut_observations += 1
-        return f"{self._decode(ids[:limit])} [...]"
+        return text if len(ids) <= limit else f"{self._decode(ids[:limit])} [...]"
 
 
 class _Game:
@@ -388,30 +390,41 @@ class _Game:
 
     def _ask(self, live: _Live) -> None:
         """Let the policy take its next turn."""
-        words = self._player.words(live)
-        stream = (*live.stream, len(live.turns))
+        stream, choices = (*live.stream, len(live.turns)), self._player.choices(live)
+        self._stats.cut_observations += self._player.shortened(live.seen.text) != live.seen.text
         if live.turns and self._conversing:
             assert self._session is not None
-            ids = self._template.reply(words, ended=live.finish_reason == "stop")
+            ids = self._template.reply(self._player.words(live), ended=live.finish_reason == "stop")
             if self._session.room_for_turn(live.row, len(ids)) == 0:
                 self._end(live, "context")
                 return
-            self._session.extend(live.row, ids, stream, self._player.choices(live))
+            self._session.extend(live.row, ids, stream, choices)
         else:
-            ids = self._template.opening(words)
-            request = Request(ids, stream, self._player.choices(live))
-            live.row = self._opened(len(ids)).start(request, keep=self._conversing)
+            ids = self._opening(live)
+            session = self._opened(len(ids))
+            if not session.has_room_for(len(ids)):
+                self._end(live, "context")
+                return
+            live.row = session.start(Request(ids, stream, choices), keep=self._conversing)
         live.ids += ids.tolist()
         live.sampled += [False] * len(ids)
         live.logprobs += [0.0] * len(ids)
         self._of[id(live.row)] = live
 
+    def _opening(self, live: _Live) -> IntArray:
+        """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
+        for history in range(self._settings.history_length, 0, -1):
+            ids = self._template.opening(self._player.words_with_history(live, history))
+            if not live.turns or len(ids) <= self._settings.max_prompt_tokens:
+                return ids
+        return self._template.opening(self._player.words_with_history(live, 0))
+
     def _opened(self, first: int) -> TurnSession:
         if self._session is None:
             live = list(self._at.values())
-            longest = max(len(self._template.opening(self._player.words(other))) for other in live)
-            longest = max(longest, first)
-            reserved = longest if self._conversing else max(longest, self._settings.max_prompt_tokens)
+            longest = max(first, *(len(self._template.opening(self._player.words(other))) for other in live))
+            # other tasks may begin with more words
+            reserved = 2 * longest if self._conversing else max(longest, self._settings.max_prompt_tokens)
             # in conversations the episodes of a task share their opening, and one task may be half done
             distinct = -(-len(live) // self._group) + 1 if self._conversing else len(live)
             self._session = self._open(prompt_lengths=[reserved] * distinct)

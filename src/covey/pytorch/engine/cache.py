@@ -73,7 +73,7 @@ class KVCache:
         self.bytes_per_token = sum(s.elements for s in self.shapes) * dtype.itemsize
         self.budget_bytes = budget_bytes
         self.capacity = budget_bytes // self.bytes_per_token if self.shapes else 1 << 62
-        self.slots = self.slot_tokens = 0
+        self.slots = self.slot_tokens = self.prompt_tokens = 0
         self._dtype, self._device = dtype, device
         self._tokens = 0
         # layers of equal shape share a tensor: moving a row takes two copies and not two for each layer
@@ -88,7 +88,7 @@ class KVCache:
 
     def open(self, slots: int, slot_tokens: int, prompt_tokens: int) -> None:
         """Lay the memory out for a call; what was stored before is forgotten."""
-        self.slots, self.slot_tokens = slots, slot_tokens
+        self.slots, self.slot_tokens, self.prompt_tokens = slots, slot_tokens, prompt_tokens
         first, total = slots * slot_tokens, slots * slot_tokens + prompt_tokens
         self._free = [(first, prompt_tokens)]
         if self.shapes and total > self._tokens:

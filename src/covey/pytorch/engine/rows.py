@@ -83,6 +83,11 @@ class Row:
         """Tokens of the present turn."""
         return len(self.own) - self.turn
 
+    @property
+    def new(self) -> int:
+        """Tokens whose keys and values are not in the slot yet."""
+        return len(self.own) - self.held
+
     def allowed(self) -> IntArray | None:
         """Ids that may come next, ascending; None = any."""
         if self.choices is None:

@@ -112,6 +112,10 @@ class Session:
         self._waiting.append(row)
         return row
 
+    def has_room_for(self, prompt: int) -> bool:
+        """Whether a first prompt of so many tokens fits the context, and the memory that is reserved for prompts."""
+        return prompt < self._context and block_capacity(prompt) <= self._cache.prompt_tokens
+
     def room_for_turn(self, row: Row, said: int) -> int:
         """Most tokens that the next turn may have after `said` tokens are said to the conversation; 0 = none."""
         own = len(row.own) + said
@@ -295,9 +299,9 @@ class Session:
         while self._resuming:
             rows: list[Row] = []
             tokens = 0
-            while self._resuming and (not rows or tokens + len(self._resuming[0].own) <= _PREFILL_TOKENS):
+            while self._resuming and (not rows or tokens + self._resuming[0].new <= _PREFILL_TOKENS):
                 rows.append(self._resuming.pop(0))
-                tokens += len(rows[-1].own) - rows[-1].held
+                tokens += rows[-1].new
             self._append(rows, self._draw(rows, self._prefill_said(rows)))
 
     def _decode(self) -> None:
