@@ -216,17 +216,21 @@ def test_actions_are_listed_and_what_is_none_costs() -> None:
 
     def policy(text: str) -> str:
         said.append(text)
-        return "dance" if len(said) == 1 else read_go_take(text)
+        return "dance" if len(said) <= 2 else read_go_take(text)
 
     ((one,),), player = play(
-        FakeGenerator(policy), FakePool(HouseEnvironment, 1), samples=1, invalid_action_penalty=0.1
+        FakeGenerator(policy), FakePool(HouseEnvironment, 1), samples=1, invalid_action_penalty=0.1, max_turns=5
     )
-    assert "Actions: read note; go attic; go garden" in said[0]
-    assert f"{NO_ACTION} Find the key." in said[1]
-    assert [turn.valid for turn in one.turns] == [False, True, True, True]
+    asked = [text.rsplit("<|im_start|>user\n", 1)[1] for text in said]
+    assert "Actions: read note; go attic; go garden" in asked[0]
+    assert asked[1].startswith(f"{NO_ACTION} Find the key.")
+    assert asked[2] == asked[1]  # said anew, not added to
+    assert NO_ACTION not in asked[3]
+    assert [turn.valid for turn in one.turns] == [False, False, True, True, True]
     assert one.turns[0].action is None
-    assert one.reward == pytest.approx(0.9)
-    assert player.stats.no_actions == 1
+    assert one.turns[1].observation == one.turns[0].observation
+    assert one.reward == pytest.approx(0.8)
+    assert player.stats.no_actions == 2
 
 
 def test_an_episode_ends_after_its_last_turn_or_when_the_context_is_full() -> None:

@@ -240,6 +240,8 @@ class Player:
     def words(self, live: _Live) -> str:
         """What the policy reads next: the observation, with what may be done."""
         text = self.shortened(live.seen.text)
+        if live.turns and live.turns[-1].action is None:
+            text = f"{NO_ACTION} {text}"
         if self._settings.show_actions and live.seen.actions:
             text += "\nActions: " + "; ".join(live.seen.actions)
         return text
@@ -356,7 +358,7 @@ class _Game:
         self._stats.turns += 1
         live.acting = True
         if live.action is None:
-            self._take_in(live, Outcome(Observation(f"{NO_ACTION} {live.seen.text}", live.seen.actions), valid=False))
+            self._take_in(live, Outcome(live.seen, valid=False))
         else:
             self._pool.step(live.place, live.action)
 
