@@ -14,8 +14,6 @@ import pickle
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from typing import Any, Self
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World
 from covey.errors import ConfigError, EpisodeError
+from covey.processes import end_python, start_python
 from covey.rewards.jail import frames
 
 _START_SECONDS = 120.0
@@ -232,16 +231,9 @@ class _Template:
             self._control = None
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        process, ours = start_python(_SERVE)
         self._control = ours
-        self._stop = partial(_end, process, ours)
+        self._stop = partial(end_python, process, ours)
         answer = None
         try:
             frames.send(ours.fileno(), {"world": self._world})
@@ -278,9 +270,3 @@ def _kill(pid: int, handle: int | None) -> None:
             os.kill(pid, signal.SIGKILL)
     except OSError:
         return  # it has ended already
-
-
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
-    process.kill()
-    process.wait()

@@ -14,8 +14,6 @@ import queue
 import resource
 import select
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from covey.errors import RewardError
+from covey.processes import end_python, start_python
 from covey.rewards.jail import frames
 from covey.rewards.verifier import Verifier
 
@@ -105,16 +104,9 @@ class _Worker:
         self._channel = None
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+        process, ours = start_python(_SERVE)
         self._channel = ours
-        self._stop = weakref.finalize(self, _end, process, ours)
+        self._stop = weakref.finalize(self, end_python, process, ours)
         frames.send(ours.fileno(), _order(self._function, self._memory_mb))
         try:
             answer = self._receive(_START_SECONDS)
@@ -199,9 +191,3 @@ class ParallelVerifier(Verifier):
 
 def _order(function: Callable[..., Any], memory_mb: int) -> dict[str, Any]:
     return {"function": base64.b64encode(pickle.dumps(function)).decode(), "memory": memory_mb << 20}
-
-
-def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-    channel.close()
-    process.kill()
-    process.wait()

@@ -1,0 +1,36 @@
+"""Python processes with a channel to this one."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+
+def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run `code` in a new Python process.
+
+    Its standard input is empty and what it prints to standard output is dropped.
+
+    Args:
+        code: finds the file descriptor of its end of the channel in `sys.argv[1]`.
+
+    Returns:
+        The process and this end; both are the caller's to end.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+    return process, ours
+
+
+def end_python(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    """Close the channel, kill the process and wait for its end."""
+    channel.close()
+    process.kill()
+    process.wait()
