@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from covey.environments import House, HouseEnvironment, Observation, get_world, register_world, world_names
+from covey.environments import (
+    EnvironmentPool,
+    House,
+    HouseEnvironment,
+    Observation,
+    Outcome,
+    get_world,
+    register_world,
+    world_names,
+)
 from covey.environments.adapters import Gymnasium, GymnasiumEnvironment, OpenEnv, OpenEnvEnvironment
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
@@ -139,3 +148,24 @@ def test_what_is_an_outcome() -> None:
     for reward in (float("nan"), float("inf"), "1", True, None):
         with pytest.raises(EpisodeError, match="finite number"):
             checked_step(("b", reward, False, {}), "x", seen)
+
+
+def test_a_real_gymnasium_environment_in_a_process_of_its_own() -> None:
+    pytest.importorskip("gymnasium")
+    world = get_world("gymnasium:env=FrozenLake-v1,actions=left|down|right|up,max_turns=30")
+    with EnvironmentPool(world, places=2) as pool:
+        seen = {}
+        for place in range(2):
+            pool.reset(place, world.eval_tasks()[0], 0)
+        while len(seen) < 2:
+            seen |= dict(pool.wait())
+        assert seen[0] == seen[1] == Observation("0", ("left", "down", "right", "up"))
+        pool.step(0, "down")
+        ((_, outcome),) = pool.wait()
+        assert isinstance(outcome, Outcome)
+        assert outcome.observation.text in ("0", "1", "4")  # the ice is slippery
+        assert "prob" in outcome.info
+    with EnvironmentPool(get_world("gymnasium:env=NoSuchLake-v1"), places=1) as pool:
+        pool.reset(0, {"uid": "x"}, 0)
+        ((_, failed),) = pool.wait()
+        assert "NoSuchLake" in str(failed)
