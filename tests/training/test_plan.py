@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(set(text))) for text in completions]
 
 
-def trainer_of(settings: dict[str, Any], **changes: Any) -> GRPOTrainer:
+def slow_reward(completions: list[str], **columns: Any) -> list[float]:
+    """So slow that what else runs on the machine is nothing beside it."""
+    time.sleep(0.2)
+    return reward(completions)
+
+
+def trainer_of(settings: dict[str, Any], reward: Any = reward, **changes: Any) -> GRPOTrainer:
     rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
     return GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**settings | changes), train_dataset=rows)
 
@@ -76,8 +83,8 @@ def test_a_plan_has_every_part_and_writes_nothing(settings: dict[str, Any]) -> N
 def test_work_that_grows_is_predicted_to_cost_more(settings: dict[str, Any]) -> None:
     """Eight times the completions, of which the probe samples the same 64: counts, which no clock can disturb."""
     small, large = (
-        trainer_of(settings, num_generations=32),
-        trainer_of(settings, num_generations=32, prompts_per_step=16),
+        trainer_of(settings, slow_reward, num_generations=32),
+        trainer_of(settings, slow_reward, num_generations=32, prompts_per_step=16),
     )
     plans = [make_plan(trainer) for trainer in (small, large)]
     assert small.engine.last_stats.decoded_tokens == large.engine.last_stats.decoded_tokens
