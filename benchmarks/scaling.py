@@ -172,7 +172,8 @@ def draw(results: dict[str, Any], out: Path) -> None:
             bottom += values
         time_panel.set(xscale="log", yscale="linear", ylabel="seconds a step" if column == 0 else "")
         memory_panel.plot(x, [point["peak_bytes"] / 1e9 for point in points], "o-", color="#228833")
-        memory_panel.set(xscale="log", ylim=(0, None), xlabel=label, ylabel="peak GB" if column == 0 else "")
+        memory_panel.set(xscale="log", xlabel=label, ylabel="peak GB" if column == 0 else "")
+        memory_panel.set_ylim(0, 1.2 * max(point["peak_bytes"] for point in points) / 1e9)
         for panel in (time_panel, memory_panel):
             panel.set_xticks(x, [str(value) for value in x], minor=False)
             panel.minorticks_off()
@@ -188,6 +189,8 @@ def draw(results: dict[str, Any], out: Path) -> None:
         rows = [(point["seconds"][name], point["rate"][name] / 1e9) for axis in AXES for point in results["axes"][axis]]
         panel.scatter(*zip(*rows, strict=True), label=name, color=colour)
     panel.set(xscale="log", ylim=(0, 1.1 * peak), xlabel="seconds of the phase", ylabel="GFLOP/s")
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if str(f"{value:g}")[0] in "25" else "")
     panel.legend(frameon=False, loc="lower right")
     panel.grid(alpha=0.3)
     figure.tight_layout()
@@ -201,10 +204,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="three points an axis")
     parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--draw", action="store_true", help="draw results/scaling.json again, measure nothing")
     parser.add_argument("--point", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.point:
         print(json.dumps(measure(Point(**json.loads(args.point)), str(args.model), args.steps)))
+        return
+    if args.draw:
+        draw(json.loads((args.out / "scaling.json").read_text()), args.out)
         return
     results: dict[str, Any] = {"matrix_rate": matrix_rate(), "axes": {}}
     known: dict[Point, dict[str, Any]] = {}
