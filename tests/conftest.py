@@ -10,6 +10,8 @@ import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
+from command import Command
+
 # Tiny models gain nothing from a second thread, and threads that wait for each other on a busy machine cost minutes.
 torch.set_num_threads(1)
 
@@ -90,3 +92,9 @@ def settings(model_folder: Path, tmp_path: Path) -> dict[str, Any]:
         "save_steps": 0,
         "progress": False,
     }
+
+
+@pytest.fixture
+def covey(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    monkeypatch.setenv("COLUMNS", "200")
+    return Command(monkeypatch, capsys)

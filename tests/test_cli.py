@@ -3,37 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from covey import cli
-
-
-@pytest.fixture
-def covey(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    monkeypatch.setenv("COLUMNS", "200")
-    return Command(monkeypatch, capsys)
-
-
-class Command:
-    """Runs `covey ...` in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        """Exit status, standard output, standard error."""
-        self._monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        printed = self._capsys.readouterr()
-        return status, printed.out, printed.err
+from command import Command
 
 
 def test_help_lists_the_commands(covey: Command) -> None:

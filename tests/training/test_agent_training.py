@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey import GRPOConfig, GRPOTrainer, cli
+from command import Command
+from covey import GRPOConfig, GRPOTrainer
 from covey.environments import House
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
@@ -102,6 +103,8 @@ def test_what_cannot_work_is_said_early(playing: dict[str, Any]) -> None:
         GRPOConfig(**(playing | {"task": "arithmetic"}))
     with pytest.raises(ConfigError, match=r"gigpo.*environment\.world"):
         GRPOConfig(adv_estimator="gigpo")
+    with pytest.raises(ConfigError, match="a world brings its own tasks and rewards"):
+        GRPOTrainer(reward_funcs=lambda completions, **_: [0.0], args=GRPOConfig(**playing))
     with pytest.raises(ConfigError, match="no such environment; did you mean 'house'"):
         GRPOTrainer(args=GRPOConfig(**(playing | {"world": "mouse"})))
     world = Unimportable()
@@ -122,19 +125,8 @@ def test_a_step_without_a_single_turn_stops_the_run(playing: dict[str, Any]) -> 
 
 
 def test_the_command_line(
-    playing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    playing: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covey: Command
 ) -> None:
-    def covey(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
     status, out, err = covey("play", "house:rooms=3", "--expert")
     assert status == 0, err
     assert "> read note" in out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from covey import GRPOConfig, GRPOTrainer, cli
+from command import Command
+from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.tasks import get_task
 from covey.training.choices import ChoiceTask, answer_choices, letter_probabilities
@@ -111,20 +111,8 @@ def test_the_command(
     settings: dict[str, Any],
     questions: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    covey: Command,
 ) -> None:
-    def covey(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "240")
-        monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
     run = tmp_path / "run"
     recipe = tmp_path / "recipe.toml"
     args = GRPOConfig(**(settings | {"task": "usmle:num_eval=4", "dataset": str(questions), "max_steps": 2}))

@@ -1,7 +1,7 @@
 """Environments with other interfaces: Gymnasium's and OpenEnv's.
 
-    data.environment = "gymnasium:env=FrozenLake-v1,actions=left|down|right|up"
-    data.environment = "openenv:factory=my_worlds.py:make_client"
+    environment.world = "gymnasium:env=FrozenLake-v1,actions=left|down|right|up"
+    environment.world = "openenv:factory=my_worlds.py:make_client"
 
 Both speak in numbers or objects rather than in words, so two functions may say how: `describe(observation) -> str`, or
 an `Observation` with admissible actions, and `act(text) -> action`.
@@ -9,6 +9,7 @@ an `Observation` with admissible actions, and `act(text) -> action`.
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -154,7 +155,9 @@ class Gymnasium(_SeededWorld):
         system_prompt: str | None = None,
     ) -> None:
         if env is None:
-            raise ConfigError("environment gymnasium: give the id, e.g. data.environment=gymnasium:env=FrozenLake-v1")
+            raise ConfigError("world gymnasium: give the id, e.g. environment.world=gymnasium:env=FrozenLake-v1")
+        if importlib.util.find_spec("gymnasium") is None:
+            raise ConfigError("world gymnasium: the package is not installed; pip install 'covey[gymnasium]'")
         super().__init__(max_turns, num_train, num_eval, system_prompt)
         self._env, self._names, self._describe, self._act = env, actions, describe, act
 
@@ -196,7 +199,7 @@ class OpenEnv(_SeededWorld):
         system_prompt: str | None = None,
     ) -> None:
         if factory is None:
-            raise ConfigError("environment openenv: give factory=file.py:function, a function that returns a client")
+            raise ConfigError("world openenv: give factory=file.py:function, a function that returns a client")
         super().__init__(max_turns, num_train, num_eval, system_prompt)
         self._factory, self._describe, self._act = factory, describe, act
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.errors import CoveyError, DataError, RewardError
+from covey.errors import ConfigError, CoveyError, DataError, RewardError
 from covey.observe.memory import memory_metrics
 from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.batching import make_batch
@@ -135,6 +135,11 @@ class GRPOTrainer:
         self.args = args = setup.with_defaults(args, world or task)
         if world is None:
             self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
+        elif reward_funcs is not None or train_dataset is not None or eval_dataset is not None:
+            raise ConfigError(
+                "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
+                "reward_funcs, rewards.functions, train_dataset and eval_dataset"
+            )
         else:
             self.data = agents.world_data(args, world)
         self.phases = setup.make_plan(args)

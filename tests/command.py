@@ -1,0 +1,28 @@
+"""`covey ...`, called as a user would, in this process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from covey import cli
+
+
+class Command:
+    """Runs `covey ...` in this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._monkeypatch = monkeypatch
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> tuple[int, str, str]:
+        """Exit status, standard output, standard error."""
+        self._monkeypatch.setattr(sys, "argv", ["covey", *map(str, arguments)])
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        printed = self._capsys.readouterr()
+        return status, printed.out, printed.err
