@@ -206,7 +206,7 @@ class USMLE(Task):
     ) -> None:
         if path is None:
             raise ConfigError(
-                "task usmle: give the questions, e.g. data.task=usmle:path=medqa_train.jsonl; each line has question, "
+                "task usmle: give the questions, e.g. data.dataset=medqa_train.jsonl; each line has question, "
                 "options and answer"
             )
         if wording not in _ENDS:
