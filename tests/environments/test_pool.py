@@ -165,6 +165,21 @@ def test_one_question_at_a_time(pool: EnvironmentPool) -> None:
     answers(pool, 1)
 
 
+def test_a_question_can_be_forgotten(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": "t", "reset": "hang"}, 0)
+    pool.reset(1, {"uid": "t"}, 0)
+    answers(pool, 1)
+    pool.cancel(0)
+    pool.cancel(1)  # nothing is open there
+    assert pool.wait() == []
+    pool.reset(0, {"uid": "t"}, 0)
+    pool.step(1, "x")
+    assert set(answers(pool, 2)) == {0, 1}
+    pool.reset(0, {"uid": object()}, 0)
+    pool.cancel(0)
+    assert pool.wait() == []
+
+
 def test_what_cannot_be_said_is_a_failure(pool: EnvironmentPool) -> None:
     pool.reset(0, {"uid": object()}, 0)
     ((place, found),) = pool.wait()

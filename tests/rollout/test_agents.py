@@ -14,8 +14,9 @@ from tiny_models import tiny_tokenizer
 from covey.environments import Environment, HouseEnvironment, Observation
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import EpisodeError
-from covey.rollout.agents import NO_ACTION, Player, PlaySettings
+from covey.rollout.agents import NO_ACTION, Player
 from covey.rollout.conversation import ConversationTemplate
+from covey.rollout.playing import PlaySettings
 from covey.types import Completion, IntArray, Prompt, Request, SamplingSettings
 
 TOKENIZER = tiny_tokenizer()
@@ -31,11 +32,17 @@ class FakePool:
         self._seen = [Observation("") for _ in range(places)]
         self._delay = delay
         self._open: dict[int, tuple[int, Any]] = {}
+        self.asked: list[tuple[str, int]] = []
 
     def __len__(self) -> int:
         return len(self._worlds)
 
+    def cancel(self, place: int) -> None:
+        self.asked.append(("cancel", place))
+        self._open.pop(place, None)
+
     def reset(self, place: int, task: dict[str, Any], seed: int) -> None:
+        self.asked.append(("reset", place))
         self._answer(place, lambda: checked_reset(self._worlds[place].reset(task, seed)))
 
     def step(self, place: int, action: str) -> None:
@@ -134,22 +141,32 @@ def play(
     system: str | None = "Play.",
     **settings: Any,
 ) -> tuple[list[list[Any]], Player]:
+    player = make_player(pool, system, **settings)
+    return play_with(player, generator, range(tasks), samples), player
+
+
+def make_player(pool: FakePool, system: str | None = "Play.", **settings: Any) -> Player:
     template = ConversationTemplate(TOKENIZER, [END], system)
 
     def decode(ids: Sequence[int]) -> str:
         return TOKENIZER.decode(list(ids), skip_special_tokens=True)
 
-    player = Player(pool, template, decode, TOKENIZER, PlaySettings(**({"max_turns": 4} | settings)))  # type: ignore[arg-type]
-    prompts = [Prompt(np.zeros(0, np.int64), "", TASK, f"t{i}") for i in range(tasks)]
-    found = player.play(
-        prompts,
-        generator,  # type: ignore[arg-type]
-        SamplingSettings(max_tokens=20),
+    return Player(pool, template, decode, TOKENIZER, PlaySettings(**({"max_turns": 4} | settings)))  # type: ignore[arg-type]
+
+
+def prompts_of(tasks: Sequence[int]) -> dict[str, Any]:
+    prompts = [Prompt(np.zeros(0, np.int64), "", TASK, f"t{i}") for i in tasks]
+    return {"tasks": prompts, "streams": [(3, 0, i) for i in tasks]}
+
+
+def play_with(player: Player, generator: FakeGenerator, tasks: Sequence[int], samples: int) -> list[list[Any]]:
+    return player.play(
+        **prompts_of(tasks),
+        generator=generator,  # type: ignore[arg-type]
+        sampling=SamplingSettings(max_tokens=20),
         num_generations=samples,
-        streams=[(3, 0, i) for i in range(tasks)],
         policy_version=5,
     )
-    return found, player
 
 
 def segments(episode: Any) -> list[str]:
@@ -190,6 +207,33 @@ def test_a_conversation_is_one_episode_with_a_segment_for_each_turn() -> None:
     assert player.stats.turns == 6
     assert (player.stats.no_actions, player.stats.failures) == (0, 0)
     assert other.success
+
+
+def test_worlds_that_were_reset_ahead_are_not_reset_again() -> None:
+    pool = FakePool(HouseEnvironment, 3)
+    player, generator = make_player(pool), FakeGenerator(read_go_take)
+    player.prepare(**prompts_of([0, 1]), num_generations=2)  # of four episodes three have a place
+    assert pool.asked == [("reset", 0), ("reset", 1), ("reset", 2)]
+    found = play_with(player, generator, [0, 1], 2)
+    assert len(pool.asked) == 4  # the fourth, in a place that has become free
+    assert pool.asked[3][0] == "reset"
+    assert all(trajectory.success for group in found for trajectory in group)
+    assert play_with(player, FakeGenerator(read_go_take), [2], 1)[0][0].success
+    assert pool.asked[4:] == [("reset", 0)]
+
+
+def test_what_was_reset_for_nothing_is_forgotten() -> None:
+    pool = FakePool(HouseEnvironment, 3)
+    player, generator = make_player(pool), FakeGenerator(read_go_take)
+    player.prepare(**prompts_of([0, 1, 2]), num_generations=1)
+    pool.asked.clear()
+    found = play_with(player, generator, [0, 5], 1)  # an evaluation, say, that begins with the same task
+    assert pool.asked == [("cancel", 2), ("cancel", 1), ("reset", 1)]
+    assert [trajectory.success for (trajectory,) in found] == [True, True]
+    player.prepare(**prompts_of([0]), num_generations=2)
+    pool.asked.clear()
+    player.prepare(**prompts_of([1]), num_generations=1)
+    assert pool.asked == [("cancel", 0), ("cancel", 1), ("reset", 0)]
 
 
 def test_steps_have_prompts_of_their_own_with_a_bounded_history() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
-from covey.environments import House
+from covey.environments import EnvironmentPool, House
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
@@ -71,6 +71,28 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
         assert steps[0]["completions/no_answer_ratio"] > 0.9  # random letters
     else:
         assert steps[0]["completions/no_answer_ratio"] == 0.0
+
+
+def test_worlds_reset_ahead_change_nothing(playing: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    resets = []
+    reset = EnvironmentPool.reset
+
+    def counted(pool: EnvironmentPool, place: int, task: dict[str, Any], seed: int) -> None:
+        resets.append(place)
+        reset(pool, place, task, seed)
+
+    monkeypatch.setattr(EnvironmentPool, "reset", counted)
+    args = GRPOConfig(**(playing | {"max_steps": 3, "eval_on_start": False, "eval_steps": 2}))
+    GRPOTrainer(args=args).train()
+    played = [RunFolder.read(playing["output_dir"]).read_completions(step) for step in (1, 2, 3)]
+    # 8 for each of 3 steps and the 3 that were thrown away for the evaluations (3 tasks each), after the last step too
+    assert len(resets) == 8 * 4 + 8 + 3 * 2
+    monkeypatch.setattr(GRPOTrainer, "_prepare_worlds", lambda *_: None)
+    GRPOTrainer(args=args.replace(output_dir=playing["output_dir"] + "-plain")).train()
+    plain = [RunFolder.read(playing["output_dir"] + "-plain").read_completions(step) for step in (1, 2, 3)]
+    assert [[row["completion"] for row in rows] for rows in played] == [
+        [row["completion"] for row in rows] for rows in plain
+    ]
 
 
 def test_a_resumed_run_plays_the_same_episodes(playing: dict[str, Any]) -> None:

@@ -10,18 +10,16 @@ an `Observation` with admissible actions, and `act(text) -> action`.
 from __future__ import annotations
 
 import importlib.util
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from covey.environments.base import Environment, Observation, TaskInstance, World
+from covey.environments.base import Environment, Observation, TaskInstance
+from covey.environments.seeded import SeededWorld
 from covey.errors import ConfigError
 from covey.functions import load_function
 
 Describe = Callable[[Any], Observation | str]
 Act = Callable[[str], Any]
-_EVAL_SEEDS = 1_000_000
-"""Held-out instances have seeds from here on, training instances below."""
 
 
 class GymnasiumEnvironment(Environment):
@@ -105,29 +103,7 @@ class OpenEnvEnvironment(Environment):
         return self._seen
 
 
-class _SeededWorld(World):
-    """Instances are seeds; those from a million on are held out."""
-
-    def __init__(self, max_turns: int, num_train: int, num_eval: int, system_prompt: str | None) -> None:
-        if max_turns < 1 or not 1 <= num_train < _EVAL_SEEDS or num_eval < 1:
-            raise ConfigError(
-                f"max_turns={max_turns}, num_train={num_train}, num_eval={num_eval}: each must be 1 or more, and "
-                f"num_train below {_EVAL_SEEDS}"
-            )
-        self.max_turns, self.system_prompt = max_turns, system_prompt
-        self._num_train, self._num_eval = num_train, num_eval
-
-    def train_tasks(self, seed: int) -> list[TaskInstance]:
-        """Seeds drawn with the seed."""
-        seeds = random.Random(seed).sample(range(_EVAL_SEEDS), self._num_train)
-        return [{"seed": number, "uid": f"seed-{number}"} for number in seeds]
-
-    def eval_tasks(self) -> list[TaskInstance]:
-        """The held-out seeds."""
-        return [{"seed": _EVAL_SEEDS + i, "uid": f"seed-{_EVAL_SEEDS + i}"} for i in range(self._num_eval)]
-
-
-class Gymnasium(_SeededWorld):
+class Gymnasium(SeededWorld):
     """A Gymnasium environment by its id.
 
     Args:
@@ -173,7 +149,7 @@ class Gymnasium(_SeededWorld):
         )
 
 
-class OpenEnv(_SeededWorld):
+class OpenEnv(SeededWorld):
     """An OpenEnv environment.
 
     Args:

@@ -117,6 +117,9 @@ class World(ABC):
     def make(self) -> Environment:
         """An environment that plays any of the instances. Called in a process of its own: the world is pickled."""
 
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Import and read what every environment needs. Called once, in the process that is copied for each of them."""
+
 
 def checked_reset(returned: Any) -> Observation:
     """What `reset` returned, or an error that says what is wrong with it.

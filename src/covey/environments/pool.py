@@ -93,6 +93,12 @@ class EnvironmentPool:
                 break
         return sorted(found, key=lambda pair: pair[0])
 
+    def cancel(self, place: int) -> None:
+        """Forget an open question; what is working on it is killed."""
+        self._early = [(number, found) for number, found in self._early if number != place]
+        if self._places[place].deadline:
+            self._places[place].stop()
+
     def expert_action(self, place: int) -> str | None:
         """What a perfect player would do there now, where the world knows. Waits for the answer."""
         self._ask(place, {"expert": True}, "step")

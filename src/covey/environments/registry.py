@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from covey.environments.adapters import Gymnasium, OpenEnv
+from covey.environments.alfworld import AlfWorld
 from covey.environments.base import World
 from covey.environments.house import House
+from covey.environments.textworld import TextWorld
 from covey.named import make_named
 
 _WORLDS: dict[str, Callable[..., World]] = {}
@@ -36,6 +38,8 @@ def get_world(name: str, **options: Any) -> World:
     return make_named("environment", name, _WORLDS, **options)
 
 
+register_world("alfworld", AlfWorld)
 register_world("gymnasium", Gymnasium)
 register_world("house", House)
 register_world("openenv", OpenEnv)
+register_world("textworld", TextWorld)

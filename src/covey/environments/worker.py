@@ -26,13 +26,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve_template(control: int) -> None:
-    """What the template does: import the world, then fork a place for each channel that arrives."""
+    """What the template does: import and prepare the world, then fork a place for each channel that arrives."""
     with socket.socket(fileno=control) as ours:
         message = frames.receive(control)
         if message is None:
             return
         try:
             world = pickle.loads(base64.b64decode(message["world"]))
+            world.prepare()
         except BaseException as error:
             frames.send(control, {"error": f"{type(error).__name__}: {error}"})
             return

@@ -8,9 +8,10 @@ from itertools import chain
 import numpy as np
 
 from covey.errors import EpisodeError
-from covey.rollout.agents import Player, PlayStats, TurnGenerator
+from covey.rollout.agents import Player
 from covey.rollout.collect import Rollout
 from covey.rollout.credit import CreditSettings, trajectory_rewards
+from covey.rollout.playing import PlayStats, TurnGenerator
 from covey.types import Group, Progress, Prompt, SamplingSettings, Trajectory
 
 
@@ -67,6 +68,10 @@ class AgentCollector:
         sampled = sum(episode.num_sampled for group in groups for episode in group.episodes)
         stats = self._player.stats
         return Rollout(groups, stats.seconds, 0.0, sampled, metrics=_metrics(everything, stats))
+
+    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
+        """Reset the worlds of the next call now, while something else goes on."""
+        self._player.prepare(prompts, num_generations=num_generations, streams=streams)
 
     def close(self) -> None:
         """End the environments' processes; they start anew when they are needed."""

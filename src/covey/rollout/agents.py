@@ -13,15 +13,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from covey.environments.actions import ActionFormat, parse_action
+from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
 from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
+from covey.rollout.playing import PlaySettings, PlayStats, TurnGenerator, TurnSession
 from covey.types import (
     Completion,
     Episode,
@@ -38,84 +39,6 @@ from covey.types import (
 
 NO_ACTION = "That is not an action."
 """Said by us, not by the world, to a turn that could not be read as an action."""
-
-
-class TurnSession(Protocol):
-    """What playing needs of a generator: conversations in one batch. `covey.pytorch.engine.Session` is one."""
-
-    @property
-    def busy(self) -> bool: ...
-    def start(self, request: Request, *, keep: bool = False) -> Any: ...
-    def has_room_for(self, prompt: int) -> bool: ...
-    def room_for_turn(self, row: Any, said: int) -> int: ...
-    def extend(
-        self, row: Any, token_ids: IntArray, stream: tuple[int, ...], choices: tuple[tuple[int, ...], ...] | None = None
-    ) -> None: ...
-    def drop(self, row: Any) -> None: ...
-    def advance(self) -> list[Any]: ...
-    def completion(self, row: Any) -> Completion: ...
-
-
-class TurnGenerator(Protocol):
-    """Opens sessions."""
-
-    def session(
-        self,
-        settings: SamplingSettings,
-        *,
-        policy_version: int,
-        rows: int,
-        own_tokens: int,
-        prompt_lengths: Sequence[int],
-    ) -> TurnSession: ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlaySettings:
-    """How episodes are played. Names are those of the `environment` section.
-
-    Attributes:
-        max_turns: actions after which an episode ends.
-        context_mode: "conversation", one growing sequence, or "steps", a prompt of its own for each turn.
-        history_length: earlier turns that a prompt of its own shows.
-        action_format: how a turn is read as an action.
-        show_actions: list the admissible actions after the observation.
-        invalid_action_penalty: subtracted for a turn that is no action.
-        max_observation_tokens: an observation is cut to its first so many tokens.
-        max_conversation_tokens: after the opening, in "conversation" mode.
-        max_prompt_tokens: of a turn, in "steps" mode: room that is reserved.
-    """
-
-    max_turns: int
-    context_mode: Literal["conversation", "steps"] = "conversation"
-    history_length: int = 2
-    action_format: ActionFormat = "text"
-    show_actions: bool = True
-    invalid_action_penalty: float = 0.0
-    max_observation_tokens: int = 512
-    max_conversation_tokens: int = 1024
-    max_prompt_tokens: int = 1024
-
-
-@dataclass(slots=True)
-class PlayStats:
-    """What playing cost.
-
-    Attributes:
-        seconds: of it all.
-        waiting_seconds: nothing could be sampled, since every live episode waited for its world.
-        turns: turns played.
-        no_actions: turns that were not valid actions.
-        cut_observations: observations that were too long.
-        failures: episodes that an environment's failure ended.
-    """
-
-    seconds: float = 0.0
-    waiting_seconds: float = 0.0
-    turns: int = 0
-    no_actions: int = 0
-    cut_observations: int = 0
-    failures: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -172,6 +95,32 @@ class Player:
         self._pool, self._template, self._decode = pool, template, decode
         self._tokenizer, self._settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
+        self._prepared: list[tuple[str, tuple[int, ...]]] = []  # by place: a task's uid and the episode's stream
+
+    def prepare(self, tasks: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
+        """Begin the episodes of a later call of `play` with the same arguments: their worlds are reset meanwhile."""
+        self._settle()
+        for place, live in zip(range(len(self._pool)), _episodes(tasks, num_generations, streams), strict=False):
+            self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
+            self._prepared.append((live.prompt.uid, live.stream))
+
+    def begins_at(self, place: int, live: _Live) -> bool:
+        """The world of this episode has been reset at this place. What else was is forgotten."""
+        if place >= len(self._prepared):
+            return False
+        prepared, self._prepared[place] = self._prepared[place], ("", ())
+        if prepared == (live.prompt.uid, live.stream):
+            return True
+        if prepared[1]:
+            self._pool.cancel(place)
+        return False
+
+    def _settle(self, first: int = 0) -> None:
+        """Forget what has been prepared, from a place on."""
+        for place, prepared in enumerate(self._prepared):
+            if place >= first and prepared[1]:
+                self._pool.cancel(place)
+        self._prepared = self._prepared[:first]
 
     def play(
         self,
@@ -204,11 +153,8 @@ class Player:
         """
         began = time.perf_counter()
         self.stats = PlayStats()
-        episodes = [
-            _Live(index * num_generations + sample, task, (*stream, sample))
-            for index, (task, stream) in enumerate(zip(tasks, streams, strict=True))
-            for sample in range(num_generations)
-        ]
+        episodes = _episodes(tasks, num_generations, streams)
+        self._settle(len(episodes))
         game = _Game(self, episodes, generator, sampling, policy_version, num_generations)
         finished = game.run(progress)
         self.stats.seconds = time.perf_counter() - began
@@ -264,6 +210,14 @@ class Player:
         return text if len(ids) <= limit else f"{self._decode(ids[:limit])} [...]"
 
 
+def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[_Live]:
+    return [
+        _Live(index * count + sample, task, (*stream, sample))
+        for index, (task, stream) in enumerate(zip(tasks, streams, strict=True))
+        for sample in range(count)
+    ]
+
+
 class _Game:
     """One call of `play`."""
 
@@ -311,7 +265,8 @@ class _Game:
         if self._waiting:
             live = self._at[place] = self._waiting.popleft()
             live.place = place
-            self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
+            if not self._player.begins_at(place, live):
+                self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
 
     def _hear(self) -> None:
         """Take in what the worlds have answered; wait for one where there is nothing else to do."""

@@ -14,9 +14,10 @@ from covey.errors import DataError
 from covey.pytorch.engine import Engine
 from covey.pytorch.policy import Policy
 from covey.rollout.agent_collect import AgentCollector
-from covey.rollout.agents import Player, PlaySettings
+from covey.rollout.agents import Player
 from covey.rollout.batching import has_text
 from covey.rollout.conversation import ConversationTemplate
+from covey.rollout.playing import PlaySettings
 from covey.rollout.scoring import Scorer
 from covey.training import setup
 from covey.types import Prompt

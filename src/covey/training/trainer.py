@@ -177,6 +177,7 @@ class GRPOTrainer:
                 started = time.perf_counter()
                 phase = self.phases.at(self._progress())
                 sampled = self._sample_and_score(phase, recorder)
+                self._prepare_worlds(phase, sampled.position)
                 batch = make_batch(sampled.rollout.groups, self.batch_settings)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
                     self.engine.release()
@@ -196,11 +197,10 @@ class GRPOTrainer:
 
         def collect(count: int) -> Rollout:
             nonlocal position
-            rows = self._order.take(position, count)
-            streams = [(args.run.seed, TRAINING_STREAM, position + offset) for offset in range(count)]
+            prompts, streams = self._next_prompts(position, count)
             position += count
             return self.collect(
-                [self.prompts[row] for row in rows],
+                prompts,
                 settings,
                 num_generations=phase.num_generations,
                 streams=streams,
@@ -221,6 +221,18 @@ class GRPOTrainer:
                 "and the rewards are not all 0 or 1; set data.prompt_weighting to uniform"
             )
         return _Sampled(rollout, position, correct)
+
+    def _next_prompts(self, position: int, count: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
+        """The prompts from a position on, and the random streams of their completions."""
+        seed = self.args.run.seed
+        streams: list[tuple[int, ...]] = [(seed, TRAINING_STREAM, position + offset) for offset in range(count)]
+        return [self.prompts[row] for row in self._order.take(position, count)], streams
+
+    def _prepare_worlds(self, phase: ResolvedPhase, position: int) -> None:
+        """Worlds of the next step are reset while this one is learnt, where it is known which they are."""
+        if isinstance(self.collect, AgentCollector) and self.args.data.prompt_weighting == "uniform":
+            prompts, streams = self._next_prompts(position, self.args.data.prompts_per_step)
+            self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
 
     def _learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         rate = self.length.rate(phase, self.state.global_step)
