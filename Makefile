@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test check lint bench clean
+.PHONY: demo test test-worlds check lint bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -37,6 +37,11 @@ demo: $(VENV)/.demo
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
+
+# TextWorld and ALFWorld are extras, two of whose needs build from source (3 minutes): their tests are skipped elsewhere.
+test-worlds: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e '.[alfworld,textworld]'
+	$(BIN)/python -m pytest tests/environments
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

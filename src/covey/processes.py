@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 
 
 def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `code` in a new Python process.
+    """Run `code` in a new Python process, which finds the modules that this one finds.
 
     Its standard input is empty and what it prints to standard output is dropped.
 
@@ -25,6 +26,7 @@ def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
     return process, ours
 

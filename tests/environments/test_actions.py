@@ -29,6 +29,8 @@ ACTIONS = ("go", "go north", "go to the red door", "take key", "look")
         ('{"name": "act", "arguments": "{\\"action\\": \\"take key\\"}"}', "tool", "take key"),
         ('{"name": "look", "parameters": {}}', "tool", "look"),
         ('{"name": "look"', "tool", None),
+        ('[{"name": "look", "arguments": {}}, {"name": "go", "arguments": {"to": "north"}}]', "tool", "go north"),
+        ("[]", "tool", None),
         ("[1, 2]", "tool", None),
         ('{"arguments": 3}', "tool", None),
         ("[" * 100_000, "tool", None),

@@ -10,20 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import covey
 from covey.environments import EnvironmentPool, House, Observation, Outcome
 from covey.errors import ConfigError, EpisodeError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from worlds import Trouble, Unimportable
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _same_path() -> Iterator[None]:
-    """Environments' processes import the worlds by name."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", ":".join(sys.path))
-        yield
 
 
 @pytest.fixture
@@ -188,6 +179,6 @@ def test_what_cannot_be_said_is_a_failure(pool: EnvironmentPool) -> None:
 
 
 def test_a_world_whose_module_cannot_be_imported_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(covey.__file__).parents[1]))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "environments"])
     with EnvironmentPool(Trouble(), places=1) as pool, pytest.raises(ConfigError, match="No module named 'worlds'"):
         pool.reset(0, {"uid": "t"}, 0)

@@ -36,7 +36,9 @@ def test_the_house_shows_one_room_at_a_time() -> None:
     assert info == {"valid": False}
     house.step("go hall")
     seen, *_ = house.step("read note")
-    assert seen.text.startswith("The note says: the key is in the garden. You are in the hall.")
+    assert seen.text.startswith("The note says: the key is in the garden. You are in the hall. Doors: attic")
+    assert seen.actions == ("go attic", "go garden")  # it can be read once
+    assert house.step("read note")[3] == {"valid": False}
     house.step("go garden")
     seen, reward, done, info = house.step("take key")
     assert (seen.text, reward, done, info) == ("You have the key.", 1.0, True, {"success": True})

@@ -18,11 +18,9 @@ from slow_verifiers import Slow
 
 @pytest.fixture(scope="module")
 def verifier() -> Iterator[ParallelVerifier]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", ":".join(sys.path))
-        verifier = ParallelVerifier(Slow(), workers=2, time_limit=0.5)
-        yield verifier
-        verifier.close()
+    verifier = ParallelVerifier(Slow(), workers=2, time_limit=0.5)
+    yield verifier
+    verifier.close()
 
 
 def test_order_and_values(verifier: ParallelVerifier) -> None:

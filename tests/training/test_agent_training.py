@@ -15,14 +15,14 @@ from covey.environments import EnvironmentPool, House
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
+from covey.types import SamplingSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
 from worlds import Unimportable
 
 
 @pytest.fixture
-def playing(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+def playing(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {
         "world": "house:rooms=2,num_train=6,num_eval=3",
         "max_steps": 2,
@@ -71,6 +71,28 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
         assert steps[0]["completions/no_answer_ratio"] > 0.9  # random letters
     else:
         assert steps[0]["completions/no_answer_ratio"] == 0.0
+
+
+def test_the_tool_is_shown_as_the_template_shows_tools(playing: dict[str, Any]) -> None:
+    trainer = GRPOTrainer(args=GRPOConfig(**(playing | {"action_format": "tool"})))
+    tokenizer = trainer.policy.tokenizer
+
+    def opening() -> str:
+        rollout = trainer.collect(
+            trainer.prompts[:1],
+            SamplingSettings(max_tokens=4),
+            num_generations=1,
+            streams=[(0, 0, 0)],
+            policy_version=trainer.state.policy_version,
+        )
+        return str(tokenizer.decode(rollout.groups[0].episodes[0].token_ids))
+
+    assert 'Act with a call such as {"name": "act"' in opening()  # this template knows no tools
+    tokenizer.chat_template = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + tokenizer.chat_template
+    trainer.collect = trainer._make_collector()
+    assert opening().startswith('<tools>[{"type": "function", "function": {"name": "act"')
+    assert "Act with a call" not in opening()
+    trainer.close()
 
 
 def test_worlds_reset_ahead_change_nothing(playing: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

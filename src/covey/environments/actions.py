@@ -4,7 +4,7 @@
 |---|---|
 | `tags` | what stands between the last `<action>` and `</action>` |
 | `text` | the first line that is not empty |
-| `tool` | a call in JSON, `{"name": "act", "arguments": {"action": "go north"}}`, alone or between `<tool_call>` tags |
+| `tool` | a call in JSON, `{"name": "act", "arguments": {"action": "go north"}}`, alone, listed, or in `<tool_call>` |
 | `choice` | the whole completion: the sampler lets the model say nothing but an admissible action |
 
 Where the admissible actions are known, case, white space, quotes and a full stop at the end make no difference, and a
@@ -71,6 +71,8 @@ def _tool_call(text: str) -> str | None:
     tagged = _TOOL.findall(text)
     try:
         call = json.loads(tagged[-1] if tagged else text)
+        if isinstance(call, list):  # some models list their calls; one is done at a time
+            call = call[-1] if call else {}
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote them
             arguments = json.loads(arguments)

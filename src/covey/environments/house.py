@@ -8,8 +8,8 @@
     You are in the study. You see a key. A door leads back to the hall.
     > take key
 
-Only the room that one is in can be seen, so a player must ask the note or search, and remember what it said. There is
-not enough time to search everywhere.
+Only the room that one is in can be seen, and the note can be read once, so a player must read it or search, and
+remember what it said. There is not enough time to search everywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class House(World):
 
     name: ClassVar[str] = "house"
 
-    def __init__(self, rooms: int = 3, max_turns: int = 4, num_train: int = 400, num_eval: int = 100) -> None:
+    def __init__(self, rooms: int = 3, max_turns: int = 3, num_train: int = 400, num_eval: int = 100) -> None:
         if not 2 <= rooms <= len(_ROOMS) or max_turns < 3 or num_train < 1 or num_eval < 1:
             raise ConfigError(
                 f"rooms={rooms}, max_turns={max_turns}, num_train={num_train}, num_eval={num_eval}: between 2 and "
@@ -108,12 +108,13 @@ class HouseEnvironment(Environment):
 
     def _actions(self) -> tuple[str, ...]:
         if self._here is None:
-            return ("read note", *(f"go {room}" for room in self._rooms))
+            return (*(() if self._knows else ("read note",)), *(f"go {room}" for room in self._rooms))
         return (f"take {self._thing}", "go hall") if self._here == self._place else ("go hall",)
 
     def _look(self, first: str = "") -> Observation:
         if self._here is None:
-            text = f"You are in the hall. There is a note on the wall. Doors: {', '.join(self._rooms)}."
+            note = "" if self._knows else "There is a note on the wall. "
+            text = f"You are in the hall. {note}Doors: {', '.join(self._rooms)}."
         else:
             sight = f"You see a {self._thing}." if self._here == self._place else "It is empty."
             text = f"You are in the {self._here}. {sight} A door leads back to the hall."

@@ -25,6 +25,19 @@ from covey.types import Prompt
 if TYPE_CHECKING:
     from covey.config import GRPOConfig
 
+_ACT: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "act",
+        "description": "Do something in the world.",
+        "parameters": {
+            "type": "object",
+            "properties": {"action": {"type": "string", "description": "what to do, in words"}},
+            "required": ["action"],
+        },
+    },
+}
+"""The tool of `action_format = "tool"`, shown by the chat template in the model's own way where it has one."""
 _HOW_TO_ACT = {
     "tags": "Write your action between <action> and </action>.",
     "tool": 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.',
@@ -54,9 +67,7 @@ def world_data(config: GRPOConfig, world: World) -> setup.Data:
         )
     if config.evaluation.num_eval_prompts is not None:
         held_out = held_out[: config.evaluation.num_eval_prompts]
-    prompt = config.data.system_prompt or world.system_prompt
-    how = _HOW_TO_ACT.get(config.environment.action_format)
-    words = " ".join(filter(None, (prompt, how))) or None
+    words = config.data.system_prompt or world.system_prompt
     return setup.Data(train, held_out, Scorer(_by_the_world), words, None, has_text)
 
 
@@ -77,10 +88,13 @@ def make_collector(
     decode: Callable[[Sequence[int]], str],
 ) -> AgentCollector:
     """What plays episodes of the world with the engine."""
-    chosen = config.environment
-    template = ConversationTemplate(
-        policy.tokenizer, policy.eos_token_ids, data.system_prompt, config.data.chat_template_kwargs
-    )
+    chosen, words = config.environment, data.system_prompt
+    template_kwargs: dict[str, Any] = dict(config.data.chat_template_kwargs or {})
+    if chosen.action_format == "tool" and "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
+        template_kwargs.setdefault("tools", [_ACT])
+    else:
+        words = " ".join(filter(None, (words, _HOW_TO_ACT.get(chosen.action_format)))) or None
+    template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
     pool = EnvironmentPool(
         world, chosen.parallel_episodes, reset_seconds=chosen.reset_seconds, step_seconds=chosen.step_seconds
     )

@@ -193,6 +193,50 @@ def test_a_choice_among_sequences(temperature: float) -> None:
     assert completion.token_ids.tolist() == [7, 2]
 
 
+def test_tokens_without_an_alternative_need_no_forward_pass() -> None:
+    model = tiny_model("llama")
+    engine = Engine(model)
+    (ids,) = prompts((9,))
+    settings = SamplingSettings(temperature=0.0, max_tokens=7, eos_token_ids=(2,))
+    session = engine.session(settings, policy_version=0, rows=4, own_tokens=40, prompt_lengths=[9])
+    row = session.start(Request(ids, (0,), ((5, 6, 7, 8), (9, 6, 7, 8))), keep=True)  # no end of sequence: none needed
+    (completion,) = turn(session).values()
+    assert completion.token_ids[1:].tolist() == [6, 7, 8]
+    assert completion.logprobs[1:].tolist() == [0.0, 0.0, 0.0]
+    assert completion.support is not None
+    assert np.diff(completion.support.offsets).tolist() == [2, 1, 1, 1]
+    assert (completion.finish_reason, session.stats().decode_steps) == ("stop", 0)
+    # what was not computed then is computed with what is said next
+    session.extend(row, np.array([4, 3]), (1,))
+    (answer,) = turn(session).values()
+    whole = [*ids.tolist(), *completion.token_ids.tolist(), 4, 3]
+    for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
+        assert _logits(model, whole).log_softmax(-1)[token].item() == pytest.approx(logprob, abs=1e-4)
+        whole.append(token)
+    # a sequence longer than the turn may be is cut
+    session.extend(row, np.array([4]), (2,), (tuple(range(10, 30)),))
+    (answer,) = turn(session).values()
+    assert (answer.token_ids.tolist(), answer.finish_reason) == (list(range(10, 17)), "length")
+
+
+def test_answered_conversations_wait_for_each_other_a_little() -> None:
+    engine = Engine(tiny_model("llama"))
+    settings = SamplingSettings(temperature=1.0, max_tokens=30)
+    session = engine.session(settings, policy_version=0, rows=4, own_tokens=90, prompt_lengths=[9])
+    (ids,) = prompts((9,))
+    short = session.start(Request(ids, (0,), ((5,),)), keep=True)
+    for stream in range(1, 4):
+        session.start(Request(ids, (stream,)))
+    assert session.advance() == [short]  # three go on
+    session.extend(short, np.array([4]), (9,))
+    before = session.stats().prefill_tokens
+    steps = 0
+    while session.stats().prefill_tokens == before:
+        session.advance()
+        steps += 1
+    assert steps == 5  # four steps of patience, then it is taken in
+
+
 def _logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0, -1].float()

@@ -43,6 +43,32 @@ class GenerationStats:
     step_seconds: tuple[float, ...] = ()
 
 
+@dataclass(slots=True)
+class Counters:
+    """The same while the session goes on."""
+
+    prefill_tokens: int = 0
+    decoded_tokens: int = 0
+    prefill_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    steps: list[tuple[int, float]] = field(default_factory=list)  # rows and seconds of each decode step
+
+    def stats(self, cache_bytes: int) -> GenerationStats:
+        rows, seconds = tuple(r for r, _ in self.steps), tuple(s for _, s in self.steps)
+        return GenerationStats(
+            prefill_tokens=self.prefill_tokens,
+            decoded_tokens=self.decoded_tokens,
+            decode_steps=len(rows),
+            peak_batch=max(rows, default=0),
+            prefill_seconds=self.prefill_seconds,
+            decode_seconds=sum(seconds),
+            sampling_seconds=self.sampling_seconds,
+            cache_bytes=cache_bytes,
+            step_rows=rows,
+            step_seconds=seconds,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class SharedPrompt:
     """A distinct first prompt."""
@@ -96,6 +122,14 @@ class Row:
         place = len(said)
         following = {choice[place] for choice in self.choices if len(choice) > place and choice[:place] == said}
         return np.array(sorted(following), dtype=np.int64)
+
+    def only_way_on(self) -> tuple[int, ...] | None:
+        """What is left of the one sequence that the turn can still become; None = there are several, or any."""
+        if self.choices is None:
+            return None
+        said = tuple(self.own[self.turn :])
+        left = {choice for choice in self.choices if choice[: len(said)] == said}
+        return left.pop()[len(said) :] if len(left) == 1 else None
 
     def history(self) -> IntArray:
         """All tokens, prompt first."""

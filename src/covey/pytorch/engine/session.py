@@ -27,7 +27,7 @@ from torch import Tensor
 from covey.errors import GenerationError
 from covey.pytorch.engine.attention import DecodeAttention, ExtendAttention, PrefillAttention
 from covey.pytorch.engine.cache import KVCache, block_capacity
-from covey.pytorch.engine.rows import GenerationStats, Row, SharedPrompt, widest_stretch
+from covey.pytorch.engine.rows import Counters, GenerationStats, Row, SharedPrompt, widest_stretch
 from covey.pytorch.engine.runner import Runner, Step
 from covey.pytorch.engine.sampling import Draw, sample
 from covey.pytorch.engine.stop import StopMatcher
@@ -36,6 +36,8 @@ from covey.types import Completion, IntArray, Request, SamplingSettings, Support
 
 _PREFILL_TOKENS = 2048
 """Prompts are prefilled together up to this many tokens: bounds the memory of activations."""
+_PATIENCE = 4
+"""Decode steps that answered conversations wait at most until as many are ready as run."""
 
 
 class Session:
@@ -69,9 +71,8 @@ class Session:
         self._finished: list[Row] = []
         self._more_may_come = False  # of a prompt that is known already
         self._attention: DecodeAttention | None = None
-        self._tokens = {"prefill": 0, "decoded": 0}
-        self._steps: list[tuple[int, float]] = []  # rows and seconds of each decode step
-        self._seconds = {"prefill": 0.0, "sampling": 0.0}
+        self._patience = _PATIENCE
+        self._counters = Counters()
 
     # ------------------------------------------------------------------ what the caller does
 
@@ -189,19 +190,7 @@ class Session:
 
     def stats(self) -> GenerationStats:
         """The numbers so far."""
-        rows, seconds = tuple(r for r, _ in self._steps), tuple(s for _, s in self._steps)
-        return GenerationStats(
-            prefill_tokens=self._tokens["prefill"],
-            decoded_tokens=self._tokens["decoded"],
-            decode_steps=len(rows),
-            peak_batch=max(rows, default=0),
-            prefill_seconds=self._seconds["prefill"],
-            decode_seconds=sum(seconds),
-            sampling_seconds=self._seconds["sampling"],
-            cache_bytes=self._cache.allocated_bytes,
-            step_rows=rows,
-            step_seconds=seconds,
-        )
+        return self._counters.stats(self._cache.allocated_bytes)
 
     # ------------------------------------------------------------------ memory
 
@@ -295,7 +284,14 @@ class Session:
             self._drop_logits(admitted)
 
     def _resume(self) -> None:
-        """Prefill what was said to parked rows, draw the first token of each one's answer."""
+        """Prefill what was said to parked rows, draw the first token of each one's answer.
+
+        A pass over a few of them costs nearly as much as one over many: they wait for each other a little.
+        """
+        if len(self._resuming) < len(self._rows) and self._patience > 0:
+            self._patience -= bool(self._resuming)
+            return
+        self._patience = _PATIENCE
         while self._resuming:
             rows: list[Row] = []
             tokens = 0
@@ -323,13 +319,13 @@ class Session:
         logits = self._runner.forward(step)
         for row in rows:
             row.held += 1
-        self._steps.append((len(rows), time.perf_counter() - started))
+        self._counters.steps.append((len(rows), time.perf_counter() - started))
         self._append(rows, self._draw(rows, logits))
 
     def _prefill(self, prompts: Sequence[SharedPrompt]) -> None:
         started = time.perf_counter()
         lengths = np.array([len(prompt.token_ids) for prompt in prompts])
-        self._tokens["prefill"] += int(lengths.sum())
+        self._counters.prefill_tokens += int(lengths.sum())
         step = Step(
             token_ids=self._tensor(np.concatenate([prompt.token_ids for prompt in prompts])),
             positions=self._tensor(np.concatenate([np.arange(n) for n in lengths])),
@@ -339,7 +335,7 @@ class Session:
         )
         for prompt, logits in zip(prompts, self._runner.forward(step), strict=True):
             prompt.logits = logits
-        self._seconds["prefill"] += time.perf_counter() - started
+        self._counters.prefill_seconds += time.perf_counter() - started
 
     def _prefill_said(self, rows: Sequence[Row]) -> Tensor:
         """Store what is new in parked rows, make them running rows, and return the logits after it, `[n, V]`.
@@ -352,7 +348,7 @@ class Session:
         base = len(self._rows) - len(rows)
         new = [np.array(row.own[row.held :], dtype=np.int64) for row in rows]
         lengths = np.array([len(ids) for ids in new])
-        self._tokens["prefill"] += int(lengths.sum())
+        self._counters.prefill_tokens += int(lengths.sum())
         places = [
             (row.prompt.block, base + i, row.held, len(ids))
             for i, (row, ids) in enumerate(zip(rows, new, strict=True))
@@ -370,7 +366,7 @@ class Session:
         logits = self._runner.forward(step)
         for row in rows:
             row.held = len(row.own)
-        self._seconds["prefill"] += time.perf_counter() - started
+        self._counters.prefill_seconds += time.perf_counter() - started
         return logits
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Draw:
@@ -389,29 +385,42 @@ class Session:
                 f"completion token {int(drawn[row])}: the model's logits are not finite; the weights have "
                 f"diverged or {logits.dtype} overflows: lower optim.learning_rate or use float32"
             )
-        self._seconds["sampling"] += time.perf_counter() - started
+        self._counters.sampling_seconds += time.perf_counter() - started
         return draw
 
     def _append(self, rows: Sequence[Row], draw: Draw) -> None:
         """Add the drawn tokens, apply the stop rules, and take the rows whose turn is over out of the batch."""
         started = time.perf_counter()
-        self._tokens["decoded"] += len(rows)
+        self._counters.decoded_tokens += len(rows)
         over = False
         for i, row in enumerate(rows):
-            token = int(draw.token_ids[i])
-            row.own.append(token)
-            row.logprobs.append(float(draw.logprobs[i]))
-            if draw.support is not None:
-                row.support.append(draw.support[i])
-            if token in self._eos or (row.matcher is not None and row.matcher.push(token)):
-                row.finish_reason = "stop"
-            elif row.sampled >= row.limit:
-                row.finish_reason = "length"
+            self._say(row, int(draw.token_ids[i]), float(draw.logprobs[i]), draw.support[i] if draw.support else None)
+            rest = row.only_way_on()
+            if rest is not None and row.finish_reason is None:
+                self._complete(row, rest)
             over = over or row.finish_reason is not None
         if over:
             self._finished += [row for row in rows if row.finish_reason is not None]
             self._compact()
-        self._seconds["sampling"] += time.perf_counter() - started
+        self._counters.sampling_seconds += time.perf_counter() - started
+
+    def _say(self, row: Row, token: int, logprob: float, support: IntArray | None) -> None:
+        row.own.append(token)
+        row.logprobs.append(logprob)
+        if support is not None:
+            row.support.append(support)
+        if token in self._eos or (row.matcher is not None and row.matcher.push(token)):
+            row.finish_reason = "stop"
+        elif row.sampled >= row.limit:
+            row.finish_reason = "length"
+
+    def _complete(self, row: Row, rest: Sequence[int]) -> None:
+        """Tokens without an alternative have probability 1: they need no forward pass."""
+        for token in rest:
+            if row.finish_reason is None:
+                self._say(row, token, 0.0, np.array([token], dtype=np.int64))
+                self._counters.decoded_tokens += 1
+        row.finish_reason = row.finish_reason or "stop"
 
     # ------------------------------------------------------------------ slots
 
