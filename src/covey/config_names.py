@@ -20,6 +20,7 @@ from covey.errors import ConfigError
 from covey.observe.config import RunConfig
 from covey.rewards.config import RewardConfig
 from covey.rollout.config import ModelConfig, SamplingConfig
+from covey.serving.config import ServerConfig
 from covey.tasks.config import DataConfig
 from covey.training.config import EvaluationConfig, OptimConfig, ScheduleConfig
 
@@ -30,6 +31,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data": DataConfig,
     "rewards": RewardConfig,
     "environment": EnvironmentConfig,
+    "server": ServerConfig,
     "optim": OptimConfig,
     "schedule": ScheduleConfig,
     "evaluation": EvaluationConfig,

@@ -44,6 +44,14 @@ class GenerationError(CoveyError, RuntimeError):
     """Sampling cannot go on: a prompt exceeds the context, or weights of another version were asked for."""
 
 
+class ServingError(CoveyError, RuntimeError):
+    """An inference server cannot be reached, refuses, answers nonsense, or holds other weights than it should."""
+
+
+class AdapterError(CoveyError, ValueError):
+    """An uploaded adapter is no adapter for this model; nothing was changed."""
+
+
 class CheckpointError(CoveyError, RuntimeError):
     """A checkpoint is missing, incomplete, corrupt, or belongs to another run."""
 

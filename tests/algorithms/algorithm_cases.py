@@ -138,7 +138,7 @@ def textbook_loss(loss_type: str, objective: Objective, case: Case, logp: np.nda
                 objective, loss_type, w, frozen_w, case.advantages[n, t], logp[n, t]
             )
             if objective.beta:
-                token_w = math.exp(logp[n, t] - case.old[n, t])
+                token_w = case.correction[n, t] * math.exp(logp[n, t] - case.old[n, t])
                 value += objective.beta * textbook_kl(objective.kl_estimator, logp[n, t] - case.ref[n, t], token_w)
             value -= objective.entropy_coef * case.entropy[n, t]
             denominator = {

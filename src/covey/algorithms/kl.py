@@ -62,6 +62,9 @@ KL_ESTIMATORS: dict[str, Callable[[Array, Array, Array], Array]] = {
 }
 """`kl_estimator` -> `f(logp, ref, old)` on the log-probabilities of the sampled tokens."""
 
+OFF_POLICY_KL = frozenset({"k3_unbiased"})
+"""Those that are importance-weighted: right also where another policy has sampled."""
+
 
 def exact_kl(policy: Array, reference: Array) -> Array:
     """`sum_v p_v (log p_v - log q_v)`: the KL itself.

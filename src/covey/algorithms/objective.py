@@ -16,7 +16,7 @@ from typing import NamedTuple
 from array_api_compat import array_namespace
 
 from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient
-from covey.algorithms.kl import KL_ESTIMATORS, VOCABULARY_KL
+from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL
 from covey.algorithms.presets import SURROGATES, Objective
 from covey.algorithms.surrogates import RATIOS
 from covey.errors import ConfigError
@@ -62,7 +62,8 @@ def policy_loss(
         ref: `[N, T]` under the reference policy, for the estimators in `KL_ESTIMATORS`.
         kl: `[N, T]` KL over the vocabulary, differentiable, for `exact` and `exact_weighted`.
         entropy: `[N, T]` of the policy at each token, differentiable where `entropy_coef` is not 0.
-        correction: `[N, T]` or `[N, 1]` from `mismatch_correction`; multiplies the surrogate, not the KL.
+        correction: `[N, T]` or `[N, 1]` from `mismatch_correction`; multiplies the surrogate, and the KL where its
+            estimator weighs tokens by their ratio (`OFF_POLICY_KL`): `old` is then not the policy that sampled.
 
     Raises:
         ConfigError: the objective needs `ref`, `kl` or `entropy`, and it was not given.
@@ -87,6 +88,8 @@ def policy_loss(
     divergence = _divergence(logp, old, mask, objective, ref, kl)
     if divergence is not None:
         sums["kl_sum"] = divergence
+        if correction is not None and objective.kl_estimator in OFF_POLICY_KL:
+            divergence = divergence * masked(correction, mask)
         if objective.beta != 0:
             loss = loss + objective.beta * xp.sum(weights * divergence)
     elif objective.beta != 0:

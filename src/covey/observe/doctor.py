@@ -328,7 +328,8 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "checkpoint with a larger algorithm.beta",
         )
     mismatch = recent.above("sampling/sampling_logp_difference/mean", limits.logp_difference)
-    if mismatch is not None:
+    stale = (recent.mean("staleness/mean") or 0.0) > 0  # then they hold different weights, and it is corrected
+    if mismatch is not None and not stale:
         yield Diagnosis(
             "sampler_mismatch",
             f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the "

@@ -69,7 +69,7 @@ ratio/mean | | importance ratio exp(new - old log-probability), mean over unmask
 ratio/min | | the smallest importance ratio
 ratio/max | | the largest importance ratio
 sampling/sampling_logp_difference/mean | nats | absolute difference of log-probability between trainer and
-    sampler with the same weights, mean over sampled tokens
+    sampler before the update, mean over sampled tokens; with the same weights unless schedule.max_staleness is above 0
 sampling/sampling_logp_difference/max | nats | the same, largest over sampled tokens
 sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of a token, before the cap
 sampling/importance_sampling_ratio/mean | | mean of it
@@ -86,9 +86,17 @@ agent/full_context_ratio | fraction | episodes that the limit of tokens ended
 agent/cut_observations | observations | observations longer than environment.max_observation_tokens
 agent/waiting_share | fraction | of the time in which episodes were played: nothing could be sampled, since every
     episode waited for its environment
+staleness/mean | optimiser steps | age of a group, by which the weights that sampled it are older than those that this
+    step began with, mean over groups; only with schedule.max_staleness above 0, as all of staleness/
+staleness/max | optimiser steps | the oldest group's age
+staleness/<age> | fraction | groups of exactly this age
+staleness/dropped_groups | groups | groups that were sampled for this step and dropped, since they were older than
+    schedule.max_staleness
 step_time | seconds | wall-clock time of the whole step
-time/sampling | seconds | of it, sampling completions
-time/scoring | seconds | of it, reward functions
+time/sampling | seconds | of it, sampling completions (with schedule.max_staleness above 0, beside earlier steps)
+time/scoring | seconds | of it, reward functions (the same)
+time/waiting_for_samples | seconds | of it, waiting for samples: those of this step, and those under way before new
+    weights can be published; only with schedule.max_staleness above 0
 time/reference | seconds | of it, log-probabilities under the reference
 time/publish | seconds | of it, giving the new weights to the sampler
 time/update | seconds | of it, forward, backward and optimiser

@@ -101,8 +101,15 @@ class Learner:
         epsilon: float = 1e-8,
         max_grad_norm: float = 1.0,
         tokens_per_micro_batch: int = 1024,
+        side_by_side: bool = True,
     ) -> None:
+        """Take the policy and AdamW's settings.
+
+        `side_by_side=False` never runs two packs at once: for a learner beside which something else computes. That
+        fills the gaps already, and its results would depend on the number of threads that lanes set for all.
+        """
         self.policy = policy
+        self._side_by_side = side_by_side
         self.max_grad_norm = max_grad_norm
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.steps = 0
@@ -166,10 +173,14 @@ class Learner:
             temperature: of the sampling distribution.
             max_completion_length: in tokens, for `dr_grpo`.
             reference: `[N, T]` log-probabilities under the reference, for sampled-token KL estimators.
-            trainer_old: `[N, T]` the learner's own log-probabilities under the weights that sampled; None on the first
-                pass over a batch, where the current ones are these.
+            trainer_old: `[N, T]` the learner's own log-probabilities under the weights before the first pass over the
+                batch; None on that pass, where the current ones are these.
             correction: truncated importance sampling against the sampler's log-probabilities; then the ratio is taken
                 against `trainer_old`, else against the sampler's.
+
+        With `correction` the old policy of the ratio, and of its clip, is the one before the first pass, also for a
+        stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
+        those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
         weights = np.asarray(
             token_weights(batch.mask, count_step(batch.mask), objective.aggregation, max_completion_length)
@@ -278,7 +289,8 @@ class Learner:
         budget = self.tokens_per_micro_batch
         packs = pack_episodes(episodes, rows.tolist(), budget)
         # exact KL switches adapters off and on inside each pass
-        if exact_kl or torch.get_num_threads() < _LANES or not self.policy.runs_side_by_side:
+        beside = self._side_by_side and self.policy.runs_side_by_side
+        if exact_kl or torch.get_num_threads() < _LANES or not beside:
             return packs, 1
         smaller = pack_episodes(episodes, rows.tolist(), max(budget // _LANES, 1))
         sizes = [pack.num_tokens for pack in smaller]

@@ -19,6 +19,7 @@ from covey.rollout.batching import has_text
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.playing import PlaySettings
 from covey.rollout.scoring import Scorer
+from covey.serving.remote import RemoteEngine
 from covey.training import setup
 from covey.types import Prompt
 
@@ -83,7 +84,7 @@ def make_collector(
     config: GRPOConfig,
     world: World,
     policy: Policy,
-    engine: Engine,
+    engine: Engine | RemoteEngine,
     data: setup.Data,
     decode: Callable[[Sequence[int]], str],
 ) -> AgentCollector:

@@ -103,6 +103,27 @@ class ScheduleConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         description="Stretches of the run, one after another, each with a name, one length (steps, tokens "
         "or minutes) and its own temperature, beta, num_generations or learning_rate.",
     )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="Optimiser steps by which the weights that sampled a completion may be older than those that are "
+        "trained on it. 0 = sampling and training take turns; from 1 on the next steps are sampled while this one "
+        "is learnt, and importance_sampling_correction is token_truncate unless it is set.",
+    )
+    stale_groups: Literal["wait", "drop"] = Field(
+        default="wait",
+        description="What keeps groups within max_staleness: wait (after each update, for what is being sampled; the "
+        "same run gives the same numbers) or drop (sampling goes on, and groups that have become older are dropped).",
+    )
+
+    @model_validator(mode="after")
+    def _nothing_to_drop(self) -> Self:
+        if self.stale_groups == "drop" and self.max_staleness == 0:
+            raise ValueError(
+                "stale_groups='drop' with max_staleness=0: then nothing is sampled ahead and nothing becomes stale; "
+                "set schedule.max_staleness to 1 or more, or leave schedule.stale_groups at 'wait'"
+            )
+        return self
 
     @field_validator("max_steps", mode="after")
     @classmethod

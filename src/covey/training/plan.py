@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from covey.errors import ConfigError
 from covey.observe.memory import forget_peak, peak_cuda_bytes, peak_rss_bytes, rss_bytes
+from covey.pytorch.engine import Engine
 from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout
 from covey.rollout.packing import pack_episodes
@@ -111,6 +113,15 @@ class Plan:
         }
 
 
+def _engine(trainer: GRPOTrainer) -> Engine:
+    if not isinstance(trainer.engine, Engine):
+        raise ConfigError(
+            "server.upload_adapters_to_server=True: what a server needs cannot be planned from here; plan with "
+            "server.upload_adapters_to_server=false"
+        )
+    return trainer.engine
+
+
 def fit_decode(rows: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
     """`(a, b)` with `seconds = a + b rows` in the least squares, neither below 0."""
     if not rows:
@@ -142,7 +153,7 @@ def make_plan(trainer: GRPOTrainer) -> Plan:
     forget_peak()
     phase = trainer.phases.at(Progress(0, 0, 0.0))
     rollouts, scale = _sample(trainer, phase)
-    stats, rollout = trainer.engine.last_stats, rollouts[-1]
+    stats, rollout = _engine(trainer).last_stats, rollouts[-1]
     groups = [group for one in rollouts for group in one.groups]
     sampled_peak = _peak()
     probe = _Update(trainer, rollout.groups, phase)
@@ -225,14 +236,14 @@ class _Sampling:
         self._probe_groups = len(rollouts[-1].groups)
         self._probe_rows = len(self.lengths) // len(rollouts)
         self._count = round(self._probe_rows * scale)
-        capacity, self._token_bytes = trainer.engine.cache_budget
+        capacity, self._token_bytes = _engine(trainer).cache_budget
         self._slot = trainer.args.sampling.max_completion_length
         # what one prompt takes of the cache
         held = stats.cache_bytes / max(self._token_bytes, 1) - stats.peak_batch * (self._slot - 1)
         self._prompts = self._probe_groups * scale
         self._prompt_tokens = max(held, stats.prefill_tokens) / self._probe_groups
         most = max(int((capacity - self._prompts * self._prompt_tokens) // self._slot), 1)
-        self._slots = min(trainer.engine.max_batch_size, most, self._count)
+        self._slots = min(_engine(trainer).max_batch_size, most, self._count)
 
     @property
     def cache_bytes(self) -> float:
@@ -241,10 +252,10 @@ class _Sampling:
         needed = self._slots * self._slot + self._prompts * self._prompt_tokens
         if _count_evaluations(trainer):
             rows = len(trainer.eval_prompts) * trainer.args.evaluation.num_generations_eval
-            rows = min(trainer.engine.max_batch_size, rows)
+            rows = min(_engine(trainer).max_batch_size, rows)
             prompts = min(1.25 * rows, len(trainer.eval_prompts))
             needed = max(needed, rows * self._slot + prompts * self._prompt_tokens)
-        return min(needed, trainer.engine.cache_budget[0]) * self._token_bytes
+        return min(needed, _engine(trainer).cache_budget[0]) * self._token_bytes
 
     def decode_seconds(self, max_length: int | None = None, part: float = 1.0) -> float:
         """Of a whole step, or of one with shorter or with fewer completions."""
@@ -257,7 +268,7 @@ class _Sampling:
         evaluation, stats = self._trainer.args.evaluation, self._stats
         prompts = len(self._trainer.eval_prompts)
         lengths = self._repeated(prompts * evaluation.num_generations_eval)
-        steps, rows = count_decode_steps(lengths, min(self._trainer.engine.max_batch_size, len(lengths)))
+        steps, rows = count_decode_steps(lengths, min(_engine(self._trainer).max_batch_size, len(lengths)))
         draw = stats.sampling_seconds * len(lengths) / self._probe_rows
         prefill = stats.prefill_seconds * prompts / self._probe_groups
         return self._fit[0] * steps + self._fit[1] * rows + draw + prefill

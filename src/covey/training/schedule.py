@@ -199,6 +199,12 @@ class PhasePlan:
         steps = [phase.steps for phase in self._phases]
         return None if None in steps else sum(step for step in steps if step is not None)
 
+    @property
+    def ends_at(self) -> int | None:
+        """Step at which the phase in force ends, where it is measured in steps."""
+        steps = self._phases[self._index].steps
+        return None if steps is None else self._start.step + steps
+
     def at(self, progress: Progress) -> ResolvedPhase:
         """Return the settings for the step that follows `progress`, moving to the next phase when one is
         over.

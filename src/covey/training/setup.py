@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,9 @@ from covey.pytorch.policy import Policy
 from covey.rollout.batching import BatchSettings, HasAnswer, has_text
 from covey.rollout.credit import CreditSettings
 from covey.rollout.scoring import Scorer
+from covey.serving.client import InferenceClient
+from covey.serving.remote import RemoteEngine
+from covey.serving.vllm import VLLMEngine
 from covey.tasks import Task, get_task
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.evaluate import IsCorrect
@@ -178,8 +183,14 @@ def needs_reference(config: GRPOConfig) -> bool:
     return max(betas) > 0 or config.algorithm.reference_drift_threshold is not None
 
 
-def make_engine(config: GRPOConfig, policy: Policy) -> Engine:
-    """The in-process generation engine for a policy."""
+def make_engine(config: GRPOConfig, policy: Policy) -> Engine | RemoteEngine:
+    """What samples: the engine in this process, or a server in its place.
+
+    Raises:
+        ServingError: the server cannot be reached.
+    """
+    if config.server.upload_adapters_to_server:
+        return connect(config)
     chosen = config.sampling.sampler_dtype
     return Engine(
         policy.model,
@@ -188,6 +199,22 @@ def make_engine(config: GRPOConfig, policy: Policy) -> Engine:
         kv_cache_bytes=int(config.sampling.kv_cache_gb * 2**30),
         max_batch_size=config.sampling.max_batch_size,
     )
+
+
+def connect(config: GRPOConfig) -> RemoteEngine:
+    """The server of `server.inference_server_url`, for this run folder: a resumed run is the same trainer."""
+    chosen = config.server
+    client = InferenceClient(
+        chosen.inference_server_url,
+        chosen.server_token,
+        timeout=chosen.server_timeout,
+        retry_seconds=chosen.server_retry_seconds,
+    )
+    folder = Path(config.run.output_dir).resolve()
+    trainer = f"{socket.gethostname()}:{folder}"
+    if chosen.inference_server_kind == "vllm":
+        return VLLMEngine(client, trainer=trainer, folder=chosen.adapter_folder or f"{folder}-adapters")
+    return RemoteEngine(client, trainer=trainer)
 
 
 def make_learner(config: GRPOConfig, policy: Policy) -> Learner:
@@ -202,6 +229,7 @@ def make_learner(config: GRPOConfig, policy: Policy) -> Learner:
         epsilon=optim.adam_epsilon,
         max_grad_norm=optim.max_grad_norm,
         tokens_per_micro_batch=optim.tokens_per_micro_batch,
+        side_by_side=config.schedule.max_staleness == 0,
     )
 
 
@@ -257,6 +285,8 @@ def update_settings(config: GRPOConfig, phase: ResolvedPhase) -> UpdateSettings:
     """What the update needs to know, in this phase."""
     chosen = config.algorithm
     mode = chosen.importance_sampling_correction
+    if mode is None and config.schedule.max_staleness > 0:
+        mode = "token_truncate"  # the weights that sampled are not the ones that are trained
     return UpdateSettings(
         objective=make_objective(
             chosen.loss_type,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,17 +24,19 @@ from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.batching import make_batch
 from covey.rollout.collect import Collector, Rollout, collect_groups
 from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
+from covey.serving.remote import RemoteEngine
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
+from covey.training.ahead import Sampled, Samples, SamplesAhead, SamplesNow, Source
 from covey.training.callbacks import Callbacks
 from covey.training.evaluate import Evaluation, correct_completions, evaluate
-from covey.training.questions import Answers, QuestionHistory, count_answers
+from covey.training.questions import QuestionHistory
 from covey.training.recorder import Recorder
 from covey.training.report import completion_rows, no_answer_ratio, rollout_metrics
 from covey.training.schedule import ACCURACY_STEPS, Progress, ResolvedPhase
 from covey.training.state import TrainerState
 from covey.training.update import Update, update
-from covey.types import Batch, BoolArray, Prompt
+from covey.types import Batch, Prompt
 from covey.types import Progress as ProgressCall
 
 if TYPE_CHECKING:
@@ -52,29 +54,6 @@ class TrainOutput:
 
     global_step: int
     metrics: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sampled:
-    """What a step trains on.
-
-    Attributes:
-        rollout: scored groups.
-        position: in the data, after them.
-        correct: `[N]` which completions are right, where that is known.
-    """
-
-    rollout: Rollout
-    position: int
-    correct: BoolArray | None
-
-    @property
-    def accuracy(self) -> float | None:
-        return None if self.correct is None else float(self.correct.mean())
-
-    @property
-    def answers(self) -> Answers:
-        return count_answers(self.rollout, self.correct)
 
 
 class GRPOTrainer:
@@ -158,6 +137,7 @@ class GRPOTrainer:
         self.batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
+        self._samples: Samples | None = None
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -171,29 +151,67 @@ class GRPOTrainer:
         Raises:
             RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
         """
-        with self._recording(resume_from_checkpoint) as recorder:
+        with self._recording(resume_from_checkpoint) as recorder, self._sampling(recorder) as samples:
             self._evaluate_when_due(recorder)
             while not self._finished():
                 started = time.perf_counter()
-                phase = self.phases.at(self._progress())
-                sampled = self._sample_and_score(phase, recorder)
-                self._prepare_worlds(phase, sampled.position)
+                sampled = samples.next()
+                phase = replace(sampled.phase, learning_rate_factor=self.phases.learning_rate_factor)
                 batch = make_batch(sampled.rollout.groups, self.batch_settings)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
-                    self.engine.release()
+                    samples.before_update()
                     done = self._learn(batch, phase)
-                    self._publish(done)
+                    samples.after_update()
+                    self._publish(done, samples)
                     self._count(sampled, time.perf_counter() - started)
+                done.metrics |= samples.metrics()
                 self._report(recorder, sampled, done, phase, time.perf_counter() - started)
                 self._evaluate_when_due(recorder)
                 recorder.checkpoint_when_due()
         return TrainOutput(self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {})
 
-    def _sample_and_score(self, phase: ResolvedPhase, recorder: Recorder) -> _Sampled:
-        """Groups for one step."""
+    @contextmanager
+    def _sampling(self, recorder: Recorder) -> Iterator[Samples]:
+        """Where the steps' groups come from; no thread is left when it ends."""
+        schedule = self.args.schedule
+        source = Source(
+            sample=self._sample_and_score,
+            phase=lambda: self.phases.at(self._progress()),
+            steps_ahead=self._steps_ahead,
+            state=self.state,
+            sync=lambda: self.engine.sync(self.policy.model, self.state.policy_version),
+            release=lambda: self.engine.release(),
+        )
+        samples: Samples
+        if schedule.max_staleness > 0:
+            samples = SamplesAhead(source, schedule.max_staleness, drop=schedule.stale_groups == "drop")
+        else:
+            samples = SamplesNow(source, partial(recorder.progress, "sampling"))
+        self._samples = samples
+        try:
+            yield samples
+            samples.quiet()
+        finally:
+            self._samples = None
+            samples.close()
+
+    def _steps_ahead(self) -> int:
+        """Nothing is sampled ahead over the end of the run or of a phase, or over a checkpoint.
+
+        What follows a checkpoint is then sampled from its weights, and a resumed run has the numbers of the unbroken
+        one.
+        """
+        step, every = self.state.global_step, self.args.run.save_steps
+        ends = [self.length.total_steps, self.phases.ends_at]
+        if every > 0 and self.args.schedule.stale_groups == "wait":
+            ends.append((step // every + 1) * every)
+        longest = self.args.schedule.max_staleness // self.args.algorithm.num_iterations
+        return max(0, min([longest, *(end - step - 1 for end in ends if end is not None)]))
+
+    def _sample_and_score(self, phase: ResolvedPhase, position: int, version: int, progress: ProgressCall) -> Sampled:
+        """Groups for one step, from a position in the data on."""
         args = self.args
         settings = setup.sampling_settings(args, self.policy, phase.temperature)
-        position = self.state.data_position
 
         def collect(count: int) -> Rollout:
             nonlocal position
@@ -204,8 +222,8 @@ class GRPOTrainer:
                 settings,
                 num_generations=phase.num_generations,
                 streams=streams,
-                policy_version=self.state.policy_version,
-                progress=partial(recorder.progress, "sampling"),
+                policy_version=version,
+                progress=progress,
             )
 
         wanted = args.data.prompts_per_step
@@ -220,7 +238,8 @@ class GRPOTrainer:
                 "data.prompt_weighting='difficulty' needs to know which completions are right, but there is no task "
                 "and the rewards are not all 0 or 1; set data.prompt_weighting to uniform"
             )
-        return _Sampled(rollout, position, correct)
+        self._prepare_worlds(phase, position)
+        return Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
 
     def _next_prompts(self, position: int, count: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts from a position on, and the random streams of their completions."""
@@ -229,7 +248,7 @@ class GRPOTrainer:
         return [self.prompts[row] for row in self._order.take(position, count)], streams
 
     def _prepare_worlds(self, phase: ResolvedPhase, position: int) -> None:
-        """Worlds of the next step are reset while this one is learnt, where it is known which they are."""
+        """Worlds of the next step are reset while something else goes on, where it is known which they are."""
         if isinstance(self.collect, AgentCollector) and self.args.data.prompt_weighting == "uniform":
             prompts, streams = self._next_prompts(position, self.args.data.prompts_per_step)
             self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
@@ -240,12 +259,12 @@ class GRPOTrainer:
         done.metrics["learning_rate"] = rate
         return done
 
-    def _publish(self, done: Update) -> None:
+    def _publish(self, done: Update, samples: Samples) -> None:
         """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
         self.state.updates += done.optimizer_steps
         self.state.policy_version += done.optimizer_steps
         began = time.perf_counter()
-        self.engine.sync(self.policy.model, self.state.policy_version)
+        samples.publish()
         done.metrics["time/publish"] = time.perf_counter() - began
 
     def _make_collector(self) -> Collector:
@@ -259,6 +278,8 @@ class GRPOTrainer:
         self.data.scorer.close()
         if isinstance(self.collect, AgentCollector):
             self.collect.close()
+        if isinstance(self.engine, RemoteEngine):
+            self.engine.close()
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         if self.world is not None:
@@ -282,7 +303,7 @@ class GRPOTrainer:
             or self._callbacks.control.should_training_stop
         )
 
-    def _count(self, sampled: _Sampled, seconds: float) -> None:
+    def _count(self, sampled: Sampled, seconds: float) -> None:
         state, rollout = self.state, sampled.rollout
         prompt_tokens = sum(int((~e.sampled).sum()) for group in rollout.groups for e in group.episodes)
         state.global_step += 1
@@ -293,9 +314,7 @@ class GRPOTrainer:
         self.phases.note_accuracy(sampled.accuracy)
         self.questions.add(sampled.answers)
 
-    def _report(
-        self, recorder: Recorder, sampled: _Sampled, done: Update, phase: ResolvedPhase, seconds: float
-    ) -> None:
+    def _report(self, recorder: Recorder, sampled: Sampled, done: Update, phase: ResolvedPhase, seconds: float) -> None:
         state, rollout = self.state, sampled.rollout
         metrics: dict[str, Any] = {
             "epoch": state.epoch,
@@ -310,8 +329,7 @@ class GRPOTrainer:
         metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout, self.data.has_answer)
         if sampled.accuracy is not None:
             metrics["accuracy"] = sampled.accuracy
-        logged = self.data.scorer.take_logged()
-        metrics |= logged.metrics
+        metrics |= sampled.logged.metrics
         if done.skipped:
             recorder.event("skipped", f"step {state.global_step}: {done.skipped}")
         if self.phases.learning_rate_factor < phase.learning_rate_factor:
@@ -321,7 +339,7 @@ class GRPOTrainer:
                 f"last one {sampled.accuracy:.0%}), so the learning rate is multiplied by "
                 f"{self.phases.learning_rate_factor:g} from now on",
             )
-        rows = completion_rows(rollout.groups, done.batch, logged.columns, sampled.correct)
+        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct)
         recorder.step(metrics, rows, sampled.answers)
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
@@ -343,6 +361,8 @@ class GRPOTrainer:
             prompts = self._tokenize(load_rows(eval_dataset, split="test"))
         if not prompts:
             raise DataError("no held-out prompts: pass eval_dataset, or set data.eval_dataset or data.task")
+        if self._samples is not None:
+            self._samples.quiet()
         if progress is None and self._recorder is not None:
             progress = partial(self._recorder.progress, "evaluating")
         return evaluate(

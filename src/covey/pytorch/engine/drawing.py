@@ -1,0 +1,75 @@
+"""One token for each row of the decode batch, each drawn as its own request says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from covey.errors import GenerationError
+from covey.pytorch.engine.rows import Row
+from covey.pytorch.engine.sampling import Draw, sample
+from covey.pytorch.engine.streams import uniforms
+from covey.types import IntArray, SamplingSettings
+
+
+def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
+    """Draw from `logits` `[B, V]`, which may be overwritten; rows of equal settings are drawn together.
+
+    Raises:
+        GenerationError: the logits of a row are not finite.
+    """
+    allowed = [row.allowed() for row in rows]
+    logits = _only(logits, allowed)
+    keys = np.array([row.key for row in rows], dtype=np.uint64)
+    drawn = np.array([row.sampled for row in rows], dtype=np.uint64)
+    numbers = uniforms(keys, drawn)
+    alike: dict[SamplingSettings, list[int]] = {}
+    for place, row in enumerate(rows):
+        alike.setdefault(row.settings, []).append(place)
+    if len(alike) == 1:
+        draw = sample(logits, rows[0].settings, numbers)
+    else:
+        parts = [(places, sample(logits[places], s, numbers[places])) for s, places in alike.items()]
+        draw = _joined(parts, len(rows), logits.shape[1])
+    if draw.support is None and any(ids is not None for ids in allowed):
+        everything = np.arange(logits.shape[1])
+        draw = replace(draw, support=[everything if ids is None else ids for ids in allowed])
+    if not np.isfinite(draw.logprobs).all():
+        place = int(np.flatnonzero(~np.isfinite(draw.logprobs))[0])
+        raise GenerationError(
+            f"completion token {int(drawn[place])}: the model's logits are not finite; the weights have "
+            f"diverged or {logits.dtype} overflows: lower optim.learning_rate or use float32"
+        )
+    return draw
+
+
+def _joined(parts: Sequence[tuple[list[int], Draw]], count: int, vocab: int) -> Draw:
+    token_ids = np.zeros(count, dtype=np.int64)
+    logprobs = np.zeros(count, dtype=np.float32)
+    support: list[IntArray] | None = None
+    if any(draw.support is not None for _, draw in parts):
+        support = [np.arange(vocab)] * count
+    for places, draw in parts:
+        token_ids[places], logprobs[places] = draw.token_ids, draw.logprobs
+        if support is not None and draw.support is not None:
+            for place, ids in zip(places, draw.support, strict=True):
+                support[place] = ids
+    return Draw(token_ids, logprobs, support)
+
+
+def _only(logits: Tensor, allowed: Sequence[IntArray | None]) -> Tensor:
+    """The logits with those of forbidden ids at minus infinity."""
+    if all(ids is None for ids in allowed):
+        return logits
+    logits = logits.clone()
+    for row, ids in enumerate(allowed):
+        if ids is not None:
+            index = torch.from_numpy(ids).to(logits.device)
+            kept = logits[row, index]
+            logits[row] = -torch.inf
+            logits[row, index] = kept
+    return logits

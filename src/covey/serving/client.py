@@ -1,0 +1,221 @@
+"""Talking to an inference server: uploads that are verified, and requests that are tried again for a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from covey.errors import ServingError
+
+log = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "COVEY_SERVER_TOKEN"
+_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses after which the same request may succeed a little later."""
+
+
+class RefusedError(ServingError):
+    """The server understood the request and refuses it; trying again would not help."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class UploadAnswer:
+    """What a server says to an upload.
+
+    Attributes:
+        policy_version: of the weights that it now holds.
+        sha256: of the tensors that it applied; "" from a server that does not say.
+        instance: changes when the server is restarted; "" likewise.
+    """
+
+    policy_version: int
+    sha256: str = ""
+    instance: str = ""
+
+
+class InferenceClient:
+    """A server's address with how patiently it is asked.
+
+    Args:
+        url: such as "http://127.0.0.1:8000".
+        token: bearer token; None = the environment variable COVEY_SERVER_TOKEN, if any.
+        timeout: seconds that one request may take.
+        retry_seconds: for which a request that failed is tried again.
+        sleep: waits; for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeout: float = 600.0,
+        retry_seconds: float = 60.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._retry_seconds, self._sleep = retry_seconds, sleep
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
+        try:
+            # a proxy from the environment must not stand between a trainer and its own server
+            self._http = httpx.Client(
+                base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ServingError(f"inference_server_url={url!r}: it is no address ({error})") from error
+        weakref.finalize(self, self._http.close)
+
+    def health(self, *, retry: bool = False) -> dict[str, Any]:
+        """What `/health` says.
+
+        Raises:
+            ServingError: the server does not answer.
+        """
+        return self.ask("GET", "/health", retry=retry)
+
+    def upload_adapter(
+        self, weights: bytes, config: Mapping[str, Any], *, policy_version: int | None = None, trainer: str = ""
+    ) -> UploadAnswer:
+        """Upload an adapter.
+
+        Args:
+            weights: safetensors.
+            config: PEFT's or mlx-lm-lora's.
+            policy_version: what it is to be called; a server that counts by itself ignores it.
+            trainer: name of the trainer, so that two of them do not take turns.
+
+        Raises:
+            RefusedError: the adapter, or the trainer, is refused.
+            ServingError: the server does not answer, or not with a version.
+        """
+        files = {
+            "adapter_weights": ("adapters.safetensors", weights, "application/octet-stream"),
+            "adapter_config": ("adapter_config.json", json.dumps(dict(config)).encode(), "application/json"),
+        }
+        form = {"trainer": trainer} | ({} if policy_version is None else {"policy_version": str(policy_version)})
+        answer = self.ask("POST", "/upload_adapter", files=files, data=form)
+        version = answer.get("policy_version")
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise ServingError(f"{self.url}/upload_adapter answered without a policy_version: {answer!r:.200}")
+        return UploadAnswer(version, str(answer.get("sha256", "")), str(answer.get("instance", "")))
+
+    def release(self, trainer: str) -> None:
+        """Let another trainer upload; that this cannot be told to the server is no error."""
+        with contextlib.suppress(ServingError):
+            self.ask("POST", "/release_trainer", retry=False, data={"trainer": trainer})
+
+    def completions(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """`/v1/completions`.
+
+        Raises:
+            RefusedError: the request is refused.
+            ServingError: the server does not answer.
+        """
+        return self.ask("POST", "/v1/completions", json=dict(body))
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Any other path."""
+        return self.ask("POST", path, json=dict(body))
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def ask(self, method: str, path: str, *, retry: bool = True, **content: Any) -> dict[str, Any]:
+        """One request, tried again while it may help; an answer that is no JSON becomes `{"text": ...}`.
+
+        Raises:
+            RefusedError: the server refuses it.
+            ServingError: the server does not answer.
+        """
+        until = time.monotonic() + (self._retry_seconds if retry else 0.0)
+        wait = 0.2
+        while True:
+            try:
+                response = self._http.request(method, path, **content)
+                if response.status_code < 400:
+                    return _json_of(response)
+                if response.status_code not in _AGAIN:
+                    raise RefusedError(f"{self.url}{path}: {_message(response)}", response.status_code)
+                trouble = f"{response.status_code}: {_message(response)}"
+            except httpx.HTTPError as error:
+                trouble = f"{type(error).__name__}: {error}"
+            if time.monotonic() + wait > until:
+                raise ServingError(
+                    f"{self.url}{path} does not answer ({trouble}); is the server running? Start it with covey serve, "
+                    "or correct server.inference_server_url"
+                )
+            log.warning("%s%s: %s; trying again in %.1f s", self.url, path, trouble, wait)
+            self._sleep(wait * random.uniform(0.5, 1.0))
+            wait = min(2 * wait, 10.0)
+
+
+async def upload_adapter_weights(
+    adapter_weights: bytes,
+    adapter_config: Mapping[str, Any],
+    inference_server_url: str,
+    policy_version: int,
+    *,
+    token: str | None = None,
+    trainer: str = "",
+) -> int:
+    """Upload adapter weights and compare the server's version with the local one (`policy_version`).
+
+    A server with another version is warned of, and the local one goes on to count.
+
+    Returns:
+        The server's version.
+
+    Raises:
+        ServingError: the upload failed.
+    """
+    client = InferenceClient(inference_server_url, token)
+    try:
+        answer = await asyncio.to_thread(
+            client.upload_adapter, adapter_weights, adapter_config, policy_version=policy_version, trainer=trainer
+        )
+    finally:
+        client.close()
+    warn_of_mismatch(answer.policy_version, policy_version, client.url)
+    return answer.policy_version
+
+
+def warn_of_mismatch(found: int, expected: int, url: str) -> None:
+    """Say that a server counts otherwise."""
+    if found != expected:
+        log.warning(
+            "%s says policy version %d, %d was expected; the local version goes on to count", url, found, expected
+        )
+
+
+def _json_of(response: httpx.Response) -> dict[str, Any]:
+    try:
+        found = response.json()
+    except ValueError:
+        return {"text": response.text}
+    return found if isinstance(found, dict) else {"value": found}
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        error = response.json().get("error", response.text)
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+    except (ValueError, AttributeError):
+        return response.text[:500]

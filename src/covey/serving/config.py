@@ -1,0 +1,34 @@
+"""The `server` section: sampling on an inference server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """Where completions are sampled when not in this process, and how the server gets new weights."""
+
+    upload_adapters_to_server: bool = Field(
+        default=False, description="Sample on the server at inference_server_url and upload the adapter to it."
+    )
+    inference_server_url: str = Field(
+        default="http://127.0.0.1:8000", description="Address of the inference server (`covey serve`)."
+    )
+    inference_server_kind: Literal["covey", "vllm"] = Field(
+        default="covey", description="covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading."
+    )
+    server_token: str | None = Field(
+        default=None, description="Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN."
+    )
+    adapter_folder: str | None = Field(
+        default=None,
+        description="Where adapters are written for vllm to read; none = beside the run folder, OUTPUT_DIR-adapters.",
+    )
+    server_timeout: float = Field(default=600.0, gt=0, description="Seconds that one request may take.")
+    server_retry_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds for which a request that failed is tried again before the run stops, to be resumed.",
+    )

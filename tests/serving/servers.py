@@ -1,0 +1,88 @@
+"""Servers on a free loopback port, in threads of this process: ours with a tiny model, and fakes that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import uvicorn
+from tiny_models import tiny_model, tiny_tokenizer
+
+from covey.pytorch.engine import Engine
+from covey.serving import BatchingEngine, ServeSettings, create_app
+
+
+class RunningServer:
+    """`covey serve` with a tiny model."""
+
+    def __init__(self, *, settings: ServeSettings | None = None, **options: Any) -> None:
+        self.model, self.tokenizer = tiny_model("llama"), tiny_tokenizer()
+        self.engine = Engine(self.model, self.tokenizer, kv_cache_bytes=8 << 20)
+        defaults: dict[str, Any] = {"max_rows": 8, "max_completion_length": 200}
+        self.batching = BatchingEngine(self.engine, self.model, **(defaults | options))
+        app = create_app(self.batching, self.tokenizer, settings or ServeSettings("tiny"), self.model)
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self._socket.listen(1024)
+        self.port = self._socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        self.batching.close(0.1)
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[RunningServer]:
+    server = RunningServer(**options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def fake_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[str]:
+    """A server that answers what `answer(path, body)` says: a status, and JSON or bytes."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._say()
+
+        def do_POST(self) -> None:
+            self._say()
+
+        def _say(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, found = answer(self.path, body)
+            if status == 0:  # drop the connection
+                self.connection.close()
+                return
+            content = found if isinstance(found, bytes) else json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)

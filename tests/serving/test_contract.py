@@ -1,0 +1,183 @@
+"""What any server must do, whoever wrote it: run against ours, and against a real vLLM where one is installed.
+
+`make test-vllm` installs vLLM in an environment of its own, starts it on loopback, and runs these tests on both.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from servers import serving
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.observe.run_folder import RunFolder
+from covey.pytorch.engine import Engine
+from covey.pytorch.lora import attach_lora
+from covey.serving import InferenceClient, RemoteEngine
+from covey.serving.vllm import VLLMEngine
+from covey.types import Completion, Request, SamplingSettings
+
+VLLM_PYTHON, VLLM_MODEL = os.environ.get("COVEY_VLLM_PYTHON"), os.environ.get("COVEY_VLLM_MODEL")
+
+
+@dataclass
+class Served:
+    """A server and the model that it serves."""
+
+    kind: str
+    url: str
+    model: str
+    tokenizer: Any
+    folder: Path
+
+    def fresh_model(self) -> Any:
+        if self.kind == "covey":
+            return tiny_model("llama")
+        return AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+
+    def adapted(self, seed: int) -> Any:
+        model = attach_lora(self.fresh_model(), r=4, alpha=8, seed=0)
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+        return model
+
+    def engine(self) -> Any:
+        client = InferenceClient(self.url, timeout=120, retry_seconds=5)
+        if self.kind == "vllm":
+            return VLLMEngine(client, trainer="contract", folder=self.folder)
+        return RemoteEngine(client, trainer="contract")
+
+    def requests(self, count: int) -> list[Request]:
+        ids = self.tokenizer("the kitchen is")["input_ids"]
+        return [Request(np.array([*ids[i % 2 :]]), (7, i)) for i in range(count)]
+
+
+@pytest.fixture(scope="module", params=["covey", "vllm"])
+def served(
+    request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    if request.param == "covey":
+        with serving() as server:
+            yield Served("covey", server.url, str(model_folder), tiny_tokenizer(), folder)
+        return
+    if not VLLM_PYTHON or not VLLM_MODEL:
+        pytest.skip("no vLLM here; see make test-vllm")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", VLLM_MODEL, "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enable-lora", "--max-lora-rank", "16"]
+    command += ["--max-model-len", "512", "--logprobs-mode", "processed_logprobs"]
+    env = os.environ | {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    env.pop("PYTHONPATH", None)
+    with (folder / "vllm.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_for(url, process, folder / "vllm.log")
+        yield Served("vllm", url, VLLM_MODEL, AutoTokenizer.from_pretrained(VLLM_MODEL), folder)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + 600
+    while time.monotonic() < until:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def check_logprobs(model: Any, request: Request, completion: Completion, temperature: float = 1.0) -> None:
+    ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])[None]
+    with torch.no_grad():
+        logits = model(ids).logits[0].float() / temperature
+    first = len(request.token_ids)
+    expected = logits[first - 1 : -1].log_softmax(-1).gather(1, ids[0, first:, None])[:, 0]
+    np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=2e-3)
+
+
+def test_completions_come_from_the_weights_that_were_uploaded(served: Served) -> None:
+    engine = served.engine()
+    greedy = SamplingSettings(temperature=0, max_tokens=16)
+    requests = served.requests(3)
+    said = []
+    for version in (1, 2):
+        model = served.adapted(version)
+        engine.sync(model, version)
+        found = engine(requests, greedy, policy_version=version)
+        here = Engine(model)
+        expected = here(requests, greedy, policy_version=0)
+        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
+        assert {c.policy_version for c in found} == {version}
+        for request, completion in zip(requests, found, strict=True):
+            check_logprobs(model, request, completion)
+        said.append([c.token_ids.tolist() for c in found])
+    assert said[0] != said[1]
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_ids_have_their_logprobs(served: Served, temperature: float) -> None:
+    engine = served.engine()
+    model = served.adapted(3)
+    engine.sync(model, 3)
+    requests = served.requests(12)
+    eos = (int(served.tokenizer.eos_token_id),)
+    settings = SamplingSettings(temperature=temperature, max_tokens=12, eos_token_ids=eos)
+    found = engine(requests, settings, policy_version=3)
+    assert len({tuple(c.token_ids.tolist()) for c in found}) > 6
+    for request, completion in zip(requests, found, strict=True):
+        check_logprobs(model, request, completion, temperature)
+        ended = completion.token_ids[-1] in eos
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert ended or len(completion.token_ids) == 12
+        assert not set(completion.token_ids[:-1].tolist()) & set(eos)
+    engine.close()
+
+
+def test_a_run(served: Served, settings: dict[str, Any], tmp_path: Path) -> None:
+    def length(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(len(c if isinstance(c, str) else c[0]["content"])) for c in completions]
+
+    args = GRPOConfig(
+        **(settings | {"model": served.model, "output_dir": str(tmp_path / "run"), "max_steps": 3}),
+        upload_adapters_to_server=True,
+        inference_server_url=served.url,
+        inference_server_kind=served.kind,
+    )
+    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three")]
+    trainer = GRPOTrainer(args=args, reward_funcs=length, train_dataset=rows)
+    trainer.train()
+    trainer.close()
+    records = [record for record in RunFolder.read(args.run.output_dir).read_metrics() if "loss" in record]
+    assert len(records) == 3
+    for record in records:
+        assert record["sampling/sampling_logp_difference/max"] < 5e-3

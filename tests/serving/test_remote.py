@@ -1,0 +1,374 @@
+"""A trainer and its server: the same run as in one process, and everything that can go wrong between them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from servers import RunningServer, fake_server, serving
+from test_adapters import adapted, as_mlx
+
+from covey import GRPOConfig, GRPOTrainer, GRPOTrainingArgs
+from covey.errors import ConfigError, GenerationError, ServingError
+from covey.observe.run_folder import RunFolder
+from covey.pytorch.engine import Engine
+from covey.serving import InferenceClient, RemoteEngine, check_server, upload_adapter_weights, write_adapter
+from covey.serving.check import made_adapter
+from covey.serving.client import RefusedError
+from covey.types import Completion, Request, SamplingSettings
+
+SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
+REQUESTS = [Request(np.array([5 + i, 6, 7]), (1, i)) for i in range(20)]
+
+
+def client(url: str, retry_seconds: float = 5.0) -> InferenceClient:
+    return InferenceClient(url, timeout=20, retry_seconds=retry_seconds)
+
+
+def remote(url: str, **options: Any) -> RemoteEngine:
+    return RemoteEngine(client(url, **options), trainer="test")
+
+
+def same(one: Completion, other: Completion) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert one.finish_reason == other.finish_reason
+
+
+@pytest.fixture
+def server() -> Iterator[RunningServer]:
+    with serving() as server:
+        yield server
+
+
+def test_a_server_samples_what_the_engine_samples(server: RunningServer) -> None:
+    model = adapted()
+    engine, there = Engine(model), remote(server.url)
+    engine.sync(model, 1)
+    there.sync(model, 1)
+    seen: list[tuple[int, int]] = []
+    for settings in (SETTINGS, SamplingSettings(top_k=20, max_tokens=6, keep_support=True)):
+        expected = engine(REQUESTS, settings, policy_version=1)
+        found = there(REQUESTS, settings, policy_version=1, progress=lambda done, total: seen.append((done, total)))
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+            assert one.policy_version == 1
+            if settings.keep_support:
+                assert one.support is not None
+                assert other.support is not None
+                assert one.support.offsets.tolist() == other.support.offsets.tolist()
+    assert seen[-1] == (20, 20)
+    with pytest.raises(GenerationError, match="policy_version=2: the server was given version 1"):
+        there(REQUESTS, SETTINGS, policy_version=2)
+    with pytest.raises(GenerationError, match="start it with --max-completion-length 500"):
+        there(REQUESTS, SamplingSettings(max_tokens=500), policy_version=1)
+
+
+def test_conversations_on_a_server(server: RunningServer) -> None:
+    model = adapted()
+    engine, there = Engine(model), remote(server.url)
+    there.sync(model, 1)
+    engine.sync(model, 1)
+    options: dict[str, Any] = {"policy_version": 1, "rows": 3, "own_tokens": 60, "prompt_lengths": [3] * 3}
+    for choices in (None, ((9, 8, 2), (9, 7, 2))):
+        sessions = [source.session(SETTINGS, **options) for source in (engine, there)]  # type: ignore[attr-defined]
+        said = []
+        for session in sessions:
+            rows = [session.start(request, keep=True) for request in REQUESTS[:3]]
+            turns: list[list[Completion]] = [[], [], []]
+            for turn in range(3):
+                over: list[Any] = []
+                while len(over) < 3:
+                    over += session.advance()
+                for place, row in enumerate(rows):
+                    turns[place].append(session.completion(row))
+                    if turn < 2:
+                        session.extend(row, np.array([4, 3]), (turn, place), choices)
+            for row in rows:
+                session.drop(row)
+            assert not session.busy
+            said.append(turns)
+        for mine, theirs in zip(*said, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                same(other, one)
+
+
+def few_vowels(completions: list[Any], **columns: Any) -> list[float]:
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(ch not in "aeiou" for ch in text) / max(len(text), 1) for text in texts]
+
+
+def make_trainer(args: GRPOConfig, **options: Any) -> GRPOTrainer:
+    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
+    return GRPOTrainer(args=args, reward_funcs=few_vowels, train_dataset=rows, **options)
+
+
+def _run(settings: dict[str, Any], **changes: Any) -> tuple[list[dict[str, Any]], GRPOTrainer]:
+    trainer = make_trainer(GRPOConfig(**(settings | changes)))
+    trainer.train()
+    records = RunFolder.read(trainer.args.run.output_dir).read_metrics()
+    return [record for record in records if "loss" in record], trainer
+
+
+def test_the_run_is_the_one_of_a_single_process(
+    settings: dict[str, Any], server: RunningServer, tmp_path: Path
+) -> None:
+    here, _ = _run(settings, max_steps=3)
+    there, trainer = _run(
+        settings,
+        max_steps=3,
+        output_dir=str(tmp_path / "there"),
+        upload_adapters_to_server=True,
+        inference_server_url=server.url,
+    )
+    for one, other in zip(here, there, strict=True):
+        assert one["policy_version"] == other["policy_version"]
+        for name in ("reward", "loss", "grad_norm", "completions/mean_length"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5)
+        assert other["sampling/sampling_logp_difference/max"] < 1e-3
+    assert server.batching.version == trainer.state.policy_version == 4
+    # a resumed run goes on with the same server, whose version is ahead of its own or not
+    resumed = make_trainer(trainer.args.replace(max_steps=4))
+    resumed.train(resume_from_checkpoint=True)
+    assert server.batching.version == resumed.state.policy_version == 5
+
+
+def test_the_documents_names() -> None:
+    args = GRPOTrainingArgs(upload_adapters_to_server=True, inference_server_url="http://127.0.0.1:1")
+    assert args.server.inference_server_url == "http://127.0.0.1:1"
+    with pytest.raises(ConfigError, match="only adapters are uploaded"):
+        GRPOConfig(upload_adapters_to_server=True, use_peft=False)
+
+
+def test_no_server_fails_early_and_names_the_address(settings: dict[str, Any]) -> None:
+    with pytest.raises(ServingError, match=r"http://127\.0\.0\.1:9/health does not answer.*covey serve"):
+        make_trainer(
+            GRPOConfig(
+                **settings,
+                upload_adapters_to_server=True,
+                inference_server_url="http://127.0.0.1:9",
+                server_retry_seconds=0.3,
+            )
+        )
+    with pytest.raises(ServingError, match=r"it is no address|does not answer"):
+        InferenceClient("not an address", retry_seconds=0).health()
+
+
+def test_the_documents_function(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    weights, config = write_adapter(adapted())
+    assert asyncio.run(upload_adapter_weights(weights, config, server.url, 1)) == 1
+    assert not caplog.records
+    assert asyncio.run(upload_adapter_weights(*as_mlx(weights, 3, 2.0), server.url, 2)) == 2
+
+    def counts_alone(path: str, body: bytes) -> tuple[int, Any]:
+        return 200, {"policy_version": 7}
+
+    with fake_server(counts_alone) as url:
+        assert asyncio.run(upload_adapter_weights(weights, config, url, 3)) == 7
+    assert "says policy version 7, 3 was expected" in caplog.text
+    with fake_server(lambda path, body: (500, {"error": "broken"})) as url:
+        failing = client(url, retry_seconds=0.1)
+        with pytest.raises(ServingError, match="broken"):
+            failing.upload_adapter(weights, config)
+
+
+def test_the_check(server: RunningServer) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    steps = check_server(client(server.url), made_adapter(name, 32))
+    assert [(step.name, step.passed) for step in steps] == [
+        ("health", True),
+        ("upload", True),
+        ("version", True),
+        ("hash", True),
+        ("completion", True),
+    ]
+    refused = check_server(client(server.url))  # an adapter for another model
+    assert [(step.name, step.passed) for step in refused] == [("health", True), ("upload", False)]
+    assert "the model's is (32, 32)" in refused[1].detail
+
+    def documents_server(path: str, body: bytes) -> tuple[int, Any]:
+        if path == "/health":
+            return 200, {"status": "ok"}
+        return (200, {"policy_version": 1}) if path == "/upload_adapter" else (404, {"detail": "Not Found"})
+
+    with fake_server(documents_server) as url:
+        steps = check_server(client(url))
+        assert [step.passed for step in steps] == [True, True, None, None, None]
+    assert [step.passed for step in check_server(client("http://127.0.0.1:9", retry_seconds=0))] == [False]
+
+
+def test_a_restarted_server_is_given_the_weights_again(caplog: pytest.LogCaptureFixture) -> None:
+    model = adapted()
+    with serving() as first:
+        there = remote(first.url)
+        there.sync(model, 5)
+        before = there(REQUESTS, SETTINGS, policy_version=5)
+    with serving() as second:
+        there._client = client(second.url)
+        after = there(REQUESTS, SETTINGS, policy_version=5)
+        assert second.batching.version == 5
+        assert second.batching.counts.uploads <= 3  # by whichever requests came first
+    for one, other in zip(before, after, strict=True):
+        same(one, other)
+    assert "was restarted; it is given version 5 again" in caplog.text
+
+
+def test_weights_of_somebody_else_are_never_trained_on(server: RunningServer) -> None:
+    there = RemoteEngine(client(server.url), trainer="")  # without a name nothing keeps others out
+    there.sync(adapted(), 1)
+    weights, config = write_adapter(adapted(2))
+    client(server.url).upload_adapter(weights, config)
+    with pytest.raises(ServingError, match="somebody else uploads to it"):
+        there(REQUESTS, SETTINGS, policy_version=1)
+    client(server.url).upload_adapter(weights, config, trainer="one")
+    with pytest.raises(RefusedError, match="may not upload"):
+        client(server.url).upload_adapter(weights, config, trainer="two")
+
+
+def _choice(**changes: Any) -> dict[str, Any]:
+    return {
+        "token_ids": [5, 6],
+        "logprobs": {"token_logprobs": [-1.0, -2.0]},
+        "finish_reason": "stop",
+        "policy_version": 1,
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([_choice(policy_version=0)], "sampled from version 0, 1 was asked for"),
+        ([_choice(logprobs={"token_logprobs": [-1.0, float("nan")]})], "not finite"),
+        ([_choice(logprobs={"token_logprobs": [-1.0]})], r"\(2,\) token ids with \(1,\) log-probabilities"),
+        ([_choice(token_ids=[])], "token ids with"),
+        ([_choice(token_ids=list(range(13)), logprobs={"token_logprobs": [-1.0] * 13})], "token ids with"),
+        ([_choice(token_ids=None)], "a completion without"),
+        ([_choice(finish_reason="error")], "'error'"),
+        ([{"text": "only text"}], "a completion without 'token_ids'"),
+        ([], "to 1 prompts"),
+        ([_choice(), _choice()], "to 1 prompts"),
+        ("nonsense", "to 1 prompts"),
+    ],
+)
+def test_answers_that_are_no_completions(choices: Any, message: str) -> None:
+    def answer(path: str, body: bytes) -> tuple[int, Any]:
+        if path == "/v1/completions":
+            return 200, {"choices": choices}
+        return 200, {"policy_version": 1}
+
+    with fake_server(answer) as url:
+        there = remote(url)
+        there.sync(adapted(), 1)
+        with pytest.raises(ServingError, match=message):
+            there(REQUESTS[:1], SETTINGS, policy_version=1)
+
+
+def test_a_server_that_applied_other_weights() -> None:
+    with fake_server(lambda path, body: (200, {"policy_version": 1, "sha256": "0" * 64})) as url:
+        there = remote(url)
+        with pytest.raises(ServingError, match="its weights are not the trainer's"):
+            there.sync(adapted(), 1)
+        assert there.policy_version == -1
+
+
+def test_requests_that_fail_for_a_while_are_tried_again() -> None:
+    calls: list[str] = []
+
+    def answer(path: str, body: bytes) -> tuple[int, Any]:
+        calls.append(path)
+        if path == "/v1/completions":
+            number = calls.count(path)
+            if number < 4:
+                return (503, 429, 0)[number - 1], {"error": {"message": "busy"}}
+            return 200, {"choices": [_choice()]}
+        return 200, {"policy_version": 1}
+
+    waits: list[float] = []
+    with fake_server(answer) as url:
+        patient = InferenceClient(url, timeout=20, retry_seconds=60, sleep=waits.append)
+        there = RemoteEngine(patient, trainer="test")
+        there.sync(adapted(), 1)
+        (found,) = there(REQUESTS[:1], SETTINGS, policy_version=1)
+    assert found.token_ids.tolist() == [5, 6]
+    assert len(waits) == 3
+    assert waits[2] > waits[0] / 2  # longer and longer, with chance in it
+    with fake_server(lambda path, body: (200, {}) if path == "/health" else (400, {"error": "no"})) as url:
+        there = remote(url)
+        with pytest.raises(RefusedError, match="no"):  # not tried again
+            there.sync(adapted(), 1)
+
+
+def test_a_run_whose_server_dies_can_be_resumed(settings: dict[str, Any], tmp_path: Path, model_folder: Path) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "covey", "serve", str(model_folder), "--kv-cache-gb", "0.05"]
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start() -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, env=env)
+        assert client(f"http://127.0.0.1:{port}", retry_seconds=60).health(retry=True)["policy_version"] == 0
+        return process
+
+    whole, _ = _run(settings, max_steps=4)
+    server = start()
+    steps = []
+
+    class KillAtStepTwo:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            steps.append(state.global_step)
+            if state.global_step == 2:
+                server.send_signal(signal.SIGKILL)
+                server.wait()
+
+    args = GRPOConfig(
+        **(settings | {"max_steps": 4, "output_dir": str(tmp_path / "served"), "server_retry_seconds": 0.5}),
+        upload_adapters_to_server=True,
+        inference_server_url=f"http://127.0.0.1:{port}",
+    )
+    try:
+        with pytest.raises(ServingError, match="does not answer"):
+            make_trainer(args, callbacks=[KillAtStepTwo()]).train()
+        server = start()  # another process, with no weights of ours
+        resumed = make_trainer(args)
+        resumed.train(resume_from_checkpoint=True)
+    finally:
+        server.kill()
+        server.wait()
+    assert steps == [1, 2]
+    records = [r for r in RunFolder.read(args.run.output_dir).read_metrics() if "loss" in r]
+    assert [r["reward"] for r in records] == pytest.approx([r["reward"] for r in whole], abs=1e-4)
+
+
+def test_many_clients_at_once() -> None:
+    with serving(max_rows=8, max_waiting=1000) as server:
+        failures: list[Any] = []
+
+        def one(number: int) -> None:
+            with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+                for turn in range(3):
+                    body = {"prompt": [5 + number % 50, 6, turn + 4], "max_tokens": 5 + number % 7, "ignore_eos": True}
+                    answer = http.post("/v1/completions", json=body)
+                    if answer.status_code != 200 or answer.json()["usage"]["completion_tokens"] != 5 + number % 7:
+                        failures.append(answer.text)
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert server.batching.counts.completions == 64 * 3
+        assert server.batching.load == (0, 0)

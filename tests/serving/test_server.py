@@ -1,0 +1,341 @@
+"""The server over HTTP: completions, versions, uploads between decode steps, limits, and clients that go away."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from servers import RunningServer, serving
+from test_adapters import adapted
+
+from covey.pytorch.engine import Engine
+from covey.serving import ServeSettings, write_adapter
+from covey.types import Request, SamplingSettings
+
+IDS = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving() as server:
+        yield server
+
+
+def ask(server: RunningServer, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60, trust_env=False)
+
+
+def upload(server: RunningServer, seed: int = 1, **form: Any) -> httpx.Response:
+    weights, config = write_adapter(adapted(seed))
+    files = {"adapter_weights": weights, "adapter_config": json.dumps(config).encode()}
+    return httpx.post(f"{server.url}/upload_adapter", files=files, data=form, timeout=60, trust_env=False)
+
+
+def wait_until(holds: Any) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_token_ids_and_logprobs_are_the_engines(server: RunningServer) -> None:
+    streams = [[3, 1], [3, 2], [3, 3]]
+    answer = ask(
+        server,
+        prompt=IDS,
+        streams=streams,
+        max_tokens=9,
+        temperature=0.9,
+        top_k=40,
+        logprobs=0,
+        return_token_ids=True,
+        return_support=True,
+        stop_token_ids=[],
+    ).json()
+    settings = SamplingSettings(temperature=0.9, top_k=40, max_tokens=9, keep_support=True)
+    requests = [Request(np.array(ids), tuple(stream)) for ids, stream in zip(IDS, streams, strict=True)]
+    expected = Engine(server.model, server.tokenizer)(requests, settings, policy_version=0)
+    for choice, completion in zip(answer["choices"], expected, strict=True):
+        assert choice["token_ids"] == completion.token_ids.tolist()
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(completion.logprobs.tolist(), abs=1e-4)
+        assert completion.support is not None
+        assert choice["support"]["offsets"] == completion.support.offsets.tolist()
+        assert choice["text"] == server.tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == IDS
+    assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 27, "total_tokens": 38}
+
+
+def test_n_and_seed(server: RunningServer) -> None:
+    def texts(**more: Any) -> list[str]:
+        return [c["text"] for c in ask(server, prompt="say one", n=5, max_tokens=12, **more).json()["choices"]]
+
+    assert texts(seed=4) == texts(seed=4) != texts(seed=5)
+    assert len(set(texts(seed=4))) > 1
+    assert texts() != texts()
+    assert len(set(texts(temperature=0))) == 1
+
+
+def test_requests_with_different_settings_run_together(server: RunningServer) -> None:
+    alone = [ask(server, prompt=[5, 6, 7], seed=1, max_tokens=30, temperature=t).json() for t in (0.0, 0.7, 1.3)]
+    together: dict[float, Any] = {}
+
+    def one(temperature: float) -> None:
+        together[temperature] = ask(server, prompt=[5, 6, 7], seed=1, max_tokens=30, temperature=temperature).json()
+
+    threads = [threading.Thread(target=one, args=(t,)) for t in (0.0, 0.7, 1.3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for temperature, answer in zip((0.0, 0.7, 1.3), alone, strict=True):
+        assert together[temperature]["choices"][0]["text"] == answer["choices"][0]["text"]
+
+
+def test_chat_and_stop_strings(server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    answer = ask(server, "/v1/chat/completions", messages=messages, max_tokens=20, seed=1).json()
+    said = answer["choices"][0]["message"]
+    assert said["role"] == "assistant"
+    stop = said["content"][3:5]
+    cut = ask(server, "/v1/chat/completions", messages=messages, max_tokens=20, seed=1, stop=stop).json()["choices"][0]
+    assert said["content"].startswith(cut["message"]["content"])
+    assert len(cut["message"]["content"]) < len(said["content"])
+    assert stop in cut["message"]["content"]
+    assert cut["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, path: str) -> None:
+    what: dict[str, Any] = {"prompt": "say two"}
+    if "chat" in path:
+        what = {"messages": [{"role": "user", "content": "say two"}]}
+    body = {**what, "n": 2, "max_tokens": 15, "seed": 3, "return_token_ids": True}
+    whole = ask(server, path, **body).json()["choices"]
+    texts, ids = ["", ""], [[], []]  # type: ignore[var-annotated]
+    with httpx.stream("POST", server.url + path, json=body | {"stream": True}, timeout=60, trust_env=False) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert events.pop() == "[DONE]"
+    for event in map(json.loads, events):
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["delta"]["content"] if "chat" in path else choice["text"]
+        ids[choice["index"]] += choice["token_ids"]
+        assert event["policy_version"] == server.batching.version
+    assert ids == [choice["token_ids"] for choice in whole]
+    assert texts == [c["message"]["content"] if "chat" in path else c["text"] for c in whole]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": "x", "temperature": -1}, "temperature: Input should be greater"),
+        ({"prompt": [96, 97]}, "token id of 97; the vocabulary has"),
+        ({"prompt": []}, "ask for 1 to"),
+        ({"prompt": [[]]}, "the prompt has 0 tokens"),
+        ({"prompt": [5] * 600}, "the prompt has 600 tokens"),
+        ({"prompt": "x", "max_tokens": 201}, "completions of up to 200 tokens"),
+        ({"prompt": "x", "n": 2000}, "n: Input should be less"),
+        ({"prompt": "x", "streams": [[1], [2]]}, "streams has 2 entries for 1 completions"),
+        ({"prompt": "x", "logprobs": 5}, "only the sampled token's is given"),
+        ({"max_tokens": 3}, "prompt: Field required"),
+        ({"prompt": {"a": 1}}, "prompt"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_are_told_what_is_wrong(
+    server: RunningServer, body: dict[str, Any], message: str, stream: bool
+) -> None:
+    answer = ask(server, **body, stream=stream)
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert ask(server, prompt="x", max_tokens=1).status_code == 200
+
+
+def test_models_health_metrics(server: RunningServer) -> None:
+    assert httpx.get(f"{server.url}/v1/models", trust_env=False).json()["data"][0]["id"] == "tiny"
+    before = httpx.get(f"{server.url}/metrics", trust_env=False).text
+    ask(server, prompt=[5, 6], max_tokens=3, ignore_eos=True)
+    after = httpx.get(f"{server.url}/metrics", trust_env=False).text
+
+    def value(text: str, name: str) -> float:
+        return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[1])
+
+    assert value(after, "covey_tokens_total") == value(before, "covey_tokens_total") + 3
+    assert value(after, "covey_running") == 0
+    assert httpx.get(f"{server.url}/health", trust_env=False).json()["status"] == "ok"
+
+
+def test_uploads_count_and_change_what_is_sampled() -> None:
+    with serving() as server:
+        greedy = {"prompt": [5, 6, 7, 8], "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        plain = ask(server, **greedy).json()
+        assert plain["policy_version"] == 0
+        first = upload(server).json()
+        assert first["policy_version"] == 1
+        changed = ask(server, **greedy).json()
+        assert changed["policy_version"] == 1
+        assert changed["choices"][0]["token_ids"] != plain["choices"][0]["token_ids"]
+        expected = Engine(adapted())(
+            [Request(np.array([5, 6, 7, 8]), (0,))],
+            SamplingSettings(temperature=0, max_tokens=12, eos_token_ids=(server.tokenizer.eos_token_id,)),
+            policy_version=0,
+        )[0]
+        assert changed["choices"][0]["token_ids"] == expected.token_ids.tolist()  # no prompt of version 0 was reused
+        assert upload(server, seed=2).json()["policy_version"] == 2
+        assert upload(server, seed=3, policy_version=9).json()["policy_version"] == 9
+        again = upload(server, seed=3, policy_version=9).json()  # the answer was lost, and it is sent once more
+        assert (again["policy_version"], server.batching.counts.uploads) == (9, 3)
+        assert ask(server, **greedy, policy_version=8).status_code == 409
+        assert ask(server, **greedy, policy_version=9).status_code == 200
+
+
+def test_a_bad_upload_changes_nothing() -> None:
+    with serving() as server:
+        sha = upload(server).json()["sha256"]
+        weights, config = write_adapter(adapted())
+        url = f"{server.url}/upload_adapter"
+        for files in (
+            {"adapter_weights": weights[:-5], "adapter_config": json.dumps(config).encode()},
+            {"adapter_weights": weights, "adapter_config": b"{"},
+            {"adapter_weights": weights, "adapter_config": b"\xff\xfe"},
+            {"adapter_weights": weights},
+            {"adapter_weights": weights, "adapter_config": json.dumps(config | {"r": 4}).encode()},
+        ):
+            answer = httpx.post(url, files=files, timeout=60, trust_env=False)
+            assert answer.status_code == 422
+            assert answer.json()["error"]["message"]
+        health = httpx.get(f"{server.url}/health", trust_env=False).json()
+        assert (health["policy_version"], health["sha256"]) == (1, sha)
+
+
+@pytest.mark.parametrize("swap", ["finish", "continue"])
+def test_completions_that_run_at_an_upload(swap: str) -> None:
+    with serving(swap=swap) as server:
+        body = {"prompt": [5, 6, 7, 8], "max_tokens": 200, "ignore_eos": True, "seed": 1, "return_token_ids": True}
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(ask(server, **body).json()["choices"][0]))
+        thread.start()
+        wait_until(lambda: server.batching.load[0] == 1 and next(iter(server.batching._running.values())).row)
+        assert upload(server).json()["policy_version"] == 1
+        after = ask(server, **body).json()["choices"][0]
+        thread.join()
+        (running,) = found
+        assert running["policy_version"] == 0
+        assert after["policy_versions"] == [[0, 1]]
+        if swap == "finish":
+            assert running["policy_versions"] == [[0, 0]]
+        else:
+            ((zero, first), (place, second)) = running["policy_versions"]
+            assert (zero, first, second) == (0, 0, 1)
+            assert 0 < place < 200
+
+
+def test_two_trainers_are_refused() -> None:
+    with serving() as server:
+        assert upload(server, trainer="one").status_code == 200
+        refused = upload(server, seed=2, trainer="two")
+        assert refused.status_code == 409
+        assert "'one' did 0 s ago" in refused.json()["error"]["message"]
+        assert upload(server, seed=2).status_code == 409  # nor one without a name
+        assert upload(server, seed=2, trainer="one").json()["policy_version"] == 2
+        assert upload(server, seed=3, trainer="two", takeover=True).json()["policy_version"] == 3
+        assert upload(server, trainer="one").status_code == 409
+        for name in ("one", "two"):  # who does not hold it gives nothing back
+            httpx.post(f"{server.url}/release_trainer", data={"trainer": name}, trust_env=False)
+            assert upload(server, trainer="one").status_code == (409 if name == "one" else 200)
+
+
+def test_a_full_queue_says_so() -> None:
+    with serving(max_rows=1, max_waiting=2) as server:
+        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
+        threads = [threading.Thread(target=lambda: ask(server, **body)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            wait_until(lambda: sum(server.batching.load) > 0)
+        wait_until(lambda: server.batching.load == (1, 2) or not any(t.is_alive() for t in threads))
+        answers = [ask(server, **body, n=3) for _ in range(2)]
+        assert {answer.status_code for answer in answers} == {429}
+        assert answers[0].headers["retry-after"] == "1"
+        for thread in threads:
+            thread.join()
+
+
+def test_a_client_that_goes_away_frees_its_place() -> None:
+    with serving(max_rows=1) as server:
+        body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "n": 40}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3, trust_env=False)
+        wait_until(lambda: server.batching.load == (0, 0))
+        assert server.batching.counts.cancelled > 30
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body | {"stream": True}, trust_env=False
+        ) as response:
+            next(response.iter_lines())
+        wait_until(lambda: server.batching.load == (0, 0))
+        assert ask(server, prompt="x", max_tokens=2).status_code == 200
+
+
+def test_prompts_are_remembered_until_the_next_upload() -> None:
+    with serving() as server:
+        for _ in range(3):
+            ask(server, prompt=[5, 6, 7, 8], max_tokens=2)
+        assert server.batching.counts.reused_prompts == 2
+        for start in range(40):  # more than the cache holds: the oldest make room
+            assert ask(server, prompt=[5 + start % 60] * 300, max_tokens=2).status_code == 200
+        upload(server)
+        ask(server, prompt=[5, 6, 7, 8], max_tokens=2)
+        assert server.batching.counts.reused_prompts == 0
+
+
+def test_bodies_are_bounded_in_size_and_time() -> None:
+    settings = ServeSettings("tiny", max_upload_bytes=50_000, max_body_bytes=2_000, body_seconds=0.5)
+    with serving(settings=settings) as server:
+        assert ask(server, prompt="x" * 3000).status_code == 413
+        files = {"adapter_weights": b"x" * 60_000, "adapter_config": b"{}"}
+        assert httpx.post(f"{server.url}/upload_adapter", files=files, trust_env=False).status_code == 413
+
+        def chunks() -> Iterator[bytes]:
+            for _ in range(50):
+                yield b"x" * 100
+
+        answer = httpx.post(f"{server.url}/v1/completions", content=chunks(), trust_env=False)  # no length is given
+        assert answer.status_code == 413
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as half_open:
+            half_open.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            assert b"408" in half_open.recv(1000)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as cut_off:
+            cut_off.sendall(b"POST /upload_adapter HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nabc")
+        assert ask(server, prompt="x", max_tokens=1).status_code == 200
+        assert server.batching.version == 0
+
+
+def test_a_token_is_asked_for_where_one_is_set() -> None:
+    with serving(settings=ServeSettings("tiny", token="secret")) as server:
+        assert ask(server, prompt="x").status_code == 401
+        assert upload(server).status_code == 401
+        assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+        headers = {"authorization": "Bearer secret"}
+        body = {"prompt": "x", "max_tokens": 1}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, trust_env=False)
+        assert answer.status_code == 200
+        wrong = {"authorization": "Bearer secreT"}
+        assert httpx.get(f"{server.url}/metrics", headers=wrong, trust_env=False).status_code == 401
+
+
+def test_closing_lets_what_runs_finish() -> None:
+    server = RunningServer()
+    found: list[Any] = []
+    body = {"prompt": [5, 6, 7], "max_tokens": 150, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: found.append(ask(server, **body)))
+    thread.start()
+    wait_until(lambda: server.batching.load[0] == 1)
+    server.close()
+    thread.join()
+    assert found[0].status_code == 200
+    assert found[0].json()["usage"]["completion_tokens"] == 150
