@@ -144,6 +144,30 @@ def test_the_run_is_the_one_of_a_single_process(
     assert server.batching.version == resumed.state.policy_version == 5
 
 
+def test_agents_play_on_a_server_as_in_one_process(settings: dict[str, Any], tmp_path: Path) -> None:
+    playing = settings | {
+        "world": "house:rooms=2,num_train=6,num_eval=3",
+        "max_conversation_tokens": 600,
+        "action_format": "choice",
+        "max_completion_length": 16,
+    }
+
+    def played(**changes: Any) -> list[Any]:
+        args = GRPOConfig(**(playing | changes))
+        trainer = GRPOTrainer(args=args)
+        trainer.train()
+        folder = RunFolder.read(args.run.output_dir)
+        return [[row["completion"] for row in folder.read_completions(step)] for step in (1, 2)]
+
+    here = played()
+    with serving(max_completion_length=64) as server:
+        there = played(
+            output_dir=str(tmp_path / "there"), upload_adapters_to_server=True, inference_server_url=server.url
+        )
+    assert there[0] == here[0]
+    assert sum(a == b for a, b in zip(there[1], here[1], strict=True)) >= 7  # weights differ in the last digits
+
+
 def test_the_documents_names() -> None:
     args = GRPOTrainingArgs(upload_adapters_to_server=True, inference_server_url="http://127.0.0.1:1")
     assert args.server.inference_server_url == "http://127.0.0.1:1"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from covey.types import SamplingSettings
 
 TokenId = Annotated[int, Field(ge=0)]
 MAX_COMPLETIONS = 1024
 """Of one request."""
+_SMALLEST_TEMPERATURE = 0.001
 
 
 class _Sampling(BaseModel):
@@ -34,6 +35,14 @@ class _Sampling(BaseModel):
     choices: list[list[list[TokenId]] | None] | None = Field(default=None, max_length=MAX_COMPLETIONS)
     return_support: bool = False
     policy_version: int | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _no_overflow(cls, value: float) -> float:
+        # one request whose logits overflow would end the decode step of all
+        if 0 < value < _SMALLEST_TEMPERATURE:
+            raise ValueError(f"must be 0 (greedy) or at least {_SMALLEST_TEMPERATURE}")
+        return value
 
     def settings(self, max_tokens: int, eos_token_ids: tuple[int, ...]) -> SamplingSettings:
         """As the engine understands it."""
