@@ -144,6 +144,23 @@ def test_the_run_is_the_one_of_a_single_process(
     assert server.batching.version == resumed.state.policy_version == 5
 
 
+def test_sampling_on_a_server_while_training(settings: dict[str, Any], server: RunningServer, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"max_steps": 4, "max_staleness": 1}
+    here, _ = _run(settings, **changes)
+    there, trainer = _run(
+        settings,
+        **changes,
+        output_dir=str(tmp_path / "there"),
+        upload_adapters_to_server=True,
+        inference_server_url=server.url,
+    )
+    assert [record["staleness/max"] for record in there] == [0, 1, 1, 1]
+    for one, other in zip(here, there, strict=True):
+        for name in ("reward", "loss", "staleness/mean", "sampling/importance_sampling_ratio/mean"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5)
+    assert server.batching.version == trainer.state.policy_version == 5
+
+
 def test_agents_play_on_a_server_as_in_one_process(settings: dict[str, Any], tmp_path: Path) -> None:
     playing = settings | {
         "world": "house:rooms=2,num_train=6,num_eval=3",

@@ -229,7 +229,7 @@ def make_learner(config: GRPOConfig, policy: Policy) -> Learner:
         epsilon=optim.adam_epsilon,
         max_grad_norm=optim.max_grad_norm,
         tokens_per_micro_batch=optim.tokens_per_micro_batch,
-        side_by_side=config.schedule.max_staleness == 0,
+        side_by_side=config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server,
     )
 
 
