@@ -2,7 +2,7 @@
 
     python benchmarks/overlap.py [--steps 8] [--rounds 2]
 
-The same recipe, alternating: `max_staleness` 0 (they take turns, so each core waits for the other) and 1. Written down are
+The same recipe, alternating: `max_staleness` 0 (they take turns, each core waits for the other) and 1. Written down are
 the median step's seconds, with those of sampling and update, leaving out the first two steps.
 """
 

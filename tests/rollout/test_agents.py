@@ -13,7 +13,7 @@ from tiny_models import tiny_tokenizer
 
 from covey.environments import Environment, HouseEnvironment, Observation
 from covey.environments.base import checked_reset, checked_step
-from covey.errors import EpisodeError
+from covey.errors import ConfigError, EpisodeError
 from covey.rollout.agents import NO_ACTION, Player
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.playing import PlaySettings
@@ -375,3 +375,33 @@ def test_history_gives_way_where_a_prompt_has_no_room() -> None:
 def test_an_opening_without_room_is_an_episode_without_turns() -> None:
     ((one,),), _ = play(FakeGenerator(lambda _: "x", room=50), FakePool(HouseEnvironment, 1), samples=1)
     assert (one.ended, one.turns, one.episodes) == ("context", (), ())
+
+
+class LongWords(Environment):
+    """Offers actions of 5 and of 40 letters."""
+
+    actions: tuple[str, ...] = ("a" * 5, "b" * 40)
+
+    def reset(self, task: Any, seed: int) -> Observation:
+        return Observation("Go.", self.actions)
+
+    def step(self, action: str) -> tuple[Observation, float, bool, dict[str, Any]]:
+        return Observation("Done.", ()), 1.0, True, {}
+
+
+def test_choices_that_are_too_long_for_a_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """Turns have up to 20 tokens, letters one each."""
+    asked: list[Any] = []
+
+    class Recording(FakeGenerator):
+        def start(self, request: Request, *, keep: bool = False) -> Any:
+            asked.append(request.choices)
+            return super().start(request, keep=keep)
+
+    play(Recording(lambda _: "a" * 5), FakePool(LongWords, 2), action_format="choice")
+    assert [len(choices) for choices in asked] == [1, 1]
+    assert len(caplog.records) == 1
+    assert "'bbbb" in caplog.text
+    LongWords.actions = ("b" * 40,)
+    with pytest.raises(ConfigError, match="and so are all others; raise it"):
+        play(Recording(lambda _: "x"), FakePool(LongWords, 1), action_format="choice")

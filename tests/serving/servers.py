@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.pytorch.engine import Engine
-from covey.serving import BatchingEngine, ServeSettings, create_app
+from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app
 
 
 class RunningServer:
@@ -49,6 +53,45 @@ def serving(**options: Any) -> Iterator[RunningServer]:
         yield server
     finally:
         server.close()
+
+
+class ServerProcess:
+    """`covey serve` in a process of its own, which can be killed and started again at the same address."""
+
+    def __init__(self, model: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [
+            sys.executable,
+            "-m",
+            "covey",
+            "serve",
+            str(model),
+            "--port",
+            str(port),
+            "--kv-cache-gb",
+            "0.05",
+        ]
+        self._env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, env=self._env)
+        assert InferenceClient(self.url, retry_seconds=60).health(retry=True)["policy_version"] == 0
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> ServerProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
 
 @contextlib.contextmanager

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from servers import RunningServer, fake_server, serving
+from servers import RunningServer, ServerProcess, fake_server, serving
 from test_adapters import adapted, as_mlx
 
 from covey import GRPOConfig, GRPOTrainer, GRPOTrainingArgs
@@ -351,43 +347,25 @@ def test_requests_that_fail_for_a_while_are_tried_again() -> None:
 
 
 def test_a_run_whose_server_dies_can_be_resumed(settings: dict[str, Any], tmp_path: Path, model_folder: Path) -> None:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "covey", "serve", str(model_folder), "--kv-cache-gb", "0.05"]
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def start() -> subprocess.Popen[bytes]:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, env=env)
-        assert client(f"http://127.0.0.1:{port}", retry_seconds=60).health(retry=True)["policy_version"] == 0
-        return process
-
     whole, _ = _run(settings, max_steps=4)
-    server = start()
     steps = []
 
     class KillAtStepTwo:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             steps.append(state.global_step)
             if state.global_step == 2:
-                server.send_signal(signal.SIGKILL)
-                server.wait()
+                server.kill()
 
-    args = GRPOConfig(
-        **(settings | {"max_steps": 4, "output_dir": str(tmp_path / "served"), "server_retry_seconds": 0.5}),
-        upload_adapters_to_server=True,
-        inference_server_url=f"http://127.0.0.1:{port}",
-    )
-    try:
+    with ServerProcess(model_folder) as server:
+        args = GRPOConfig(
+            **(settings | {"max_steps": 4, "output_dir": str(tmp_path / "served"), "server_retry_seconds": 0.5}),
+            upload_adapters_to_server=True,
+            inference_server_url=server.url,
+        )
         with pytest.raises(ServingError, match="does not answer"):
             make_trainer(args, callbacks=[KillAtStepTwo()]).train()
-        server = start()  # another process, with no weights of ours
-        resumed = make_trainer(args)
-        resumed.train(resume_from_checkpoint=True)
-    finally:
-        server.kill()
-        server.wait()
+        server.start()  # another process, with no weights of ours
+        make_trainer(args).train(resume_from_checkpoint=True)
     assert steps == [1, 2]
     records = [r for r in RunFolder.read(args.run.output_dir).read_metrics() if "loss" in r]
     assert [r["reward"] for r in records] == pytest.approx([r["reward"] for r in whole], abs=1e-4)
@@ -413,3 +391,63 @@ def test_many_clients_at_once() -> None:
         assert failures == []
         assert server.batching.counts.completions == 64 * 3
         assert server.batching.load == (0, 0)
+
+
+def test_a_connection_that_breaks_in_an_upload_is_no_second_upload() -> None:
+    with serving() as server:
+        weights, config = write_adapter(adapted())
+        cut = [True]
+
+        def passing_on(path: str, body: bytes) -> tuple[int, Any]:
+            if path == "/health":
+                return 200, httpx.get(server.url + path, trust_env=False).json()
+            found = server_says(body)
+            if cut:  # the server has applied it; its answer is lost
+                cut.clear()
+                return 0, None
+            return found.status_code, found.json()
+
+        def server_says(body: bytes) -> httpx.Response:
+            boundary = body.split(b"\r\n", 1)[0][2:].decode()
+            headers = {"content-type": f"multipart/form-data; boundary={boundary}"}
+            return httpx.post(f"{server.url}/upload_adapter", content=body, headers=headers, trust_env=False)
+
+        with fake_server(passing_on) as url:
+            answer = client(url).upload_adapter(weights, config, policy_version=4, trainer="one")
+        assert answer.policy_version == 4
+        assert server.batching.counts.uploads == 1
+
+
+def test_a_server_that_is_too_slow() -> None:
+    def slow(path: str, body: bytes) -> tuple[int, Any]:
+        if path != "/health":
+            time.sleep(1.0)
+        return 200, {"policy_version": 1}
+
+    with fake_server(slow) as url:
+        impatient = InferenceClient(url, timeout=0.2, retry_seconds=0.5)
+        there = RemoteEngine(impatient, trainer="test")
+        with pytest.raises(ServingError, match=r"upload_adapter does not answer \(ReadTimeout"):
+            there.sync(adapted(), 1)
+        assert there.policy_version == -1  # nothing may be sampled now
+
+
+def test_a_server_that_is_killed_while_it_samples(model_folder: Path) -> None:
+    model = adapted()
+    long = SamplingSettings(temperature=1.0, max_tokens=400)
+    requests = [Request(np.array([5, 6, 7 + i]), (2, i)) for i in range(24)]
+    found: list[Any] = []
+    with ServerProcess(model_folder) as server:
+        there = remote(server.url, retry_seconds=60)
+        there.sync(model, 3)
+        thread = threading.Thread(target=lambda: found.extend(there(requests, long, policy_version=3)))
+        thread.start()
+        while there._client.health()["running"] == 0:
+            time.sleep(0.01)
+        server.kill()
+        server.start()
+        thread.join()
+    here = Engine(model)
+    here.sync(model, 3)
+    for one, other in zip(found, here(requests, long, policy_version=3), strict=True):
+        same(one, other)

@@ -8,6 +8,7 @@ what the world said. An environment that fails costs its own episode.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from covey.types import (
     Trajectory,
     Turn,
 )
+
+log = logging.getLogger(__name__)
 
 NO_ACTION = "That is not an action."
 """Said by us, not by the world, to a turn that could not be read as an action."""
@@ -95,6 +98,7 @@ class Player:
         self._pool, self._template, self._decode = pool, template, decode
         self._tokenizer, self._settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
+        self._longest, self._warned = 1 << 31, False
         self._prepared: list[tuple[str, tuple[int, ...]]] = []  # by place: a task's uid and the episode's stream
 
     def prepare(self, tasks: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
@@ -153,6 +157,7 @@ class Player:
         """
         began = time.perf_counter()
         self.stats = PlayStats()
+        self._longest = sampling.max_tokens
         episodes = _episodes(tasks, num_generations, streams)
         self._settle(len(episodes))
         game = _Game(self, episodes, generator, sampling, policy_version, num_generations)
@@ -167,8 +172,10 @@ class Player:
     def choices(self, live: _Live) -> tuple[tuple[int, ...], ...] | None:
         """The admissible actions as token sequences, where nothing else may be said.
 
+        Actions that are too long for a turn are left out, which is warned of once.
+
         Raises:
-            ConfigError: the world does not say what is admissible.
+            ConfigError: the world does not say what is admissible, or nothing of it fits into a turn.
         """
         if self._settings.action_format != "choice":
             return None
@@ -177,11 +184,28 @@ class Player:
                 "environment.action_format='choice': the world does not say which actions are admissible; use text or "
                 "tags"
             )
-        encoded = (
-            self._tokenizer(action, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        encoded = {
+            action: (
+                *self._tokenizer(action, add_special_tokens=False, split_special_tokens=True)["input_ids"],
+                *self._eos,
+            )
             for action in live.seen.actions
+        }
+        fitting = tuple(ids for ids in encoded.values() if len(ids) <= self._longest)
+        if len(fitting) < len(encoded):
+            self._warn_of_long(max(encoded, key=lambda action: len(encoded[action])), fitting)
+        return fitting
+
+    def _warn_of_long(self, action: str, fitting: Sequence[tuple[int, ...]]) -> None:
+        problem = (
+            f"environment.action_format='choice': the action {action!r:.80} is longer than the {self._longest} tokens "
+            "of sampling.max_completion_length"
         )
-        return tuple((*ids, *self._eos) for ids in encoded)
+        if not fitting:
+            raise ConfigError(f"{problem}, and so are all others; raise it")
+        if not self._warned:
+            log.warning("%s; actions that are longer cannot be chosen: raise it", problem)
+            self._warned = True
 
     def words(self, live: _Live) -> str:
         """What the policy reads next: the observation, with what may be done."""

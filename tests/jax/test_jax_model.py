@@ -1,0 +1,110 @@
+"""The Flax decoder against transformers, its cache against a plain forward, LoRA as a collection of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from covey.errors import ConfigError, ModelError
+from covey.jax import ModelConfig, Transformer, load_hf
+
+TOKENS = np.random.default_rng(0).integers(0, 97, (3, 11))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_log_probabilities_equal_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+    theirs = tiny_model(family, tie_word_embeddings=tied)
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    config, params = load_hf(tmp_path)
+    ours = jax.nn.log_softmax(Transformer(config).apply(params, jnp.asarray(TOKENS)), -1)
+    with torch.no_grad():
+        expected = torch.log_softmax(theirs(input_ids=torch.from_numpy(TOKENS)).logits, -1).numpy()
+    np.testing.assert_allclose(np.asarray(ours), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_rope_scaling_equals_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    shape = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    theirs = LlamaForCausalLM(LlamaConfig(vocab_size=97, rope_parameters=rope, **shape)).eval()
+    theirs.save_pretrained(tmp_path)
+    config, params = load_hf(tmp_path)
+    tokens = np.arange(60)[None] % 97
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.from_numpy(tokens)).logits.numpy()
+    np.testing.assert_allclose(np.asarray(Transformer(config).apply(params, tokens)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_cache_and_columns_change_nothing(window: int | None) -> None:
+    """Rows at different positions, decoded token by token, give the logits of the whole sequence."""
+    config = ModelConfig(31, 16, 24, 2, 4, 2, sliding_window=window)
+    model = Transformer(config)
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 31, (2, 9)))
+    params = model.init(jax.random.key(0), tokens)
+    whole = model.apply(params, tokens)
+    columns = jnp.asarray([[3, 1], [8, 0]])
+    picked = model.apply(params, tokens, columns=columns)
+    np.testing.assert_allclose(picked, jnp.take_along_axis(whole, columns[:, :, None], axis=1), atol=1e-6)
+    logits, cache = model.apply(params, tokens[:, :5], cache=model.init_cache(2, 9))
+    np.testing.assert_allclose(logits, whole[:, :5], atol=1e-5)
+    # The second row goes back to position 3: what later slots hold must not be seen.
+    position = jnp.asarray([5, 3])
+    for _ in range(3):
+        now = jnp.take_along_axis(tokens, position[:, None], axis=1)
+        logits, cache = model.apply(params, now, positions=position[:, None], cache=cache)
+        expected = jnp.take_along_axis(whole, position[:, None, None], axis=1)
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+        position = position + 1
+
+
+def test_lora_is_a_collection_that_can_be_left_out() -> None:
+    config = ModelConfig(31, 16, 24, 1, 2, 1, lora_rank=2)
+    model = Transformer(config)
+    tokens = jnp.arange(6)[None]
+    variables = model.init(jax.random.key(0), tokens)
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(variables["lora"]["layer_0_mlp"]["up_proj"])} == {2, 24}
+    plain = model.apply({"params": variables["params"]}, tokens)
+    np.testing.assert_array_equal(model.apply(variables, tokens), plain)  # B = 0
+    moved = {**variables, "lora": jax.tree.map(lambda x: x + 0.1, variables["lora"])}
+    assert float(jnp.abs(model.apply(moved, tokens) - plain).max()) > 1e-3
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
+        load_hf(tmp_path)
+    tiny_model("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="model_type='gpt2' is not supported in JAX; use one of llama"):
+        load_hf(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in [
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"vocab_size": 98}, "embed_tokens.weight has shape"),
+        ({"num_hidden_layers": 3}, "no tensor 'model.layers.2"),
+        ({"num_hidden_layers": 1}, "have no place"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ModelError, match=message):
+            load_hf(tmp_path)
+
+
+def test_config_errors_name_value_and_fix() -> None:
+    with pytest.raises(ConfigError, match="num_kv_heads=3.*divisor"):
+        ModelConfig(31, 16, 24, 1, 4, 3)
+    with pytest.raises(ConfigError, match="head_dim=3.*even"):
+        ModelConfig(31, 16, 24, 1, 4, 2, head_dim=3)
