@@ -79,7 +79,7 @@ class ServerProcess:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, env=self._env)
-        assert InferenceClient(self.url, retry_seconds=60).health(retry=True)["policy_version"] == 0
+        InferenceClient(self.url, retry_seconds=60).health(retry=True)
 
     def kill(self) -> None:
         if self._process is not None:
