@@ -184,6 +184,10 @@ def test_agents_play_on_a_server_as_in_one_process(settings: dict[str, Any], tmp
 def test_the_documents_names() -> None:
     args = GRPOTrainingArgs(upload_adapters_to_server=True, inference_server_url="http://127.0.0.1:1")
     assert args.server.inference_server_url == "http://127.0.0.1:1"
+    secret = GRPOConfig(server_token="hunter2")
+    assert secret.server.server_token == "hunter2"
+    for written in (secret.to_toml(), repr(secret), str(secret.to_dict())):
+        assert "hunter2" not in written
     with pytest.raises(ConfigError, match="only adapters are uploaded"):
         GRPOConfig(upload_adapters_to_server=True, use_peft=False)
 

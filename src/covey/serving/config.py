@@ -20,7 +20,10 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
         default="covey", description="covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading."
     )
     server_token: str | None = Field(
-        default=None, description="Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN."
+        default=None,
+        exclude=True,
+        repr=False,
+        description="Bearer token of the server; none = the environment variable COVEY_SERVER_TOKEN. Never saved.",
     )
     adapter_folder: str | None = Field(
         default=None,
