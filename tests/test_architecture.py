@@ -52,7 +52,7 @@ WITHOUT_TORCH = {
     "jax",
     "config",
 }
-HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax")
+HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax", "orbax")
 MAX_LINES = 500
 
 
@@ -167,7 +167,7 @@ def test_backends_stay_in_their_rooms() -> None:
                 continue
             if importer == "algorithms" and found.deferred:
                 continue  # reached only with an array of that library in hand
-            jax = library in ("jax", "flax", "optax")
+            jax = library in ("jax", "flax", "optax", "orbax")
             base = "config" if importer.startswith("config") else importer
             if (jax and importer != "jax") or (not jax and base in WITHOUT_TORCH):
                 faults.append(f"{path.relative_to(SOURCE)}:{found.line} imports {found.module}")

@@ -1,0 +1,26 @@
+"""GRPO in JAX: models in Flax, optimisers from Optax, checkpoints by Orbax.
+
+    from covey.jax import GRPOConfig, GRPOTrainer
+
+The formulas are those of `covey.algorithms`, the same functions as under PyTorch. Nothing here imports torch.
+"""
+
+from covey.jax.grpo_config import GRPOConfig
+from covey.jax.grpo_trainer import GRPOTrainer
+from covey.jax.loading import load_hf
+from covey.jax.model import ModelConfig, RopeScaling, Transformer
+from covey.jax.rewarding import jax_reward
+from covey.jax.trainer import Trainer, TrainState, make_optimizer
+
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "ModelConfig",
+    "RopeScaling",
+    "TrainState",
+    "Trainer",
+    "Transformer",
+    "jax_reward",
+    "load_hf",
+    "make_optimizer",
+]

@@ -1,0 +1,438 @@
+"""Group Relative Policy Optimization in JAX, as one function that compiles.
+
+    trainer = GRPOTrainer(policy_model, ref_model, optimizer, reward_fn, grpo_config)
+    state = trainer.create_train_state(key, dummy_input)
+    state, metrics = trainer.train_step(state, {"prompts": [[5, 6, 7], [8, 9]]})
+
+`compute_loss(params, batch)` samples, scores, compares and returns the loss. A batch of `rollout` holds the sampled
+part already: its loss is that of the recorded responses, as often as wanted. The formulas are those of
+`covey.algorithms`, the same functions as in the PyTorch trainer.
+
+Limits: one turn for each prompt. A KL over the vocabulary (`exact`) and `keep_sampling_mask` hold `[rows, T, V]`
+numbers for `rows_per_pass` rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from covey.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    VOCABULARY_KL,
+    combine_masks,
+    count_step,
+    mismatch_correction,
+    off_policy_mask,
+    policy_loss,
+    reference_drift_mask,
+    token_weights,
+    top_entropy_mask,
+)
+from covey.errors import ConfigError, RewardError
+from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
+from covey.jax.grpo_config import GRPOConfig
+from covey.jax.rewarding import Decode, HostRewards, call_jax_reward, is_jax_reward
+from covey.jax.sampling import Samples, Scores, join, sample, score
+from covey.jax.trainer import Metrics, Trainer, TrainState
+
+Batch = Mapping[str, Any]
+
+
+class GRPOTrainer(Trainer):
+    """Trains a policy by comparing the responses to each prompt with each other.
+
+    Args:
+        policy_model: any Flax module with `init(key, tokens)` and `apply(params, tokens) -> logits`, causal. With an
+            `init_cache` like `Transformer`'s it samples token by token.
+        ref_model: the reference's module, of the same kind. Bound to variables (`module.bind(...)`) it keeps these;
+            else the reference is the policy as `create_train_state` made it. None where no reference is used.
+        optimizer: any Optax gradient transformation.
+        reward_fn: `f(responses) -> list of numbers`, see `HostRewards`; or a JAX function marked by `jax_reward`.
+        grpo_config: a `GRPOConfig`, or a dictionary of its fields.
+        decode: token ids to text, e.g. `tokenizer.decode`; without it reward functions get lists of ids.
+        mesh: devices over which the prompts of a batch are spread (all its axes); None = no spreading.
+
+    Attributes:
+        ref_params: variables of the reference; assign others to compare with them. None with LoRA, where the reference
+            is the policy with its adapters off.
+        frozen_params: collections of the policy that are not trained: with LoRA the base weights.
+    """
+
+    def __init__(
+        self,
+        policy_model: Any,
+        ref_model: Any,
+        optimizer: optax.GradientTransformation,
+        reward_fn: Any,
+        grpo_config: GRPOConfig | Mapping[str, Any],
+        *,
+        decode: Decode | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        self.grpo_config = config = GRPOConfig.of(grpo_config)
+        self.passes_per_batch = config.num_iterations
+        if ref_model is None and config.uses_reference:
+            raise ConfigError(
+                f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
+            )
+        self.policy_model, self.ref_model = policy_model, ref_model
+        self.ref_params: Any = None
+        self._ref_is_bound = getattr(ref_model, "scope", None) is not None
+        if self._ref_is_bound:
+            self.ref_model, self.ref_params = ref_model.unbind()
+        self.reward_fn, self.mesh = reward_fn, mesh
+        self._host_rewards = None if is_jax_reward(reward_fn) else HostRewards(reward_fn, config, decode)
+        if config.validity_mask and self._host_rewards is None:
+            raise ConfigError("validity_mask=True: a JAX reward function sees no text; use a Python one, or unset it")
+        self.frozen_params: dict[str, Any] = {}
+        self._reward_failure: RewardError | None = None
+        self._sample = jax.jit(self._sample_rows)
+        self._record = jax.jit(self._record_rows)
+
+    # ------------------------------------------------------------------ state
+
+    def create_train_state(self, key: jax.Array, dummy_input: jax.Array, *, params: Any = None) -> TrainState:
+        """A state at step 0, and the reference with it.
+
+        Args:
+            key: random key of the parameters, of the LoRA factors too.
+            dummy_input: `[B, L]` token ids.
+            params: `{"params": ...}` to begin with in place of random ones, e.g. from `load_hf`.
+
+        Raises:
+            ConfigError: a dummy input of another shape or type, or parameters that do not fit the model.
+        """
+        check_tokens("dummy_input", dummy_input)
+        shapes = jax.eval_shape(self.policy_model.init, key, dummy_input)
+        if params is None:
+            variables = jax.jit(self.policy_model.init)(key, dummy_input)
+        else:
+            check_fit(params, {name: shapes[name] for name in params if name in shapes})
+            variables = dict(params)
+            if missing := set(shapes) - set(variables):
+                made = jax.jit(lambda: {name: self.policy_model.init(key, dummy_input)[name] for name in missing})()
+                variables |= made
+        self._check_logits(variables, dummy_input)
+        if self.mesh is not None:
+            variables = jax.device_put(variables, NamedSharding(self.mesh, PartitionSpec()))
+        trained = "lora" if "lora" in variables else "params"
+        policy = {trained: variables[trained]} if trained in variables else variables
+        self.frozen_params = {name: value for name, value in variables.items() if name not in policy}
+        if not self._ref_is_bound:
+            self.ref_params = None if trained == "lora" else variables
+        return TrainState.create(policy, self.optimizer)
+
+    def _check_logits(self, variables: Any, dummy_input: jax.Array) -> None:
+        found = jax.eval_shape(self.policy_model.apply, variables, dummy_input)
+        shape = getattr(found, "shape", None)
+        if shape is None or len(shape) != 3 or shape[:2] != dummy_input.shape:
+            raise ConfigError(
+                f"policy_model: apply(params, tokens) returned {shape or type(found).__name__} for tokens of shape "
+                f"{dummy_input.shape}; it must return logits [B, L, V]"
+            )
+
+    def constants(self) -> dict[str, Any]:
+        """The reference, unless it is the frozen base."""
+        return {} if self.ref_params is None else {"reference": self.ref_params}
+
+    def set_constants(self, constants: Mapping[str, Any]) -> None:
+        """Take the reference back."""
+        self.ref_params = constants.get("reference")
+
+    def _given(self) -> dict[str, Any]:
+        return {"frozen": self.frozen_params, "reference": self.ref_params}
+
+    # ------------------------------------------------------------------ batches
+
+    def prepare_batch(self, state: TrainState, batch: Batch) -> Batch:
+        """Pad, check and place a batch; sample it here where its columns are no arrays.
+
+        Args:
+            state: its step keys the randomness, unless the batch has a `key`.
+            batch: `prompts`: lists of ids, or `[B, P]` padded on the right with `prompt_lengths` `[B]`. Optional
+                `columns`: name -> one entry for each prompt. Or what `rollout` returned.
+
+        Raises:
+            ConfigError: prompts of another shape, of no token, beyond the vocabulary, or not divisible by the mesh.
+        """
+        if "constants" in batch:
+            return batch
+        if "responses" in batch:
+            return {**batch, "constants": self._given()}
+        prompts, lengths = pad_prompts(batch, self.grpo_config, self.policy_model)
+        key = batch.get("key")
+        if key is None:
+            key = jax.random.fold_in(jax.random.key(self.grpo_config.seed), state.step)
+        columns = {name: as_column(name, value, len(lengths)) for name, value in batch.get("columns", {}).items()}
+        arrays = {"prompts": prompts, "prompt_lengths": lengths}
+        if self.mesh is not None:
+            if len(lengths) % self.mesh.size:
+                raise ConfigError(
+                    f"prompts={len(lengths)}: {self.mesh.size} devices of the mesh share them evenly; pass a multiple "
+                    f"of {self.mesh.size} prompts, or a smaller mesh"
+                )
+            arrays = jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names)))
+        ready = {**arrays, "key": key, "columns": columns, "constants": self._given()}
+        # Several passes need one record, and text cannot enter compiled code.
+        if self.grpo_config.num_iterations > 1 or not all(is_numeric(value) for value in columns.values()):
+            return self.rollout(state.params, ready)
+        return ready
+
+    # ------------------------------------------------------------------ the seven steps
+
+    def compute_loss(self, params: Any, batch: Batch) -> jax.Array:
+        """The loss of a batch; differentiable in `params`, and one function for `jax.jit`.
+
+        1. sample N responses to each prompt; 2. reward them; 3. advantages in their groups; 4. their log-probabilities
+        under the policy; 5. the surrogate; 6. the KL from the reference; 7. the sum. 1 to 3 are constants for
+        differentiation. A batch from `rollout` begins at 4.
+
+        Args:
+            params: `TrainState.params`.
+            batch: `prompts` `[B, P]` padded on the right, `prompt_lengths` `[B]` (default: all P), `key` (default: of
+                the seed), `columns` of arrays; or a record.
+
+        Raises:
+            RewardError: from the reward function, when it runs at once; from compiled code JAX raises its own error,
+                which `train_step` turns into it.
+        """
+        return self.loss_and_metrics(params, batch)[0]
+
+    def loss_and_metrics(self, params: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
+        """The loss, and what else there is to know: rewards, lengths, KL, entropy, clipping, masks."""
+        record = batch if "responses" in batch else self.rollout(params, batch)
+        return self._loss(params, record)
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """One optimiser step on a batch of prompts, or on a record of `rollout`; see `Trainer.train_step`.
+
+        Raises:
+            ConfigError: see `prepare_batch`.
+            RewardError: from the reward function.
+        """
+        ready = self.prepare_batch(state, batch)
+        with self._clear_errors():
+            state, metrics = self._compiled_step(state, ready)
+            jax.block_until_ready(metrics["loss"])
+        return state, metrics
+
+    def rollout(self, params: Any, batch: Batch, key: jax.Array | None = None) -> dict[str, Any]:
+        """Steps 1 to 3, recorded: sampling, rewards, advantages, and what the reference says.
+
+        Called outside of compiled code it runs the reward function directly, between two compiled parts, and takes
+        columns of any type; inside, by a callback.
+
+        Args:
+            params: of the policy that samples.
+            batch: see `prepare_batch`, or `compute_loss`.
+            key: random key; None = the batch's.
+
+        Returns:
+            A batch for `compute_loss`, R = B · N rows, a prompt's next to each other: `tokens` `[R, P + T]`, `lengths`
+            `[R]`, `responses`, `mask` and `old_logprobs` `[R, T]`, `rewards` and `advantages` `[R]`, `finished` `[R]`;
+            where needed `ref_logprobs`, `trainer_old`, `support`.
+        """
+        inside = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch.get("prompts")))
+        traced = inside or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
+        if not inside and "constants" not in batch:
+            padded, sizes = pad_prompts(batch, self.grpo_config, self.policy_model)
+            batch = {**batch, "prompts": padded, "prompt_lengths": sizes}
+        given = batch.get("constants", self._given())
+        key = batch.get("key", jax.random.key(self.grpo_config.seed)) if key is None else key
+        prompts: Any = jnp.asarray(batch["prompts"]).astype(jnp.int32)
+        lengths: Any = batch.get("prompt_lengths")
+        lengths = jnp.full(prompts.shape[0], prompts.shape[1]) if lengths is None else jnp.asarray(lengths)
+        lengths = lengths.astype(jnp.int32)
+        params = jax.lax.stop_gradient(params)
+        samples, steps = self._sample(params, given, prompts, lengths, key)
+        rewards, valid = self._rewards(prompts, lengths, samples, batch.get("columns", {}), traced)
+        return {
+            **self._record(params, given, prompts, lengths, samples, rewards, valid),
+            "steps": steps,
+            "constants": given,
+        }
+
+    def _sample_rows(
+        self, params: Any, given: Any, prompts: jax.Array, lengths: jax.Array, key: jax.Array
+    ) -> tuple[Samples, jax.Array]:
+        variables = {**given["frozen"], **params}
+        samples = sample(self.policy_model, variables, prompts, lengths, key, self.grpo_config)
+        return samples, samples.steps
+
+    def _rewards(
+        self, prompts: jax.Array, lengths: jax.Array, samples: Samples, columns: Mapping[str, Any], traced: bool
+    ) -> tuple[Any, Any]:
+        """Rewards `[R]`, NaN where there is none, and what the validity mask keeps `[R]`."""
+        group, count = self.grpo_config.num_samples_per_prompt, samples.mask.shape[0]
+        every = np.ones(count, np.bool_)
+        if self._host_rewards is None:
+            shared = {**columns, "prompts": prompts, "prompt_lengths": lengths}
+            repeated = {name: jnp.repeat(jnp.asarray(value), group, axis=0) for name, value in shared.items()}
+            return call_jax_reward(self.reward_fn, samples.responses, samples.mask, repeated), every
+        dtype = np.float32  # whatever the model's: a callback's thread does not know of JAX's 64-bit mode
+
+        def host(
+            prompts: Any, lengths: Any, responses: Any, mask: Any, columns: Mapping[str, Any]
+        ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+            assert self._host_rewards is not None
+            rows = (np.repeat(np.asarray(prompts), group, axis=0), np.repeat(np.asarray(lengths), group))
+            repeated = {name: [entry for entry in value for _ in range(group)] for name, value in columns.items()}
+            try:
+                rewards, valid = self._host_rewards(*rows, np.asarray(responses), np.asarray(mask), repeated)
+            except RewardError as error:
+                self._reward_failure = error
+                raise
+            return rewards.astype(dtype), valid
+
+        if not traced:
+            self._reward_failure = None
+            return host(prompts, lengths, samples.responses, samples.mask, columns)
+        for name, value in columns.items():
+            if not is_numeric(value):
+                raise ConfigError(
+                    f"columns[{name!r}] holds no numbers: text cannot enter compiled code; call rollout(params, batch) "
+                    "first and compute_loss on what it returns, or train_step, which does so"
+                )
+        shapes = (jax.ShapeDtypeStruct((count,), dtype), jax.ShapeDtypeStruct((count,), np.bool_))
+        return jax.pure_callback(host, shapes, prompts, lengths, samples.responses, samples.mask, dict(columns))
+
+    def _record_rows(
+        self,
+        params: Any,
+        given: Any,
+        prompts: jax.Array,
+        lengths: jax.Array,
+        samples: Samples,
+        rewards: jax.Array,
+        valid: jax.Array,
+    ) -> dict[str, Any]:
+        config, group = self.grpo_config, self.grpo_config.num_samples_per_prompt
+        groups = jnp.repeat(jnp.arange(prompts.shape[0]), group)
+        rewards = jax.lax.stop_gradient(jnp.asarray(rewards, samples.logprobs.dtype))
+        estimate = ADVANTAGE_ESTIMATORS[config.adv_estimator]
+        lengths = jnp.repeat(lengths, group)
+        record = {
+            "tokens": join(jnp.repeat(prompts, group, axis=0), lengths, samples.responses),
+            "lengths": lengths,
+            "responses": samples.responses,
+            "mask": samples.mask,
+            "old_logprobs": samples.logprobs,
+            "finished": samples.finished,
+            "valid": jnp.asarray(valid),
+            "rewards": rewards,
+            "advantages": estimate(rewards, groups, scale=config.scale_rewards, correction=config.std_correction),
+        }
+        if samples.support is not None:
+            record["support"] = samples.support
+        if config.uses_reference_logprobs:
+            model, variables = self._reference(given)
+            record["ref_logprobs"] = self._scores(model, variables, record).logp
+        if config.importance_sampling_correction is not None:
+            record["trainer_old"] = self._scores(self.policy_model, {**given["frozen"], **params}, record).logp
+        return record
+
+    def _reference(self, given: Any) -> tuple[Any, Any]:
+        """Module and variables of the reference; with LoRA the base alone."""
+        return self.ref_model, given["frozen"] if given["reference"] is None else given["reference"]
+
+    def _scores(self, model: Any, variables: Any, record: Batch, reference: Any = None) -> Scores:
+        """`score` on all rows, or on `rows_per_pass` at a time, each recomputed in the backward pass."""
+        rows = {name: record[name] for name in ("tokens", "lengths", "responses", "support") if name in record}
+
+        def some(rows: Mapping[str, Any]) -> Scores:
+            return score(model, variables, config=self.grpo_config, reference=reference, **rows)
+
+        count, size = rows["lengths"].shape[0], self.grpo_config.rows_per_pass
+        if size is None or size >= count:
+            return some(rows)
+        if count % size:
+            raise ConfigError(f"rows_per_pass={size}: does not divide the batch's {count} responses; choose a divisor")
+        parts = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), rows)
+        found = jax.lax.map(jax.checkpoint(some), parts)
+        return jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), found)
+
+    def _loss(self, params: Any, record: Batch) -> tuple[jax.Array, Metrics]:
+        config, objective = self.grpo_config, self.grpo_config.objective
+        given = record.get("constants", self._given())
+        exact = objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL
+        reference = (lambda: self._reference(given)) if exact else None
+        found = self._scores(self.policy_model, {**given["frozen"], **params}, record, reference)
+        current, old, ref = jax.lax.stop_gradient(found.logp), record["old_logprobs"], record.get("ref_logprobs")
+        keep: dict[str, Any] = {}
+        if config.mask_truncated_completions:
+            keep["mask_truncated_completions"] = record["finished"]
+        if config.validity_mask:
+            keep["validity_mask"] = record["valid"]
+        base, _ = combine_masks(record["mask"], keep)
+        # These look at the policy of this very pass, over the tokens that are left.
+        keep = {}
+        if config.off_policy_mask_threshold is not None:
+            threshold = config.off_policy_mask_threshold
+            keep["off_policy_mask"] = off_policy_mask(current, old, record["advantages"], base, threshold)
+        if config.reference_drift_threshold is not None:
+            keep["reference_drift_mask"] = reference_drift_mask(
+                current, ref, base, config.reference_drift_threshold, config.reference_drift_reduction
+            )
+        if config.top_entropy_quantile < 1:
+            entropy = jax.lax.stop_gradient(found.entropy)
+            keep["top_entropy_quantile"] = top_entropy_mask(entropy, base, config.top_entropy_quantile)
+        mask, _ = combine_masks(base, keep)
+        factor = None
+        if config.importance_sampling_correction is not None:
+            before = record["trainer_old"]
+            cap = config.importance_sampling_cap
+            factor = mismatch_correction(before, old, mask, config.importance_sampling_correction, cap)
+            old = before
+        weights = token_weights(
+            mask, count_step(mask), objective.aggregation, config.max_completion_length, dtype=found.logp.dtype
+        )
+        terms = policy_loss(
+            found.logp,
+            old,
+            record["advantages"],
+            mask,
+            weights,
+            objective,
+            ref=ref if config.uses_reference_logprobs else None,
+            kl=found.kl,
+            entropy=found.entropy,
+            correction=factor,
+        )
+        return terms.loss, _metrics(record, terms.metrics, mask)
+
+    @contextmanager
+    def _clear_errors(self) -> Iterator[None]:
+        """A reward function's error as itself, in place of JAX's report that a callback failed."""
+        self._reward_failure = None
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if self._reward_failure is None:
+                raise
+            raise self._reward_failure from error
+
+
+def _metrics(record: Batch, sums: Mapping[str, jax.Array], mask: jax.Array) -> Metrics:
+    """Means over active tokens, and what the rewards and lengths were."""
+    tokens = jnp.maximum(sums["active_tokens"], 1)
+    sampled = jnp.sum(record["mask"])
+    found = {
+        "policy_loss": sums["policy_loss"],
+        "reward": jnp.nanmean(record["rewards"]),
+        "completions/mean_length": sampled / record["mask"].shape[0],
+        "completions/clipped_ratio": jnp.mean(~record["finished"]),
+        "mask_ratio": jnp.sum(mask) / jnp.maximum(sampled, 1),
+        "sampling_steps": record["steps"] if "steps" in record else jnp.zeros((), jnp.int32),
+    }
+    names = {"ratio_sum": "ratio/mean", "kl_sum": "kl", "entropy_sum": "entropy"}
+    names |= {"clip_low_sum": "clip_ratio/low_mean", "clip_high_sum": "clip_ratio/high_mean"}
+    return found | {new: sums[name] / tokens for name, new in names.items() if name in sums}

@@ -1,0 +1,168 @@
+"""Weights from a Hugging Face folder: `config.json` and one or several safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from covey.errors import ModelError
+from covey.jax.model import ModelConfig, RopeScaling
+
+_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def load_hf(
+    folder: str | Path, *, dtype: Any = jnp.float32, lora_rank: int = 0, lora_alpha: float = 16.0
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """Read a model saved by `save_pretrained`, or a downloaded snapshot.
+
+    Args:
+        folder: holds `config.json` and `*.safetensors`.
+        dtype: of the parameters.
+        lora_rank: for the returned config; the adapters themselves are made by `create_train_state`.
+        lora_alpha: see `ModelConfig`.
+
+    Returns:
+        The config, and `{"params": ...}` for `Transformer(config).apply`.
+
+    Raises:
+        ModelError: not such a folder, an architecture that `Transformer` does not compute, or weights that do not fit
+            its config.
+    """
+    folder = Path(folder)
+    config = replace(_read_config(folder), lora_rank=lora_rank, lora_alpha=lora_alpha)
+    tensors = _read_tensors(folder)
+
+    def take(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if name not in tensors:
+            raise ModelError(f"{folder}: no tensor {name!r} in its safetensors files; the download may be incomplete")
+        value = tensors.pop(name)
+        if value.shape != shape:
+            raise ModelError(
+                f"{folder}: {name} has shape {value.shape}, but config.json says {shape}; use files of one model"
+            )
+        return jnp.asarray(value, dtype)
+
+    def linear(name: str, inside: int, outside: int, bias: bool) -> dict[str, jax.Array]:
+        found = {"kernel": take(f"{name}.weight", (outside, inside)).T}
+        return found | ({"bias": take(f"{name}.bias", (outside,))} if bias else {})
+
+    hidden, wide, head = config.hidden_size, config.intermediate_size, config.width_of_head
+    params: dict[str, Any] = {"embedding": take("model.embed_tokens.weight", (config.vocab_size, hidden))}
+    for index in range(config.num_layers):
+        at = f"model.layers.{index}"
+        attention: dict[str, Any] = {
+            "q_proj": linear(f"{at}.self_attn.q_proj", hidden, config.num_heads * head, config.qkv_bias),
+            "k_proj": linear(f"{at}.self_attn.k_proj", hidden, config.num_kv_heads * head, config.qkv_bias),
+            "v_proj": linear(f"{at}.self_attn.v_proj", hidden, config.num_kv_heads * head, config.qkv_bias),
+            "o_proj": linear(f"{at}.self_attn.o_proj", config.num_heads * head, hidden, config.out_bias),
+        }
+        if config.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                attention[name] = {"scale": take(f"{at}.self_attn.{name}.weight", (head,))}
+        params[f"layer_{index}_attention"] = attention
+        params[f"layer_{index}_mlp"] = {
+            "gate_proj": linear(f"{at}.mlp.gate_proj", hidden, wide, False),
+            "up_proj": linear(f"{at}.mlp.up_proj", hidden, wide, False),
+            "down_proj": linear(f"{at}.mlp.down_proj", wide, hidden, False),
+        }
+        params[f"layer_{index}_attention_norm"] = {"scale": take(f"{at}.input_layernorm.weight", (hidden,))}
+        params[f"layer_{index}_mlp_norm"] = {"scale": take(f"{at}.post_attention_layernorm.weight", (hidden,))}
+    params["final_norm"] = {"scale": take("model.norm.weight", (hidden,))}
+    if config.tie_embeddings:
+        tensors.pop("lm_head.weight", None)  # some files repeat the embedding
+    else:
+        params["head"] = take("lm_head.weight", (config.vocab_size, hidden)).T
+    unused = [name for name in tensors if not name.endswith("rotary_emb.inv_freq")]
+    if unused:
+        raise ModelError(
+            f"{folder}: tensors {', '.join(sorted(unused)[:3])} ({len(unused)} in all) have no place in a "
+            f"{', '.join(_TYPES)} model; load one of these"
+        )
+    return config, {"params": params}
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}); name a folder saved by save_pretrained") from error
+    if not isinstance(found, Mapping) or found.get("model_type") not in _TYPES:
+        kind = found.get("model_type") if isinstance(found, Mapping) else None
+        raise ModelError(f"{path}: model_type={kind!r} is not supported in JAX; use one of {', '.join(_TYPES)}")
+    kind = found["model_type"]
+
+    def refuse(name: str, reason: str) -> ModelError:
+        return ModelError(f"{path}: {name}={found.get(name)!r}: {reason}; train this model with the PyTorch trainer")
+
+    if found.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise refuse("hidden_act", "the feed-forward layers here use silu")
+    if found.get("mlp_bias"):
+        raise refuse("mlp_bias", "the feed-forward layers here have no bias")
+    if found.get("quantization_config"):
+        raise refuse("quantization_config", "quantised weights are not read")
+    if kind.startswith("qwen") and found.get("use_sliding_window"):
+        raise refuse("use_sliding_window", "the layers here share one window")
+    bias = bool(found.get("attention_bias", False))
+    try:
+        rope: Any = found.get("rope_parameters") or {}
+        return ModelConfig(
+            vocab_size=found["vocab_size"],
+            hidden_size=found["hidden_size"],
+            intermediate_size=found["intermediate_size"],
+            num_layers=found["num_hidden_layers"],
+            num_heads=found["num_attention_heads"],
+            num_kv_heads=found.get("num_key_value_heads") or found["num_attention_heads"],
+            head_dim=found.get("head_dim"),
+            rope_theta=float(rope.get("rope_theta", found.get("rope_theta", 10000.0))),
+            rope_scaling=_rope_scaling(path, rope or found.get("rope_scaling") or {}),
+            norm_eps=float(found.get("rms_norm_eps", 1e-6)),
+            qkv_bias=kind == "qwen2" or bias,
+            out_bias=kind != "qwen2" and bias,
+            qk_norm=kind == "qwen3",
+            tie_embeddings=bool(found.get("tie_word_embeddings", False)),
+            sliding_window=found.get("sliding_window") if kind == "mistral" else None,
+        )
+    except KeyError as error:
+        raise ModelError(f"{path}: no {error}; use the file that belongs to the weights") from error
+
+
+def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(rope["factor"]))
+    if kind == "llama3":
+        return RopeScaling(
+            "llama3",
+            float(rope["factor"]),
+            float(rope["low_freq_factor"]),
+            float(rope["high_freq_factor"]),
+            int(rope["original_max_position_embeddings"]),
+        )
+    raise ModelError(f"{path}: rope_type={kind!r} is not supported in JAX; use default, linear or llama3")
+
+
+def _read_tensors(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder}: no *.safetensors file; save the model with save_pretrained")
+    tensors = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="flax") as opened:
+                for name in opened.keys():  # noqa: SIM118 (the opened file is no mapping)
+                    tensors[name] = np.asarray(opened.get_tensor(name))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: cannot be read ({error}); download or save it again") from error
+    return tensors

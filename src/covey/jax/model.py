@@ -1,0 +1,289 @@
+"""A decoder of the Llama shape (Llama, Mistral, Qwen2, Qwen3) as a Flax Linen module.
+
+    model = Transformer(config)
+    variables = model.init(key, tokens)             {"params": ..., "lora": ...}
+    logits = model.apply(variables, tokens)         [N, L] -> [N, L, V]
+
+Sequences are padded on the right: attention is causal, so no token sees the padding after it, and no mask is needed.
+
+LoRA factors are a variable collection of their own, `lora`. `apply` with `params` alone is the model without adapters:
+the reference policy needs no second copy of the weights.
+
+Limits: rotary scaling `linear` and `llama3` only; one sliding window for all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from covey.errors import ConfigError
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+"""Keys and values of each layer, `[N, S, key-value heads, head_dim]`; slot s holds position s."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Stretched rotary frequencies: `linear`, or `llama3` (low frequencies divided by `factor`, high ones kept)."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a `Transformer`. Hashable, so that it can be static in compiled functions.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: width.
+        intermediate_size: width of the feed-forward layer.
+        num_layers: decoder layers.
+        num_heads: query heads.
+        num_kv_heads: key-value heads; divides `num_heads`.
+        head_dim: width of a head, even; None = `hidden_size / num_heads`.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: how they are stretched; None = not.
+        norm_eps: added to the mean square in RMSNorm.
+        qkv_bias: biases on the query, key and value projections (Qwen2).
+        out_bias: a bias on the attention's output projection.
+        qk_norm: RMSNorm on each query and key head (Qwen3).
+        tie_embeddings: the output head is the embedding.
+        sliding_window: a token sees this many positions, itself included; None = all before it.
+        lora_rank: rank of the LoRA factors on every linear layer; 0 = none.
+        lora_alpha: their output is scaled by `lora_alpha / lora_rank`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = True
+    sliding_window: int | None = None
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+
+    def __post_init__(self) -> None:
+        """Check that the parts fit.
+
+        Raises:
+            ConfigError: heads that do not divide, or an odd head dimension.
+        """
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_kv_heads={self.num_kv_heads}: {self.num_heads} query heads share them evenly; "
+                "choose a divisor of num_heads"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads}: does not divide hidden_size={self.hidden_size}; set head_dim"
+            )
+        if self.width_of_head % 2:
+            raise ConfigError(f"head_dim={self.width_of_head}: rotary embedding turns pairs; choose an even number")
+        if self.lora_rank < 0:
+            raise ConfigError(f"lora_rank={self.lora_rank}: a rank is 0 (no LoRA) or more; choose one")
+
+    @property
+    def width_of_head(self) -> int:
+        """`head_dim`, or what it is where it is not set."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+
+class RMSNorm(nn.Module):
+    """`x / sqrt(mean(x²) + eps) * scale` over the last axis, computed in at least float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Shape kept."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return scale * normed.astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """`x W + b`, and `alpha / rank · (x A) B` where the variables hold a `lora` collection.
+
+    A is random and B zero at first, so that adapters begin as no change.
+    """
+
+    features: int
+    use_bias: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 16.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[..., in] -> [..., features]`."""
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        out = x @ kernel
+        if self.use_bias:
+            out = out + self.param("bias", nn.initializers.zeros, (self.features,))
+        if self.lora_rank and (self.is_initializing() or self.has_variable("lora", "a")):
+            a_shape, b_shape = (x.shape[-1], self.lora_rank), (self.lora_rank, self.features)
+            init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+            a = self.variable("lora", "a", lambda: init(self.make_rng("params"), a_shape))
+            b = self.variable("lora", "b", jnp.zeros, b_shape)
+            low = (x @ a.value) @ b.value  # in the factors' type: float32 beside bfloat16 weights
+            out = out + ((self.lora_alpha / self.lora_rank) * low).astype(out.dtype)
+        return out
+
+
+class Attention(nn.Module):
+    """Causal attention with grouped key-value heads and rotary positions."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, positions: jax.Array, cache: tuple[jax.Array, jax.Array] | None
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """`[N, L, hidden]` at `positions` `[N, L]`; keys and values are those of the cache where one is given."""
+        c = self.config
+        rows, length, _ = x.shape
+        width = c.width_of_head
+
+        def heads(name: str, count: int) -> jax.Array:
+            return _linear(c, count * width, c.qkv_bias, name)(x).reshape(rows, length, count, width)
+
+        q, k, v = heads("q_proj", c.num_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
+        if c.qk_norm:
+            q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
+        cos, sin = _rotation(c, positions, x.dtype)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if cache is None:
+            slots = positions[:, None, :]
+        else:
+            row = jnp.arange(rows)[:, None]
+            # Out of bounds is dropped: a finished row may be advanced past the end of the cache.
+            k = cache[0].at[row, positions].set(k.astype(cache[0].dtype), mode="drop")
+            v = cache[1].at[row, positions].set(v.astype(cache[1].dtype), mode="drop")
+            slots = jnp.arange(k.shape[1])[None, None, :]
+        seen = slots <= positions[:, :, None]  # [N, L, S]
+        if c.sliding_window is not None:
+            seen &= positions[:, :, None] - slots < c.sliding_window
+        grouped = q.reshape(rows, length, c.num_kv_heads, c.num_heads // c.num_kv_heads, width)
+        scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, k) / math.sqrt(width)
+        scores = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("nkgls,nskd->nlkgd", weights, v).reshape(rows, length, -1)
+        return _linear(c, c.hidden_size, c.out_bias, "o_proj")(mixed), (k, v)
+
+
+class MLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Shape kept."""
+        c = self.config
+        gate = _linear(c, c.intermediate_size, False, "gate_proj")(x)
+        up = _linear(c, c.intermediate_size, False, "up_proj")(x)
+        return _linear(c, c.hidden_size, False, "down_proj")(nn.silu(gate) * up)
+
+
+class Transformer(nn.Module):
+    """The decoder. `init(key, tokens)` and `apply(variables, tokens)` are Flax's own."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array | None = None,
+        cache: Cache | None = None,
+        columns: jax.Array | None = None,
+    ) -> Any:
+        """Logits of the next token.
+
+        Args:
+            tokens: `[N, L]` integers.
+            positions: `[N, L]`; 0 to L - 1 if None.
+            cache: from `init_cache` or an earlier call; then `tokens` are written at `positions` and see what is
+                before them.
+            columns: `[N, T]` the columns of `tokens` whose logits are wanted; None = all. The output head is the
+                largest layer of a small model: it runs on no others.
+
+        Returns:
+            `[N, L, V]` or `[N, T, V]` logits; with a cache `(logits, cache)`.
+        """
+        c = self.config
+        embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
+        x = embedding[tokens]
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        written = []
+        for index in range(c.num_layers):
+            before = RMSNorm(c.norm_eps, name=f"layer_{index}_attention_norm")(x)
+            layer_cache = None if cache is None else cache[index]
+            out, keys_values = Attention(c, name=f"layer_{index}_attention")(before, positions, layer_cache)
+            written.append(keys_values)
+            x = x + out
+            x = x + MLP(c, name=f"layer_{index}_mlp")(RMSNorm(c.norm_eps, name=f"layer_{index}_mlp_norm")(x))
+        x = RMSNorm(c.norm_eps, name="final_norm")(x)
+        if columns is not None:
+            x = jnp.take_along_axis(x, columns[:, :, None], axis=1)
+        if c.tie_embeddings:
+            logits = x @ embedding.T
+        else:
+            logits = x @ self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
+        return logits if cache is None else (logits, tuple(written))
+
+    def init_cache(self, rows: int, length: int, dtype: Any = jnp.float32) -> Cache:
+        """An empty cache for `rows` sequences of up to `length` tokens."""
+        shape = (rows, length, self.config.num_kv_heads, self.config.width_of_head)
+        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(self.config.num_layers))
+
+
+def _linear(config: ModelConfig, features: int, bias: bool, name: str) -> Linear:
+    return Linear(features, bias, config.lora_rank, config.lora_alpha, name=name)
+
+
+def _rotation(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[N, L, 1, head_dim / 2]`."""
+    width = config.width_of_head
+    wide = jnp.promote_types(dtype, jnp.float32)
+    inverse = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=wide) / width)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "linear":
+        inverse = inverse / scaling.factor
+    elif scaling is not None:
+        # llama3: wavelengths longer than original / low are stretched, shorter than original / high kept, between
+        # them a blend.
+        turns = scaling.original_length * inverse / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = jnp.clip(keep, 0, 1)
+        inverse = keep * inverse + (1 - keep) * inverse / scaling.factor
+    angles = positions[:, :, None, None].astype(wide) * inverse
+    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate heads `[N, L, heads, head_dim]`: component i turns with component i + head_dim / 2."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

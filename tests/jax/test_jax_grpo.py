@@ -1,0 +1,332 @@
+"""The loss: the document's formula by hand, every variant against the NumPy reference, gradients, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax_cases import END, PROMPTS, Bigram, even_share, make_trainer, moved, small_transformer, table_logp
+
+from covey.algorithms import (
+    LOSS_PRESETS,
+    count_step,
+    exact_kl,
+    group_advantages,
+    make_objective,
+    mismatch_correction,
+    off_policy_mask,
+    policy_loss,
+    reference_drift_mask,
+    rloo_advantages,
+    token_weights,
+    top_entropy_mask,
+)
+from covey.errors import ConfigError, RewardError
+from covey.jax import GRPOConfig, GRPOTrainer, jax_reward
+
+BATCH = {"prompts": PROMPTS}
+
+
+def test_the_document_formula_by_hand() -> None:
+    """Advantage r - mean; loss mean(-A · log-probability of the response); KL mean(policy - reference)."""
+    trainer, state = make_trainer(kl_coeff=0.3)
+    record = trainer.rollout(state.params, BATCH)
+    policy = moved(state.params)
+    loss = float(jax.jit(trainer.compute_loss)(policy, record))
+    rewards = np.asarray(record["rewards"], np.float64).reshape(3, 4)
+    advantages = (rewards - rewards.mean(1, keepdims=True)).reshape(-1)
+    logp = table_logp(policy["params"]["table"], record).sum(-1)
+    ref = table_logp(state.params["params"]["table"], record).sum(-1)
+    expected = np.mean(-advantages * logp) + 0.3 * np.mean(logp - ref)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    _, metrics = trainer.loss_and_metrics(state.params, record)
+    assert float(metrics["kl"]) == pytest.approx(0, abs=1e-6)  # policy = reference
+    assert float(metrics["reward"]) == pytest.approx(rewards.mean())
+
+
+def test_one_function_compiles_and_differentiates() -> None:
+    """Sampling and rewards inside `jit(grad(compute_loss))` give the gradient of the recorded batch, no more."""
+    with jax.enable_x64(True):
+        trainer, state = make_trainer()
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), state.params)
+        trainer.ref_params = moved(params)
+        prompts = jnp.asarray([[2, 3], [4, 0]])
+        batch = {"prompts": prompts, "prompt_lengths": jnp.asarray([2, 1]), "key": jax.random.key(7)}
+        loss, gradient = jax.jit(jax.value_and_grad(trainer.compute_loss))(params, batch)
+        record = trainer.rollout(params, batch)
+        recorded_loss, recorded = jax.value_and_grad(trainer.compute_loss)(params, record)
+        assert float(loss) == pytest.approx(float(recorded_loss), rel=1e-10)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), gradient, recorded)
+        assert trainer.compute_loss(params, batch) == pytest.approx(float(loss), rel=1e-10)  # without jit, too
+
+        recorded_loss_of = jax.jit(trainer.compute_loss)
+        table, step = np.asarray(params["params"]["table"]), 1e-5
+        for at in [(3, 2), (4, END), (2, 0), (6, 6)]:
+            sides = []
+            for sign in (1, -1):
+                there = table.copy()
+                there[at] += sign * step
+                sides.append(float(recorded_loss_of({"params": {"table": jnp.asarray(there)}}, record)))
+            slope = (sides[0] - sides[1]) / (2 * step)
+            assert float(gradient["params"]["table"][at]) == pytest.approx(slope, rel=1e-6, abs=1e-9)
+
+
+VARIANTS: list[dict[str, Any]] = [{"loss_type": name, "kl_estimator": "k3"} for name in LOSS_PRESETS]
+VARIANTS += [{"loss_type": "grpo", "kl_estimator": name} for name in ("k1", "k2", "k3_unbiased", "exact")]
+VARIANTS += [
+    {"loss_type": "dapo", "adv_estimator": "grpo", "scale_rewards": "batch", "epsilon": 0.1, "epsilon_high": 0.3},
+    {"loss_type": "grpo", "adv_estimator": "rloo", "delta": 2.0, "entropy_coef": 0.05},
+    {"loss_type": "bnpo", "mask_truncated_completions": True},
+    {"loss_type": "bnpo", "off_policy_mask_threshold": 0.0},
+    {"loss_type": "bnpo", "reference_drift_threshold": 0.0, "reference_drift_reduction": "sum"},
+    {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
+    {"loss_type": "bnpo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_cap": 1.1},
+]
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("settings", VARIANTS, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_every_variant_equals_the_numpy_reference(settings: dict[str, Any]) -> None:
+    """The loss of a record, off-policy, against `covey.algorithms` on log-probabilities that NumPy computed."""
+    config = GRPOConfig(kl_coeff=0.2, num_samples_per_prompt=4, max_completion_length=5, **settings)
+    rng = np.random.default_rng(1)
+    mask = np.arange(5) < rng.integers(1, 6, (12, 1))
+    record: dict[str, Any] = {
+        "tokens": rng.integers(0, 7, (12, 9)),
+        "lengths": rng.integers(1, 5, 12),
+        "mask": mask,
+        "rewards": rng.random(12),
+        "finished": rng.random(12) < 0.6,
+        "valid": np.ones(12, bool),
+    }
+    columns = record["lengths"][:, None] + np.arange(5)
+    record["responses"] = np.take_along_axis(record["tokens"], columns, axis=1)
+    trainer = GRPOTrainer(Bigram(), Bigram(), optax.sgd(1.0), even_share, config)
+    base, away = rng.normal(size=(2, 7, 7))
+    tables = [base + size * away for size in (0.3, 0.0, 0.2)]
+    trainer.ref_params = {"params": {"table": jnp.asarray(tables[1])}}
+    logp, ref, old = (table_logp(table, record) for table in tables)
+    groups = np.repeat(np.arange(3), 4)
+    rewards = record["rewards"]
+    if config.adv_estimator == "rloo":
+        advantages = rloo_advantages(rewards, groups)
+    else:
+        scale = "none" if config.adv_estimator == "dr_grpo" else config.scale_rewards
+        advantages = group_advantages(rewards, groups, scale=scale)
+    before = old + 0.1 * mask
+    record |= {"old_logprobs": old, "advantages": advantages, "ref_logprobs": ref, "trainer_old": before}
+    record = {name: jnp.asarray(x) for name, x in record.items()}
+    ours = jax.jit(trainer.compute_loss)({"params": {"table": jnp.asarray(tables[0])}}, record)
+
+    rows = [table - np.log(np.exp(table).sum(-1, keepdims=True)) for table in tables]
+    at = np.take_along_axis(np.asarray(record["tokens"]), columns - 1, axis=1)
+    entropy = -np.sum(np.exp(rows[0]) * rows[0], -1)[at]
+    if config.mask_truncated_completions:
+        mask = mask & np.asarray(record["finished"])[:, None]
+    if config.off_policy_mask_threshold is not None:
+        mask = mask & off_policy_mask(logp, old, advantages, mask, config.off_policy_mask_threshold)
+    if config.reference_drift_threshold is not None:
+        mask = mask & reference_drift_mask(logp, ref, mask, 0.0, "sum")
+    if config.top_entropy_quantile < 1:
+        mask = mask & top_entropy_mask(entropy, mask, config.top_entropy_quantile)
+    if any(key in settings for key in ("mask_truncated_completions", "off_policy_mask_threshold")):
+        assert 0 < mask.sum() < np.asarray(record["mask"]).sum()
+    names = ("epsilon", "epsilon_high", "delta")
+    overrides = {name: settings[name] for name in names if name in settings}
+    objective = make_objective(
+        config.loss_type, beta=0.2, kl_estimator=config.kl_estimator, entropy_coef=config.entropy_coef, **overrides
+    )
+    factor = None
+    if config.importance_sampling_correction is not None:
+        factor, old = mismatch_correction(before, old, mask, "sequence_truncate", 1.1), before
+    weights = token_weights(mask, count_step(mask), objective.aggregation, 5)
+    exact = exact_kl(rows[0], rows[1])[at]
+    expected = policy_loss(
+        logp, old, advantages, mask, weights, objective, ref=ref, kl=exact, entropy=entropy, correction=factor
+    )
+    assert float(ours) == pytest.approx(float(expected.loss), rel=1e-10)
+
+
+def test_rows_per_pass_changes_memory_only() -> None:
+    settings = {"loss_type": "grpo", "adv_estimator": "grpo", "kl_estimator": "exact", "entropy_coef": 0.1}
+    whole, state = make_trainer(**settings)
+    split, _ = make_trainer(rows_per_pass=6, **settings)
+    record = whole.rollout(state.params, BATCH)
+    policy = moved(state.params)
+    one, other = (jax.jit(jax.value_and_grad(t.compute_loss))(policy, record) for t in (whole, split))
+    assert float(one[0]) == pytest.approx(float(other[0]), rel=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), one[1], other[1])
+    uneven, _ = make_trainer(rows_per_pass=5, **settings)
+    with pytest.raises(ConfigError, match="rows_per_pass=5: does not divide the batch's 12"):
+        uneven.compute_loss(policy, record)
+
+
+def test_lora_trains_the_factors_alone_and_needs_no_reference_copy() -> None:
+    trainer, state = make_trainer(small_transformer(lora_rank=2), kl_coeff=0.1)
+    assert set(state.params) == {"lora"}
+    assert trainer.ref_params is None
+    after, metrics = trainer.train_step(state, BATCH)
+    assert float(metrics["kl"]) == pytest.approx(0, abs=1e-6)  # B = 0: the reference is the policy
+    assert int(metrics["updated"]) == 1
+    after, metrics = trainer.train_step(after, BATCH)
+    after, metrics = trainer.train_step(after, BATCH)
+    assert abs(float(metrics["kl"])) > 1e-5
+
+
+def test_float32_factors_train_on_bfloat16_weights() -> None:
+    trainer, state = make_trainer(small_transformer(lora_rank=2))
+    trainer.frozen_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trainer.frozen_params)
+    after, metrics = trainer.train_step(state, BATCH)
+    assert np.isfinite(float(metrics["loss"]))
+    assert int(metrics["updated"]) == 1
+    assert {str(x.dtype) for x in jax.tree.leaves(after.params)} == {"float32"}
+    record = trainer.rollout(state.params, BATCH)
+    _, metrics = jax.jit(trainer.loss_and_metrics)(state.params, record)
+    assert float(metrics["ratio/mean"]) == pytest.approx(1, abs=0.02)  # sampler and trainer agree as bfloat16 does
+
+
+def test_it_learns() -> None:
+    """The share of even ids rises; a JAX reward inside the step and a Python one by callback give the same steps."""
+
+    @jax_reward
+    def traced(responses: jax.Array, mask: jax.Array) -> jax.Array:
+        return jnp.sum(mask & (responses % 2 == 0), -1) / jnp.sum(mask, -1)
+
+    finals = []
+    for reward in (even_share, traced):
+        trainer, state = make_trainer(reward=reward, num_samples_per_prompt=16, kl_coeff=0.0)
+        rewards: list[float] = []
+        state = trainer.train(
+            state, [BATCH] * 30, on_step=lambda step, metrics, seen=rewards: seen.append(metrics["reward"])
+        )
+        assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
+        finals.append(state.params["params"]["table"])
+    np.testing.assert_allclose(finals[0], finals[1], atol=1e-4)
+
+
+def test_several_passes_over_one_batch() -> None:
+    trainer, state = make_trainer(num_iterations=3, loss_type="grpo", adv_estimator="grpo")
+    seen: list[dict[str, float]] = []
+    state = trainer.train(state, [BATCH] * 2, on_step=lambda step, metrics: seen.append(dict(metrics)))
+    assert int(state.step) == 6
+    assert [m["reward"] for m in seen[:3]] == [seen[0]["reward"]] * 3
+    assert seen[0]["ratio/mean"] == pytest.approx(1, abs=1e-5)
+    assert abs(seen[2]["ratio/mean"] - 1) > 1e-3
+
+
+def test_lengths_that_vary_compile_nothing_new() -> None:
+    """Prompts of 1 to 8 tokens fall into the buckets 4 and 8: two compilations, however many batches."""
+    traces: list[int] = []
+
+    class Counted(Bigram):
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            traces.append(tokens.shape[1])
+            return super().__call__(tokens)
+
+    trainer, state = make_trainer(Counted())
+    rng = np.random.default_rng(0)
+
+    def step(longest: int) -> None:
+        nonlocal state
+        lengths = [longest, *rng.integers(1, longest + 1, 2)]
+        state, _ = trainer.train_step(state, {"prompts": [rng.integers(2, 7, n).tolist() for n in lengths]})
+
+    step(4)
+    step(8)
+    state, warm = state, len(traces)
+    for longest in (1, 2, 3, 4, 5, 6, 7, 8):
+        step(longest)
+    assert len(traces) == warm
+    assert trainer._compiled_step._cache_size() == 2
+
+
+def test_a_reference_of_its_own() -> None:
+    """A bound module keeps its variables; the policy then starts away from it."""
+    other = Bigram().bind({"params": {"table": jnp.zeros((7, 7))}})
+    trainer = GRPOTrainer(Bigram(), other, optax.sgd(0.1), even_share, {"num_samples_per_prompt": 2, "kl_coeff": 1.0})
+    state = trainer.create_train_state(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))
+    _, metrics = trainer.train_step(state, BATCH)
+    assert abs(float(metrics["kl"])) > 0.01
+    start = {"params": {"table": jnp.ones((7, 7))}}
+    state = trainer.create_train_state(jax.random.key(3), jnp.zeros((1, 4), jnp.int32), params=start)
+    assert (state.params["params"]["table"] == 1).all()
+
+
+def test_reward_errors_name_the_function_and_leave_the_trainer_usable() -> None:
+    returns: list[Any] = []
+
+    def reward(responses: list[list[int]]) -> Any:
+        if isinstance(returns[-1], Exception):
+            raise returns[-1]
+        return returns[-1]
+
+    trainer, state = make_trainer(reward=reward)
+    for returned, message in [
+        ([1.0] * 11, r"'reward' returned 11 rewards for 12 completions; it must return exactly one"),
+        ([float("nan")] * 12, r"'reward' returned nan for sample 0 .*not finite.*None if"),
+        (None, r"'reward' returned nothing \(None\)"),
+        (ValueError("no key"), r"'reward' raised ValueError: no key for 12 responses"),
+    ]:
+        returns.append(returned)
+        with pytest.raises(RewardError, match=message):
+            trainer.train_step(state, BATCH)  # by callback from compiled code
+        with pytest.raises(RewardError, match=message):
+            trainer.rollout(state.params, BATCH)
+    returns.append(list(range(12)))
+    _, metrics = trainer.train_step(state, BATCH)
+    assert float(metrics["reward"]) == 5.5
+
+
+def test_none_is_no_reward_and_no_error() -> None:
+    trainer, state = make_trainer(reward=lambda responses: [None, 1.0, 0.0, 1.0] * 3)
+    record = trainer.rollout(state.params, BATCH)
+    assert np.isnan(np.asarray(record["rewards"])[::4]).all()
+    third = 1 / 3
+    np.testing.assert_allclose(np.asarray(record["advantages"])[:4], [0, third, -2 * third, third], atol=1e-6)
+
+
+def test_bad_input_is_one_clear_error() -> None:
+    trainer, state = make_trainer(small_transformer())
+    key = jax.random.key(0)
+    with pytest.raises(ConfigError, match=r"dummy_input of shape \(4,\).*\[B, L\].*jnp.zeros"):
+        trainer.create_train_state(key, jnp.zeros(4, jnp.int32))
+    with pytest.raises(ConfigError, match=r"dummy_input .* type float32"):
+        trainer.create_train_state(key, jnp.zeros((1, 4)))
+    with pytest.raises(ConfigError, match=r"params\['params'\].* has shape None, but the policy model has"):
+        trainer.create_train_state(key, jnp.zeros((1, 4), jnp.int32), params={"params": {"table": jnp.zeros((7, 7))}})
+    for batch, message in [
+        ({}, "prompts are what it is about"),
+        ({"prompts": []}, "at least one prompt"),
+        ({"prompts": [[2], []]}, "leave empty prompts out"),
+        ({"prompts": [[2, 13]]}, "the id 13: the model knows 0 to 12"),
+        ({"prompts": np.zeros((2, 3))}, r"prompts of shape .* type float64"),
+        ({"prompts": [[2]], "columns": {"answer": ["a", "b"]}}, r"columns\['answer'\] has 2 entries for 1"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            trainer.train_step(state, batch)
+    with pytest.raises(ConfigError, match=r"columns\['answer'\] holds no numbers"):
+        jax.grad(trainer.compute_loss)(state.params, {"prompts": [[2]], "columns": {"answer": ["a"]}})
+    for settings, message in [
+        ({"kl_coef": 0.1}, "did you mean 'kl_coeff'"),
+        ({"num_samples_per_prompt": 1}, "num_samples_per_prompt=1: a group compares"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"loss_type": "gpro"}, "loss_type='gpro': no such name; did you mean"),
+        ({"validity_mask": True}, "pass decode=tokenizer.decode"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            make_trainer(**settings)
+    with pytest.raises(ConfigError, match=r"ref_model=None: kl_coeff=0\.04"):
+        GRPOTrainer(Bigram(), None, optax.sgd(0.1), even_share, {})
+    with pytest.raises(ConfigError, match="reward_fn=3"):
+        GRPOTrainer(Bigram(), Bigram(), optax.sgd(0.1), 3, {})

@@ -1,0 +1,180 @@
+"""Sampling inside compiled code: its distribution, what it records, where it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_cases import END, PROMPTS, VOCAB, Bigram, even_share, make_trainer, small_transformer, table_logp
+from scipy import stats
+
+from covey.jax.grpo_config import GRPOConfig
+from covey.jax.sampling import kept, score
+
+
+class WithoutCache(nn.Module):
+    """A transformer that shows `apply(params, tokens)` only."""
+
+    inner: Any
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return self.inner(tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_tokens_are_drawn_from_the_policy(temperature: float) -> None:
+    """Chi-square of 4,000 first and second tokens against the table, at a fixed seed."""
+    trainer, state = make_trainer(
+        num_samples_per_prompt=4000, max_completion_length=2, eos_token_ids=(), temperature=temperature
+    )
+    record = trainer.rollout(state.params, {"prompts": [[3]]}, jax.random.key(11))
+    table = np.asarray(state.params["params"]["table"], np.float64) / temperature
+    probabilities = np.exp(table) / np.exp(table).sum(-1, keepdims=True)
+    first, second = np.asarray(record["responses"]).T
+    assert stats.chisquare(np.bincount(first, minlength=VOCAB), 4000 * probabilities[3]).pvalue > 0.01
+    assert stats.chisquare(np.bincount(second, minlength=VOCAB), 4000 * probabilities[3] @ probabilities).pvalue > 0.01
+
+
+def test_recorded_log_probabilities_are_those_of_a_plain_forward() -> None:
+    trainer, state = make_trainer(temperature=0.8)
+    record = trainer.rollout(state.params, {"prompts": PROMPTS})
+    expected = table_logp(state.params["params"]["table"] / 0.8, record)
+    np.testing.assert_allclose(record["old_logprobs"], expected, atol=1e-5)
+
+
+def test_a_cache_changes_nothing() -> None:
+    """Token by token with a cache, and whole rows without one: the same responses and log-probabilities."""
+    model = small_transformer()
+    trainer, state = make_trainer(model, temperature=0.9)
+    plain, _ = make_trainer(WithoutCache(model), temperature=0.9)
+    wrapped = {"params": {"inner": state.params["params"]}}
+    batch = {"prompts": PROMPTS, "key": jax.random.key(8)}
+    one, other = trainer.rollout(state.params, batch), plain.rollout(wrapped, batch)
+    np.testing.assert_array_equal(one["responses"], other["responses"])
+    np.testing.assert_allclose(one["old_logprobs"], other["old_logprobs"], atol=1e-5)
+    again = score(model, state.params, one["tokens"], one["lengths"], one["responses"], trainer.grpo_config)
+    np.testing.assert_allclose(one["old_logprobs"], jnp.where(one["mask"], again.logp, 0), atol=1e-5)
+
+
+def test_a_response_ends_with_the_first_end_token() -> None:
+    trainer, state = make_trainer(num_samples_per_prompt=32, pad_token_id=0)
+    record = jax.tree.map(np.asarray, {**trainer.rollout(state.params, {"prompts": PROMPTS}), "constants": {}})
+    lengths = record["mask"].sum(-1)
+    assert 0 < record["finished"].mean() < 1
+    for row, length in enumerate(lengths):
+        response = record["responses"][row]
+        ends = np.flatnonzero(response[:length] == END)
+        assert record["mask"][row, :length].all()
+        if record["finished"][row]:
+            assert ends.tolist() == [length - 1]
+        else:
+            assert length == 5
+            assert len(ends) == 0
+        assert (response[length:] == 0).all()
+        assert (record["old_logprobs"][row, length:] == 0).all()
+        prompt = PROMPTS[row // 32]
+        joined = [*prompt, *response[:length]]
+        assert record["tokens"][row, : len(joined)].tolist() == joined
+        assert record["lengths"][row] == len(prompt)
+
+
+def test_the_loop_ends_when_all_responses_have() -> None:
+    trainer, _ = make_trainer(max_completion_length=50)
+    table = jnp.zeros((VOCAB, VOCAB)).at[:, END].set(30.0)  # always the end token
+    record = trainer.rollout({"params": {"table": table}}, {"prompts": PROMPTS})
+    assert int(record["steps"]) == 0
+    table = jnp.zeros((VOCAB, VOCAB)).at[:, 4].set(30.0).at[4].set(0.0).at[4, END].set(30.0)  # 4, then the end
+    record = trainer.rollout({"params": {"table": table}}, {"prompts": [[2], [3]]})
+    assert int(record["steps"]) == 1
+    assert np.asarray(record["responses"])[:, :3].tolist() == [[4, END, 0]] * 8
+
+
+def test_a_row_does_not_depend_on_the_rows_after_it() -> None:
+    trainer, state = make_trainer()
+    alone = trainer.rollout(state.params, {"prompts": PROMPTS[:1]})
+    together = trainer.rollout(state.params, {"prompts": PROMPTS})
+    np.testing.assert_array_equal(alone["responses"], together["responses"][:4])
+    other = trainer.rollout(state.params, {"prompts": PROMPTS}, jax.random.key(99))
+    assert (np.asarray(other["responses"]) != np.asarray(together["responses"])).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"top_k": 2}, [1, 1, 0, 0]),
+        ({"top_p": 0.6}, [1, 1, 0, 0]),
+        ({"top_p": 0.49}, [1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.85}, [1, 1, 1, 0]),  # of 0.5, 0.3, 0.15 renormalised: 0.53 + 0.32 = 0.84
+        ({"top_k": 3, "top_p": 0.83}, [1, 1, 0, 0]),
+        ({"min_p": 0.25}, [1, 1, 1, 0]),
+        ({}, None),
+    ],
+)
+def test_what_top_k_top_p_and_min_p_keep(settings: dict[str, Any], expected: list[int] | None) -> None:
+    support = kept(jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])), GRPOConfig(**settings))
+    assert (None if support is None else support[0].astype(int).tolist()) == expected
+
+
+def test_kept_support_renormalises_sampler_and_trainer_alike() -> None:
+    trainer, state = make_trainer(top_k=3, keep_sampling_mask=True, num_samples_per_prompt=16)
+    record = trainer.rollout(state.params, {"prompts": PROMPTS})
+    table = np.asarray(state.params["params"]["table"])
+    limited = np.where(table >= np.sort(table)[:, -3:-2], table, -1e9)
+    np.testing.assert_allclose(record["old_logprobs"], table_logp(limited, record), atol=1e-5)
+    variables = state.params
+    parts = {name: record[name] for name in ("tokens", "lengths", "responses", "support")}
+    found = score(Bigram(), variables, config=trainer.grpo_config, **parts)
+    np.testing.assert_allclose(jnp.where(record["mask"], found.logp, 0), record["old_logprobs"], atol=1e-6)
+    assert float(found.entropy.max()) <= np.log(3) + 1e-5 or not record["mask"].all()
+    loss, metrics = jax.jit(trainer.loss_and_metrics)(state.params, record)
+    gradient = jax.jit(jax.grad(trainer.compute_loss))(state.params, record)
+    assert np.isfinite(float(loss))
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient))
+    assert float(metrics["kl"]) == pytest.approx(0, abs=1e-6)
+
+
+def test_rewards_see_ids_with_their_end_and_text_without() -> None:
+    seen: dict[str, Any] = {}
+
+    def by_name(completions: list[str], answer: list[str], prompts: list[str], **rest: Any) -> list[float]:
+        seen.update(completions=completions, answer=answer, prompts=prompts, rest=sorted(rest))
+        return [float(len(text)) for text in completions]
+
+    def decode(ids: list[int]) -> str:
+        return "".join("abcdefg"[i] for i in ids)
+
+    batch = {"prompts": PROMPTS, "columns": {"answer": ["x", "y", "z"], "level": [1, 2, 3]}}
+    trainer, state = make_trainer(reward=by_name, decode=decode)
+    record = trainer.rollout(state.params, batch)
+    assert seen["prompts"] == ["cd"] * 4 + ["e"] * 4 + ["fgc"] * 4
+    assert seen["answer"] == ["x"] * 4 + ["y"] * 4 + ["z"] * 4
+    assert seen["rest"] == ["completion_ids", "level"]
+    spoken = np.asarray(record["mask"]).sum(-1) - np.asarray(record["finished"])
+    assert [len(text) for text in seen["completions"]] == spoken.tolist()
+    np.testing.assert_array_equal(record["rewards"], spoken)
+    ids, _ = make_trainer(reward=even_share)
+    plain = ids.rollout(state.params, batch)
+    rows = [row[m].tolist() for row, m in zip(np.asarray(plain["responses"]), np.asarray(plain["mask"]), strict=True)]
+    np.testing.assert_allclose(plain["rewards"], even_share(rows), rtol=1e-6)
+
+
+def test_validity_is_judged_on_text() -> None:
+    trainer, state = make_trainer(
+        reward=lambda responses: [1.0 * len(text) for text in responses],
+        decode=lambda ids: " ".join("ABCdefg"[i] for i in ids),
+        validity_mask=True,
+        validity_min_length=3,
+    )
+    record = trainer.rollout(state.params, {"prompts": PROMPTS})
+    lengths = np.asarray(record["rewards"])
+    valid = np.asarray(record["valid"])
+    assert 0 < valid.sum() < 12
+    assert (lengths[valid] >= 3).all()
+    _, metrics = jax.jit(trainer.loss_and_metrics)(state.params, record)
+    mask = np.asarray(record["mask"])
+    assert float(metrics["mask_ratio"]) == pytest.approx(mask[valid].sum() / mask.sum())

@@ -1,0 +1,129 @@
+"""The loop around a loss: steps, schedules, exact resume. The loss here is a parabola."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax_cases import PROMPTS, make_trainer, small_transformer
+
+from covey.errors import CheckpointError, ConfigError
+from covey.jax import Trainer, TrainState, make_optimizer
+
+
+class Parabola(Trainer):
+    def create_train_state(self, key: jax.Array, dummy_input: jax.Array) -> TrainState:
+        return TrainState.create({"x": jnp.asarray(dummy_input, float)}, self.optimizer)
+
+    def compute_loss(self, params: Any, batch: Mapping[str, Any]) -> jax.Array:
+        return jnp.sum(batch["scale"] * params["x"] ** 2)
+
+
+def test_a_step_by_hand() -> None:
+    trainer = Parabola(optax.sgd(0.25))
+    state = trainer.create_train_state(jax.random.key(0), jnp.asarray([3.0, 4.0]))
+    state, metrics = trainer.train_step(state, {"scale": jnp.asarray(1.0)})
+    assert state.params["x"].tolist() == [1.5, 2.0]  # x - 0.25 · 2 x
+    assert int(state.step) == 1
+    assert float(metrics["loss"]) == 25
+    assert float(metrics["grad_norm"]) == 10
+
+
+@pytest.mark.parametrize("scale", [0.0, np.nan, np.inf])
+def test_a_gradient_that_is_zero_or_not_finite_moves_nothing(scale: float) -> None:
+    """Not even by momentum."""
+    trainer = Parabola(optax.adam(0.1))
+    state = trainer.create_train_state(jax.random.key(0), jnp.asarray([3.0]))
+    state, _ = trainer.train_step(state, {"scale": jnp.asarray(1.0)})
+    after, metrics = trainer.train_step(state, {"scale": jnp.asarray(scale)})
+    assert int(after.step) == 2
+    assert int(metrics["updated"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (state.params, state.opt_state))
+
+
+def test_the_loop_counts_saves_and_stops(tmp_path: Path) -> None:
+    trainer = Parabola(optax.sgd(0.1))
+    state = trainer.create_train_state(jax.random.key(0), jnp.asarray([3.0]))
+    batches = [{"scale": jnp.asarray(1.0)}] * 9
+    seen: list[int] = []
+    state = trainer.train(
+        state,
+        batches,
+        max_steps=5,
+        on_step=lambda step, metrics: seen.append(step),
+        checkpoint_folder=tmp_path,
+        save_steps=2,
+    )
+    assert seen == [1, 2, 3, 4, 5]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4"]
+    with pytest.raises(ConfigError, match="save_steps=1: there is nowhere"):
+        trainer.train(state, batches, save_steps=1)
+
+
+def test_resume_gives_the_same_numbers(tmp_path: Path) -> None:
+    """Two steps, saved, loaded into a new process's objects, two more: bit for bit the four steps in one go."""
+    model = small_transformer(lora_rank=2)
+    optimizer = make_optimizer(0.05, lr_scheduler_type="cosine", warmup_steps=1, max_steps=4, weight_decay=0.1)
+    batches = [{"prompts": PROMPTS}] * 4
+    trainer, begin = make_trainer(model, optimizer=optimizer, loss_type="grpo", adv_estimator="grpo")
+    whole = trainer.train(begin, batches)
+    half = trainer.train(begin, batches[:2])
+    trainer.save_checkpoint(half, tmp_path)
+    other, fresh = make_trainer(model, optimizer=optimizer, loss_type="grpo", adv_estimator="grpo")
+    resumed = other.load_checkpoint(tmp_path, fresh)
+    assert int(resumed.step) == 2
+    resumed = other.train(resumed, batches[2:])
+    jax.tree.map(np.testing.assert_array_equal, whole.params, resumed.params)
+    jax.tree.map(np.testing.assert_array_equal, whole.opt_state, resumed.opt_state)
+    assert any((x != 0).any() for x in jax.tree.leaves(whole.params["lora"]))
+    jax.tree.map(np.testing.assert_array_equal, trainer.frozen_params, other.frozen_params)
+
+
+def test_the_reference_is_restored_with_the_state(tmp_path: Path) -> None:
+    trainer, state = make_trainer()
+    trainer.ref_params = {"params": {"table": jnp.full((7, 7), 0.5)}}
+    trainer.save_checkpoint(state, tmp_path)
+    other, fresh = make_trainer()
+    assert other.load_checkpoint(tmp_path, fresh).params["params"]["table"].tolist()
+    assert (other.ref_params["params"]["table"] == 0.5).all()
+
+
+def test_checkpoint_errors(tmp_path: Path) -> None:
+    trainer, state = make_trainer()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        trainer.load_checkpoint(tmp_path, state)
+    trainer.save_checkpoint(state, tmp_path)
+    with pytest.raises(CheckpointError, match="already"):
+        trainer.save_checkpoint(state, tmp_path)
+    other, wrong = make_trainer(optimizer=optax.sgd(0.1))
+    with pytest.raises(CheckpointError, match="cannot be restored"):
+        other.load_checkpoint(tmp_path, wrong)
+
+
+def test_schedules() -> None:
+    """The learning rate read off what SGD-like first updates of AdamW move: |Δ| = rate, for a constant gradient."""
+
+    def rates(**settings: Any) -> list[float]:
+        optimizer = make_optimizer(1.0, max_grad_norm=0, **settings)
+        x = jnp.zeros(1)
+        state = optimizer.init(x)
+        moves = []
+        for _ in range(4):
+            updates, state = optimizer.update(jnp.ones(1), state, x)
+            moves.append(round(-float(updates[0]), 3))
+        return moves
+
+    assert rates() == [1, 1, 1, 1]
+    assert rates(warmup_steps=2) == [0, 0.5, 1, 1]
+    assert rates(lr_scheduler_type="linear", max_steps=4) == [1, 0.75, 0.5, 0.25]
+    assert rates(lr_scheduler_type="cosine", max_steps=4) == [1, 0.854, 0.5, 0.146]
+    with pytest.raises(ConfigError, match="lr_scheduler_type='step'"):
+        make_optimizer(1.0, lr_scheduler_type="step")
+    with pytest.raises(ConfigError, match=r"max_steps=3.*warmup_steps=3"):
+        make_optimizer(1.0, lr_scheduler_type="linear", max_steps=3, warmup_steps=3)
