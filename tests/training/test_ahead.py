@@ -375,7 +375,12 @@ def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None
         {"kl_estimator": "exact", "use_peft": False},
         {"lora_dropout": 0.1},
         {"phases": [{"tokens": 300, "temperature": 0.7}, {"tokens": 300, "num_generations": 2}, {"steps": 2}]},
-        {"world": "house:rooms=2,num_train=6,num_eval=3", "action_format": "choice", "max_conversation_tokens": 600},
+        {
+            "world": "house:rooms=2,num_train=6,num_eval=3",
+            "action_format": "choice",
+            "max_completion_length": 16,
+            "max_conversation_tokens": 600,
+        },
     ],
     ids=str,
 )
