@@ -154,6 +154,8 @@ def test_a_downloaded_folder(folder: Path) -> None:
 def test_mistakes(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'pick_and_plaice' is none of pick_and_place_simple"):
         _world(folder, types="pick_and_plaice")
+    with pytest.raises(ConfigError, match="num_train=0"):
+        _world(folder, num_train=0)
     with pytest.raises(ConfigError, match="must be template or human"):
         _world(folder, goals="animal")
     with pytest.raises(DataError, match=r"neither train\.jsonl\.gz nor a folder train"):

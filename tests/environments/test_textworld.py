@@ -73,8 +73,9 @@ def test_mistakes() -> None:
         get_world("textworld", rooms=0)
     with pytest.raises(ConfigError, match="must be all or last"):
         get_world("textworld", instructions="none")
-    with pytest.raises(ConfigError, match="max_turns=-1"):
-        get_world("textworld", max_turns=-1)
+    for turns in (0, -1):
+        with pytest.raises(ConfigError, match=f"max_turns={turns}"):
+            get_world("textworld", max_turns=turns)
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

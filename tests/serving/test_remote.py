@@ -124,7 +124,7 @@ def test_the_run_is_the_one_of_a_single_process(
     there, trainer = _run(
         settings,
         max_steps=3,
-        output_dir=str(tmp_path / "there"),
+        output_dir=str(tmp_path / ("deep" * 30) / ("deep" * 30) / "there"),  # longer than a name may be
         upload_adapters_to_server=True,
         inference_server_url=server.url,
     )

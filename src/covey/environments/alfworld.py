@@ -64,7 +64,7 @@ class AlfWorld(World):
             raise ConfigError(f"types={types!r}: {unknown[0]!r} is none of {', '.join(TASK_TYPES)}")
         if goals not in ("template", "human"):
             raise ConfigError(f"goals={goals!r}: must be template or human")
-        if max_turns < 1 or min(num_train or 1, num_eval or 1) < 1:
+        if max_turns < 1 or any(number is not None and number < 1 for number in (num_train, num_eval)):
             raise ConfigError(f"max_turns={max_turns}, num_train={num_train}, num_eval={num_eval}: must be 1 or more")
         if any(importlib.util.find_spec(name) is None for name in ("alfworld", "textworld")):
             raise ConfigError("world alfworld: the package is not installed; pip install 'covey[alfworld]'")

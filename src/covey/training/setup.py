@@ -211,7 +211,7 @@ def connect(config: GRPOConfig) -> RemoteEngine:
         retry_seconds=chosen.server_retry_seconds,
     )
     folder = Path(config.run.output_dir).resolve()
-    trainer = f"{socket.gethostname()}:{folder}"
+    trainer = f"{socket.gethostname()}:{folder}"[-200:]  # as much as a server takes for a name
     if chosen.inference_server_kind == "vllm":
         return VLLMEngine(client, trainer=trainer, folder=chosen.adapter_folder or f"{folder}-adapters")
     return RemoteEngine(client, trainer=trainer)
