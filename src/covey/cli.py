@@ -73,12 +73,16 @@ def main() -> None:
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
     overrides: Overrides = None,
+    backend: Annotated[
+        str | None, typer.Option(help="What computes, pytorch or jax, in place of the recipe's model.backend.")
+    ] = None,
 ) -> None:
     """Train as a recipe says. Measures before and after where the recipe has held-out prompts.
 
     Leaves a run folder (`run.output_dir`) with config, metrics, completions, checkpoints, adapter and learning curve.
     """
-    config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
+    chosen = [] if backend is None else [f"model.backend={backend}"]
+    config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     from covey.observe.run_folder import RunFolder
 
     RunFolder.check_new(config.run.output_dir)

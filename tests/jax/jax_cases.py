@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,9 @@ import numpy as np
 import optax
 
 from covey.jax import GRPOTrainer, ModelConfig, TrainState, Transformer
+from covey.jax.loading import config_from_hf, params_from_tensors
+from covey.jax.policy import Policy
+from covey.jax.saving import adapter_tensors, lora_from_tensors
 
 VOCAB = 7
 END = 1
@@ -71,3 +75,34 @@ def table_logp(table: Any, record: Any) -> Any:
         at = lengths[row] + t
         out[row, t] = logp[tokens[row, at - 1], tokens[row, at]]
     return out
+
+
+def like_pytorch(policy: Any, **options: Any) -> Policy:
+    """The same weights and adapter as those of a `covey.pytorch.policy.Policy` of a Llama with LoRA of rank 4."""
+    base = policy.model.get_base_model()
+    named = {name.replace(".base_layer", ""): tensor.numpy() for name, tensor in base.state_dict().items()}
+    config = config_from_hf(base.config.to_dict(), "tiny")
+    adapter = {n.replace(".default", ""): p.detach().numpy() for n, p in policy.named_trainable_parameters()}
+    adapted = replace(config, lora_rank=4, lora_alpha=32.0)
+    params = params_from_tensors(config, {n: t for n, t in named.items() if "lora" not in n}, source="tiny")
+    made = Policy(
+        Transformer(adapted),
+        params,
+        tokenizer=policy.tokenizer,
+        eos_token_ids=policy.eos_token_ids,
+        source="tiny",
+        lora=lora_from_tensors(adapted, adapter, "tiny"),
+        **options,
+    )
+    if "reference_update" not in options:
+        made.reference.snapshot = None  # the base model, as for a fresh adapter
+    return made
+
+
+def torch_names(lora: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """LoRA factors, or their gradients, under the names of PyTorch's parameters."""
+    rank = next(leaf for path, leaf in jax.tree.leaves_with_path(lora) if path[-1].key == "a").shape[1]
+    layers = len({path[0].key for path, _ in jax.tree.leaves_with_path(lora) if "attention" in path[0].key})
+    shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2}
+    tensors = adapter_tensors(ModelConfig(**shape, num_layers=layers, lora_rank=rank), lora)
+    return {name.replace(".weight", ".default.weight"): value for name, value in tensors.items()}

@@ -12,8 +12,9 @@ import pytest
 from jax_cases import END, PROMPTS, VOCAB, Bigram, even_share, make_trainer, small_transformer, table_logp
 from scipy import stats
 
+from covey.jax.drawing import kept
 from covey.jax.grpo_config import GRPOConfig
-from covey.jax.sampling import kept, score
+from covey.jax.sampling import score
 
 
 class WithoutCache(nn.Module):

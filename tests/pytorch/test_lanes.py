@@ -14,7 +14,8 @@ from learner_cases import make_batch, make_learner
 
 from covey.algorithms import make_objective
 from covey.pytorch.lanes import in_lanes
-from covey.pytorch.learner import Gradients, Learner
+from covey.pytorch.learner import Learner
+from covey.rollout.learning import Gradients
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from learner_cases import make_batch, make_learner
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.algorithms import LOSS_PRESETS, make_objective
-from covey.pytorch.learner import Correction, Learner, rows_with_gradient
+from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
+from covey.rollout.learning import Correction, rows_with_gradient
 from covey.types import Batch
 
 

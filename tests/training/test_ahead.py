@@ -19,9 +19,9 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
-from covey.pytorch.learner import Correction
 from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.learning import Correction
 from covey.rollout.scoring import Logged
 from covey.training import setup
 from covey.training.ahead import Sampled, SamplesAhead, Source, Worker, staleness_metrics

@@ -10,7 +10,7 @@ import pytest
 from learner_cases import make_batch, make_learner
 
 from covey.algorithms import make_objective
-from covey.pytorch.learner import Correction
+from covey.rollout.learning import Correction
 from covey.training.update import UpdateSettings, update
 from covey.types import Batch
 

@@ -39,15 +39,26 @@ def load_hf(
     """
     folder = Path(folder)
     config = replace(_read_config(folder), lora_rank=lora_rank, lora_alpha=lora_alpha)
-    tensors = _read_tensors(folder)
+    return config, {"params": params_from_tensors(config, _read_tensors(folder), dtype=dtype, source=str(folder))}
+
+
+def params_from_tensors(
+    config: ModelConfig, tensors: Mapping[str, np.ndarray[Any, Any]], *, dtype: Any = jnp.float32, source: str
+) -> dict[str, Any]:
+    """Parameters of `Transformer(config)` from tensors under Hugging Face's names.
+
+    Raises:
+        ModelError: one is missing, has another shape, or has no place in the model.
+    """
+    tensors = dict(tensors)
 
     def take(name: str, shape: tuple[int, ...]) -> jax.Array:
         if name not in tensors:
-            raise ModelError(f"{folder}: no tensor {name!r} in its safetensors files; the download may be incomplete")
+            raise ModelError(f"{source}: no tensor {name!r} among its weights; the download may be incomplete")
         value = tensors.pop(name)
         if value.shape != shape:
             raise ModelError(
-                f"{folder}: {name} has shape {value.shape}, but config.json says {shape}; use files of one model"
+                f"{source}: {name} has shape {value.shape}, but its config says {shape}; use files of one model"
             )
         return jnp.asarray(value, dtype)
 
@@ -84,10 +95,10 @@ def load_hf(
     unused = [name for name in tensors if not name.endswith("rotary_emb.inv_freq")]
     if unused:
         raise ModelError(
-            f"{folder}: tensors {', '.join(sorted(unused)[:3])} ({len(unused)} in all) have no place in a "
+            f"{source}: tensors {', '.join(sorted(unused)[:3])} ({len(unused)} in all) have no place in a "
             f"{', '.join(_TYPES)} model; load one of these"
         )
-    return config, {"params": params}
+    return params
 
 
 def _read_config(folder: Path) -> ModelConfig:
@@ -96,6 +107,15 @@ def _read_config(folder: Path) -> ModelConfig:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read ({error}); name a folder saved by save_pretrained") from error
+    return config_from_hf(found, str(path))
+
+
+def config_from_hf(found: Any, path: str) -> ModelConfig:
+    """The model's shape from what its `config.json` holds; `path` is what errors call it.
+
+    Raises:
+        ModelError: an architecture that `Transformer` does not compute.
+    """
     if not isinstance(found, Mapping) or found.get("model_type") not in _TYPES:
         kind = found.get("model_type") if isinstance(found, Mapping) else None
         raise ModelError(f"{path}: model_type={kind!r} is not supported in JAX; use one of {', '.join(_TYPES)}")
@@ -136,7 +156,7 @@ def _read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{path}: no {error}; use the file that belongs to the weights") from error
 
 
-def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(path: str, rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -23,9 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from covey.errors import ConfigError
+from covey.jax.attention import Attend, KeysValues, cached, causal
 
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Keys and values of each layer, `[N, S, key-value heads, head_dim]`; slot s holds position s."""
+Cache = tuple[KeysValues, ...]
+"""Keys and values of each layer."""
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class ModelConfig:
         sliding_window: a token sees this many positions, itself included; None = all before it.
         lora_rank: rank of the LoRA factors on every linear layer; 0 = none.
         lora_alpha: their output is scaled by `lora_alpha / lora_rank`.
+        lora_modules: the linear layers that have them.
+        remat: keep only the inputs of attention and feed-forward layers for the backward pass, and recompute the rest.
     """
 
     vocab_size: int
@@ -80,6 +85,8 @@ class ModelConfig:
     sliding_window: int | None = None
     lora_rank: int = 0
     lora_alpha: float = 16.0
+    lora_modules: tuple[str, ...] = LINEAR_LAYERS
+    remat: bool = False
 
     def __post_init__(self) -> None:
         """Check that the parts fit.
@@ -100,6 +107,11 @@ class ModelConfig:
             raise ConfigError(f"head_dim={self.width_of_head}: rotary embedding turns pairs; choose an even number")
         if self.lora_rank < 0:
             raise ConfigError(f"lora_rank={self.lora_rank}: a rank is 0 (no LoRA) or more; choose one")
+        for name in self.lora_modules:
+            if name not in LINEAR_LAYERS:
+                raise ConfigError(
+                    f"lora_modules={name!r}: no such linear layer; choose from {', '.join(LINEAR_LAYERS)}"
+                )
 
     @property
     def width_of_head(self) -> int:
@@ -150,45 +162,25 @@ class Linear(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with grouped key-value heads and rotary positions."""
+    """Attention with grouped key-value heads and rotary positions; `attend` says who sees whom."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, positions: jax.Array, cache: tuple[jax.Array, jax.Array] | None
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """`[N, L, hidden]` at `positions` `[N, L]`; keys and values are those of the cache where one is given."""
+    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """`[N, L, hidden]` at `positions` `[N, L]`, shape kept."""
         c = self.config
-        rows, length, _ = x.shape
         width = c.width_of_head
 
         def heads(name: str, count: int) -> jax.Array:
-            return _linear(c, count * width, c.qkv_bias, name)(x).reshape(rows, length, count, width)
+            return _linear(c, count * width, c.qkv_bias, name)(x).reshape(*x.shape[:-1], count, width)
 
         q, k, v = heads("q_proj", c.num_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
         if c.qk_norm:
             q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
         cos, sin = _rotation(c, positions, x.dtype)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        if cache is None:
-            slots = positions[:, None, :]
-        else:
-            row = jnp.arange(rows)[:, None]
-            # Out of bounds is dropped: a finished row may be advanced past the end of the cache.
-            k = cache[0].at[row, positions].set(k.astype(cache[0].dtype), mode="drop")
-            v = cache[1].at[row, positions].set(v.astype(cache[1].dtype), mode="drop")
-            slots = jnp.arange(k.shape[1])[None, None, :]
-        seen = slots <= positions[:, :, None]  # [N, L, S]
-        if c.sliding_window is not None:
-            seen &= positions[:, :, None] - slots < c.sliding_window
-        grouped = q.reshape(rows, length, c.num_kv_heads, c.num_heads // c.num_kv_heads, width)
-        scores = jnp.einsum("nlkgd,nskd->nkgls", grouped, k) / math.sqrt(width)
-        scores = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("nkgls,nskd->nlkgd", weights, v).reshape(rows, length, -1)
-        return _linear(c, c.hidden_size, c.out_bias, "o_proj")(mixed), (k, v)
+        mixed = attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v).reshape(*x.shape[:-1], -1)
+        return _linear(c, c.hidden_size, c.out_bias, "o_proj")(mixed)
 
 
 class MLP(nn.Module):
@@ -218,6 +210,8 @@ class Transformer(nn.Module):
         positions: jax.Array | None = None,
         cache: Cache | None = None,
         columns: jax.Array | None = None,
+        attend: Attend | None = None,
+        head: bool = True,
     ) -> Any:
         """Logits of the next token.
 
@@ -228,6 +222,8 @@ class Transformer(nn.Module):
                 before them.
             columns: `[N, T]` the columns of `tokens` whose logits are wanted; None = all. The output head is the
                 largest layer of a small model: it runs on no others.
+            attend: who sees whom, from `covey.jax.attention`; None = the earlier tokens of the row.
+            head: False returns what the output head would read, `[..., hidden]`.
 
         Returns:
             `[N, L, V]` or `[N, T, V]` logits; with a cache `(logits, cache)`.
@@ -237,31 +233,38 @@ class Transformer(nn.Module):
         x = embedding[tokens]
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        written = []
+        written: list[KeysValues] = []
+        attention, mlp = (nn.remat(Attention, static_argnums=(3,)), nn.remat(MLP)) if c.remat else (Attention, MLP)
         for index in range(c.num_layers):
             before = RMSNorm(c.norm_eps, name=f"layer_{index}_attention_norm")(x)
-            layer_cache = None if cache is None else cache[index]
-            out, keys_values = Attention(c, name=f"layer_{index}_attention")(before, positions, layer_cache)
-            written.append(keys_values)
-            x = x + out
-            x = x + MLP(c, name=f"layer_{index}_mlp")(RMSNorm(c.norm_eps, name=f"layer_{index}_mlp_norm")(x))
+            if cache is not None:
+                mix = cached(cache[index], positions, c.sliding_window, written.append)
+            else:
+                mix = causal(positions, c.sliding_window) if attend is None else attend
+            x = x + attention(c, name=f"layer_{index}_attention")(before, positions, mix)
+            x = x + mlp(c, name=f"layer_{index}_mlp")(RMSNorm(c.norm_eps, name=f"layer_{index}_mlp_norm")(x))
         x = RMSNorm(c.norm_eps, name="final_norm")(x)
         if columns is not None:
             x = jnp.take_along_axis(x, columns[:, :, None], axis=1)
-        if c.tie_embeddings:
-            logits = x @ embedding.T
-        else:
-            logits = x @ self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
-        return logits if cache is None else (logits, tuple(written))
+        if not c.tie_embeddings:
+            out = self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
+        if head:
+            x = x @ (embedding.T if c.tie_embeddings else out)
+        return x if cache is None else (x, tuple(written))
 
     def init_cache(self, rows: int, length: int, dtype: Any = jnp.float32) -> Cache:
         """An empty cache for `rows` sequences of up to `length` tokens."""
-        shape = (rows, length, self.config.num_kv_heads, self.config.width_of_head)
-        return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(self.config.num_layers))
+        heads, size = self.config.num_kv_heads, self.config.width_of_head
+
+        def empty() -> KeysValues:
+            return jnp.zeros((rows, heads, size, length), dtype), jnp.zeros((rows, heads, length, size), dtype)
+
+        return tuple(empty() for _ in range(self.config.num_layers))
 
 
 def _linear(config: ModelConfig, features: int, bias: bool, name: str) -> Linear:
-    return Linear(features, bias, config.lora_rank, config.lora_alpha, name=name)
+    rank = config.lora_rank if name in config.lora_modules else 0
+    return Linear(features, bias, rank, config.lora_alpha, name=name)
 
 
 def _rotation(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from covey.algorithms import exact_kl, exact_weighted_kl, restrict_to_support
+from covey.algorithms import restrict_to_support
+from covey.jax.drawing import kept, log_probabilities
 from covey.jax.grpo_config import GRPOConfig
-
-_VOCABULARY_KL = {"exact": exact_kl, "exact_weighted": exact_weighted_kl}
+from covey.jax.scoring import Scores, token_scores
 
 
 class Samples(NamedTuple):
@@ -39,14 +39,6 @@ class Samples(NamedTuple):
     finished: jax.Array
     support: jax.Array | None
     steps: jax.Array
-
-
-class Scores(NamedTuple):
-    """Of the tokens of responses, `[R, T]` each; `kl` and `reference` where they were asked for."""
-
-    logp: jax.Array
-    entropy: jax.Array
-    kl: jax.Array | None
 
 
 def sample(
@@ -185,41 +177,8 @@ def score(
         return restrict_to_support(logp, bits | ~jnp.any(bits, axis=-1, keepdims=True))
 
     logp = distribution(model, variables)
-    possible = jnp.isfinite(logp)
-    finite = jnp.where(possible, logp, 0.0)
-    entropy = -jnp.sum(jnp.where(possible, jnp.exp(finite) * finite, 0.0), axis=-1)
-    kl = None
-    if reference is not None:
-        other = jax.lax.stop_gradient(distribution(*reference()))
-        kl = _VOCABULARY_KL[config.kl_estimator](logp, other)
-    chosen = jnp.take_along_axis(logp, responses[:, :, None].astype(jnp.int32), axis=-1)[:, :, 0]
-    return Scores(chosen, entropy, kl)
-
-
-def log_probabilities(logits: jax.Array, temperature: float) -> jax.Array:
-    """`[..., V]` normalised, in at least float32."""
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    return jax.nn.log_softmax(wide / temperature, axis=-1)
-
-
-def kept(logp: jax.Array, config: GRPOConfig) -> jax.Array | None:
-    """`[R, V]` True where top-k, then top-p, then min-p let a token be drawn; None where nothing is cut."""
-    support = None
-    size = logp.shape[-1]
-    if 0 < config.top_k < size:
-        support = logp >= jax.lax.top_k(logp, config.top_k)[0][:, -1:]
-    if config.top_p < 1:
-        limited = logp if support is None else restrict_to_support(logp, support)
-        ordered = -jnp.sort(-limited, axis=-1)
-        probabilities = jnp.exp(ordered)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
-        last = jnp.sum(before < config.top_p, axis=-1, keepdims=True) - 1
-        within = limited >= jnp.take_along_axis(ordered, last, axis=-1)
-        support = within if support is None else support & within
-    if config.min_p > 0:
-        likely = logp >= jnp.max(logp, axis=-1, keepdims=True) + jnp.log(config.min_p)
-        support = likely if support is None else support & likely
-    return support
+    other = None if reference is None else jax.lax.stop_gradient(distribution(*reference()))
+    return token_scores(logp, responses, other, config.kl_estimator)
 
 
 def _at(logits: jax.Array, columns: jax.Array) -> jax.Array:

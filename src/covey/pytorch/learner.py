@@ -12,7 +12,6 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import numpy as np
@@ -32,54 +31,20 @@ from covey.algorithms import (
 from covey.errors import ModelError
 from covey.pytorch.lanes import in_lanes
 from covey.pytorch.logprobs import ExactKL, TokenScores
+from covey.pytorch.moments import optimizer_tensors, restore_optimizer
 from covey.pytorch.policy import Policy
+from covey.rollout.learning import Correction, FloatNT, Gradients
 from covey.rollout.packing import Pack, pack_episodes
-from covey.types import Batch, BoolArray, Episode
+from covey.types import Batch, Episode
 
 log = logging.getLogger(__name__)
 
-FloatNT = NDArray[np.float32]
 Kept = TypeVar("Kept")
 
 _LANES = 2
 """Micro-batches side by side on a CPU."""
 _REPEATED = 1.05
 """Prompts that smaller packs repeat may add this much work, or the lanes do not pay."""
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Truncated importance sampling for a sampler that is another program: mode and cap of `mismatch_correction`."""
-
-    mode: str
-    cap: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Gradients:
-    """What one pass over the step left behind, besides the gradients themselves.
-
-    Attributes:
-        metrics: sums over the step, see `covey.algorithms.objective.LossTerms`.
-        logp: `[N, T]` log-probabilities before the optimiser step, 0 where a token was not scored.
-        scored: `[N, T]` the tokens that were.
-    """
-
-    metrics: dict[str, float]
-    logp: FloatNT
-    scored: BoolArray
-
-
-def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
-    """Rows whose gradient can differ from zero; the others are not run at all.
-
-    A row without an active token adds nothing. A row with advantage 0 (a tied group) adds nothing unless a KL or
-    entropy term acts on it.
-    """
-    active = batch.mask.any(axis=1)
-    if objective.beta == 0 and objective.entropy_coef == 0:
-        active &= ((batch.advantages != 0) & batch.mask).any(axis=1)
-    return np.flatnonzero(active)
 
 
 class Learner:
@@ -279,6 +244,27 @@ class Learner:
             self.policy.reference.after_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
         return norm
+
+    # ------------------------------------------------------------------ saving
+
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What a resumed run needs: trained weights, reference, and the optimiser's moments."""
+        return {
+            "policy": self.policy.state_dict(),
+            "reference": self.policy.reference.state_dict(),
+            "optimizer": optimizer_tensors(self.optimizer, self.policy.named_trainable_parameters()),
+        }
+
+    def restore(self, tensors: Mapping[str, Mapping[str, torch.Tensor]], steps: int) -> None:
+        """Take back what `tensors` returned after so many optimiser steps.
+
+        Raises:
+            ModelError, CheckpointError: it is of another model or other adapter settings.
+        """
+        self.policy.load_state_dict(tensors["policy"])
+        self.policy.reference.load_state_dict(tensors["reference"])
+        restore_optimizer(self.optimizer, self.policy.named_trainable_parameters(), tensors["optimizer"])
+        self.steps = steps
 
     # ------------------------------------------------------------------ parts
 

@@ -26,6 +26,14 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         description="Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32, "
         "which training all weights (use_peft false) always gets.",
     )
+    backend: Literal["pytorch", "jax"] = Field(
+        default="pytorch", description="What computes: PyTorch, or JAX (Llama, Mistral, Qwen2, Qwen3; extra jax)."
+    )
+    mesh: str | None = Field(
+        default=None,
+        pattern=r"^(data|tensor)=[1-9]\d*(,(data|tensor)=[1-9]\d*)?$",
+        description="JAX only: devices to spread over, such as data=4 (completions) or data=2,tensor=4 (weights too).",
+    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",

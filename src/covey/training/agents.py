@@ -11,15 +11,13 @@ from covey.environments.base import World
 from covey.environments.pool import EnvironmentPool
 from covey.environments.registry import get_world
 from covey.errors import DataError
-from covey.pytorch.engine import Engine
-from covey.pytorch.policy import Policy
 from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.agents import Player
 from covey.rollout.batching import has_text
 from covey.rollout.conversation import ConversationTemplate
+from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.playing import PlaySettings
 from covey.rollout.scoring import Scorer
-from covey.serving.remote import RemoteEngine
 from covey.training import setup
 from covey.types import Prompt
 
@@ -83,8 +81,8 @@ def task_prompts(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
 def make_collector(
     config: GRPOConfig,
     world: World,
-    policy: Policy,
-    engine: Engine | RemoteEngine,
+    policy: TrainedPolicy,
+    engine: Sampler,
     data: setup.Data,
     decode: Callable[[Sequence[int]], str],
 ) -> AgentCollector:

@@ -16,20 +16,21 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from covey.errors import CheckpointError, ConfigError
 from covey.files import folder_error, folder_problem, publishing, remove_folder, require_free_space
 
-TensorGroups = Mapping[str, Mapping[str, torch.Tensor]]
+TensorGroups = Mapping[str, Mapping[str, torch.Tensor | NDArray[Any]]]
 _FORMAT = 1
 _NAME = re.compile(r"^step_(\d{6,})$")
 _log = logging.getLogger("covey.checkpoint")
@@ -67,8 +68,8 @@ def save_checkpoint(
     Args:
         folder: the folder of checkpoints; created if missing.
         step: optimiser steps taken.
-        tensors: group name -> tensor name -> tensor. Any dtype, bit for bit; tensors that are one and the
-            same (tied weights) are stored once and come back tied.
+        tensors: group name -> tensor name -> tensor, or NumPy array, which comes back as a tensor. Any dtype, bit for
+            bit; tensors that are one and the same (tied weights) are stored once and come back tied.
         state: JSON-able values; floats are exact, NaN and infinities too, and tuples, bytes, NumPy arrays and
             scalars come back as they were. Random-generator states fit.
         run_id: id of the run, checked by `load_checkpoint`.
@@ -196,57 +197,6 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
     return doomed
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
-) -> dict[str, torch.Tensor]:
-    """Flatten an optimizer's moments to `"<parameter name>/<moment>"` -> tensor (`exp_avg`, `exp_avg_sq`,
-    `step`, ...).
-
-    Parameters without state yet are left out.
-    """
-    return {
-        f"{name}/{key}": torch.as_tensor(value)
-        for name, parameter in named_parameters
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if value is not None
-    }
-
-
-def restore_optimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
-    tensors: Mapping[str, torch.Tensor],
-) -> None:
-    """Put the moments from `optimizer_tensors` back, in their own dtype, on each parameter's device.
-
-    Written by hand because `Optimizer.load_state_dict` casts moments to the parameter's dtype, which is not
-    exact.
-
-    Raises:
-        CheckpointError: a moment belongs to a parameter that is not trained here, or has another shape.
-    """
-    parameters = dict(named_parameters)
-    restored: dict[torch.Tensor, dict[str, Any]] = {}
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition("/")
-        parameter = parameters.get(name)
-        if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
-            reason = "is not trained here" if parameter is None else f"has shape {tuple(parameter.shape)} here"
-            raise CheckpointError(
-                f"the checkpoint has {key} {tuple(tensor.shape)} for parameter {name}, which {reason}; "
-                "resume with the model and adapter settings that the run was started with"
-            )
-        # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
-        device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
-        restored.setdefault(parameter, {})[key] = tensor.to(device, copy=True)
-    optimizer.state.clear()
-    optimizer.state.update(restored)
-
-
-def _captured(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
-
-
 def _advice(broken: Path) -> str:
     for path in reversed(list_checkpoints(broken.parent)):
         if path != broken and not folder_problem(path):
@@ -254,7 +204,7 @@ def _advice(broken: Path) -> str:
     return "there is no other complete checkpoint beside it: start a new run in another run.output_dir"
 
 
-def _save_group(path: Path, group: Mapping[str, torch.Tensor]) -> None:
+def _save_group(path: Path, group: Mapping[str, torch.Tensor | NDArray[Any]]) -> None:
     """One safetensors file. It forbids shared memory: equal tensors become aliases, other overlaps become
     copies.
     """
@@ -263,7 +213,7 @@ def _save_group(path: Path, group: Mapping[str, torch.Tensor]) -> None:
     first_with: dict[tuple[Any, ...], str] = {}
     storages: set[int] = set()
     for name, original in group.items():
-        tensor = original.detach()
+        tensor = torch.as_tensor(original).detach()
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and identity in first_with:
             aliases[name] = first_with[identity]

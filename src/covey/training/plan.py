@@ -114,6 +114,8 @@ class Plan:
 
 
 def _engine(trainer: GRPOTrainer) -> Engine:
+    if trainer.args.model.backend == "jax":
+        raise ConfigError("model.backend='jax': only the PyTorch backend is planned; plan with model.backend=pytorch")
     if not isinstance(trainer.engine, Engine):
         raise ConfigError(
             "server.upload_adapters_to_server=True: what a server needs cannot be planned from here; plan with "

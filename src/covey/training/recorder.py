@@ -22,9 +22,7 @@ from covey.training.checkpoint import (
     Checkpoint,
     latest_checkpoint,
     load_checkpoint,
-    optimizer_tensors,
     prune_checkpoints,
-    restore_optimizer,
     save_checkpoint,
 )
 from covey.training.evaluate import Evaluation
@@ -215,15 +213,10 @@ class Recorder:
         if not self._unsaved:
             return
         folder.sync()  # the metrics up to this step are on disk before a checkpoint says that they are
-        parameters = trainer.policy.named_trainable_parameters()
         save_checkpoint(
             folder.checkpoints,
             state.global_step,
-            {
-                "policy": trainer.policy.state_dict(),
-                "reference": trainer.policy.reference.state_dict(),
-                "optimizer": optimizer_tensors(trainer.learner.optimizer, parameters),
-            },
+            trainer.learner.tensors(),
             {
                 "trainer": state.to_dict(),
                 "plan": self._plan.state(),
@@ -245,14 +238,7 @@ class Recorder:
             folder.truncate_after(-1)
             return
         checkpoint: Checkpoint = load_checkpoint(path, run_id=folder.run_id)
-        trainer.policy.load_state_dict(checkpoint.tensors["policy"])
-        trainer.policy.reference.load_state_dict(checkpoint.tensors["reference"])
-        restore_optimizer(
-            trainer.learner.optimizer,
-            trainer.policy.named_trainable_parameters(),
-            checkpoint.tensors["optimizer"],
-        )
-        trainer.learner.steps = checkpoint.state["trainer"]["updates"]
+        trainer.learner.restore(checkpoint.tensors, checkpoint.state["trainer"]["updates"])
         trainer.learner.tokens_per_micro_batch = checkpoint.state["tokens_per_micro_batch"]
         self._plan.restore(checkpoint.state["plan"])
         _restore_random(checkpoint.state["random"])

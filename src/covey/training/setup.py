@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from covey.algorithms import make_objective
 from covey.errors import ConfigError, DataError
 from covey.pytorch.engine import Engine
-from covey.pytorch.learner import Correction, Learner
+from covey.pytorch.learner import Learner as TorchLearner
 from covey.pytorch.policy import Policy
 from covey.rollout.batching import BatchSettings, HasAnswer, has_text
 from covey.rollout.credit import CreditSettings
+from covey.rollout.learning import Correction, Learner, Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.serving.client import InferenceClient
 from covey.serving.remote import RemoteEngine
@@ -127,7 +128,7 @@ def load_data(
 
 
 def tokenize(
-    config: GRPOConfig, rows: Sequence[Mapping[str, Any]], data: Data, policy: Policy, context_length: int
+    config: GRPOConfig, rows: Sequence[Mapping[str, Any]], data: Data, policy: TrainedPolicy, context_length: int
 ) -> list[Prompt]:
     """Rows -> prompts, through the chat template where they are conversations."""
     return build_prompts(
@@ -149,10 +150,18 @@ def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.
     return DataOrder(count, config.run.seed, config.data.shuffle)
 
 
-def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None) -> Policy:
+def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None) -> TrainedPolicy:
     """Load the policy named by the config, or wrap the model that the user passed."""
     chosen = config.model
     torch.manual_seed(config.run.seed)
+    if chosen.backend == "jax":
+        from covey.training import jax_backend
+
+        return jax_backend.make_policy(
+            config, model, tokenizer, needs_reference=needs_reference(config), peft_config=peft_config
+        )
+    if chosen.mesh is not None:
+        raise ConfigError(f"model.mesh={chosen.mesh!r}: PyTorch runs on one device; set model.backend to jax")
     return Policy.load(
         chosen.model if model is None else model,
         tokenizer=tokenizer,
@@ -183,7 +192,7 @@ def needs_reference(config: GRPOConfig) -> bool:
     return max(betas) > 0 or config.algorithm.reference_drift_threshold is not None
 
 
-def make_engine(config: GRPOConfig, policy: Policy) -> Engine | RemoteEngine:
+def make_engine(config: GRPOConfig, policy: TrainedPolicy) -> Sampler:
     """What samples: the engine in this process, or a server in its place.
 
     Raises:
@@ -191,6 +200,10 @@ def make_engine(config: GRPOConfig, policy: Policy) -> Engine | RemoteEngine:
     """
     if config.server.upload_adapters_to_server:
         return connect(config)
+    if config.model.backend == "jax":
+        from covey.training import jax_backend
+
+        return jax_backend.make_engine(config, policy)
     chosen = config.sampling.sampler_dtype
     return Engine(
         policy.model,
@@ -217,10 +230,15 @@ def connect(config: GRPOConfig) -> RemoteEngine:
     return RemoteEngine(client, trainer=trainer)
 
 
-def make_learner(config: GRPOConfig, policy: Policy) -> Learner:
+def make_learner(config: GRPOConfig, policy: TrainedPolicy) -> Learner:
     """The learner with AdamW as configured."""
+    if config.model.backend == "jax":
+        from covey.training import jax_backend
+
+        return jax_backend.make_learner(config, policy)
+    assert isinstance(policy, Policy)
     optim = config.optim
-    return Learner(
+    return TorchLearner(
         policy,
         learning_rate=optim.learning_rate,
         embedding_lr=optim.embedding_lr,
@@ -233,7 +251,7 @@ def make_learner(config: GRPOConfig, policy: Policy) -> Learner:
     )
 
 
-def sampling_settings(config: GRPOConfig, policy: Policy, temperature: float) -> SamplingSettings:
+def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
     """Sampling as in training, at a given temperature."""
     sampling = config.sampling
     return SamplingSettings(
@@ -370,7 +388,7 @@ def make_plan(config: GRPOConfig) -> PhasePlan:
     )
 
 
-def decoder(policy: Policy) -> Callable[[Sequence[int]], str]:
+def decoder(policy: TrainedPolicy) -> Callable[[Sequence[int]], str]:
     """Token ids -> text without special tokens."""
 
     def decode(ids: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from covey.algorithms import (
     reference_drift_mask,
     top_entropy_mask,
 )
-from covey.pytorch.learner import Correction, Gradients, Learner, rows_with_gradient
+from covey.rollout.learning import Correction, Gradients, Learner, rows_with_gradient
 from covey.types import Batch
 
 _EXTREMES = ("min", "mean", "max")

@@ -12,7 +12,7 @@ from torch import Tensor
 from covey.errors import GenerationError
 from covey.pytorch.engine.rows import Row
 from covey.pytorch.engine.sampling import Draw, sample
-from covey.pytorch.engine.streams import uniforms
+from covey.rollout.streams import uniforms
 from covey.types import IntArray, SamplingSettings
 
 

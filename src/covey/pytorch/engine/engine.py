@@ -20,8 +20,8 @@ from covey.pytorch.engine.cache import KVCache
 from covey.pytorch.engine.choose import choose_runner
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model
 from covey.pytorch.engine.rows import GenerationStats
-from covey.pytorch.engine.sampling import check_settings
 from covey.pytorch.engine.session import Session
+from covey.rollout.checks import check_settings
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 _LOG = logging.getLogger(__name__)

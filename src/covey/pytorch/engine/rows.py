@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from covey.pytorch.engine.cache import PromptBlock
-from covey.pytorch.engine.stop import StopMatcher
+from covey.rollout.choices import Choices, following, only_way_on
+from covey.rollout.stop import StopMatcher
 from covey.types import FinishReason, IntArray, SamplingSettings
 
 
@@ -103,7 +104,7 @@ class Row:
     turn: int = 0
     logprobs: list[float] = field(default_factory=list)
     support: list[IntArray] = field(default_factory=list)
-    choices: tuple[tuple[int, ...], ...] | None = None
+    choices: Choices | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
@@ -119,20 +120,11 @@ class Row:
 
     def allowed(self) -> IntArray | None:
         """Ids that may come next, ascending; None = any."""
-        if self.choices is None:
-            return None
-        said = tuple(self.own[self.turn :])
-        place = len(said)
-        following = {choice[place] for choice in self.choices if len(choice) > place and choice[:place] == said}
-        return np.array(sorted(following), dtype=np.int64)
+        return following(self.choices, self.own[self.turn :])
 
     def only_way_on(self) -> tuple[int, ...] | None:
         """What is left of the one sequence that the turn can still become; None = there are several, or any."""
-        if self.choices is None:
-            return None
-        said = tuple(self.own[self.turn :])
-        left = {choice for choice in self.choices if choice[: len(said)] == said}
-        return left.pop()[len(said) :] if len(left) == 1 else None
+        return only_way_on(self.choices, self.own[self.turn :])
 
     def history(self) -> IntArray:
         """All tokens, prompt first."""

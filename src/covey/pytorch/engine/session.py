@@ -31,8 +31,8 @@ from covey.pytorch.engine.room import room_for_clients, room_for_conversations, 
 from covey.pytorch.engine.rows import Counters, GenerationStats, Row, SharedPrompt
 from covey.pytorch.engine.runner import Runner, Step
 from covey.pytorch.engine.sampling import Draw
-from covey.pytorch.engine.stop import StopMatcher
-from covey.pytorch.engine.streams import stream_key
+from covey.rollout.stop import StopMatcher
+from covey.rollout.streams import stream_key
 from covey.types import Completion, IntArray, Request, SamplingSettings, Support
 
 _PREFILL_TOKENS = 2048

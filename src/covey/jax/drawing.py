@@ -1,0 +1,123 @@
+"""From logits to tokens, inside compiled functions: temperature, what may be drawn, and the inverse CDF.
+
+A token is drawn by inverting its row's cumulative distribution at one given number u, as in `covey.pytorch`: equal
+random streams draw equal tokens in both backends, but for a rounding now and then. The CDF is taken in two levels,
+blocks of 256 probabilities and then inside the chosen one: a running sum over a whole vocabulary is slow and inexact.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from covey.algorithms import restrict_to_support
+
+_BLOCK = 256
+
+
+class Cuts(Protocol):
+    """What narrows a distribution; `SamplingSettings` and `covey.jax.GRPOConfig` have it."""
+
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def min_p(self) -> float: ...
+
+
+class Manner(NamedTuple):
+    """How tokens are drawn: that part of `SamplingSettings` that programs are compiled for."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    keep_support: bool
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def cuts(self) -> bool:
+        """True when some tokens may be out of reach."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def records_support(self) -> bool:
+        """True when what could be drawn is returned."""
+        return self.keep_support and self.cuts
+
+
+class Draw(NamedTuple):
+    """For each of B rows: a token, its log-probability, and bits `[B, ceil(V / 8)]` of what could be drawn."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    support: jax.Array | None
+
+
+def draw(logits: jax.Array, u: jax.Array, manner: Manner, allowed: jax.Array | None = None) -> Draw:
+    """One token for each row of logits `[B, V]` at the numbers `u` `[B]` in [0, 1).
+
+    Greedy (`temperature` 0) takes the likeliest token of the distribution at temperature 1. With `keep_support` the
+    log-probability is that among the tokens that were kept. `allowed` are bits of the only tokens there are.
+    """
+    wide = logits.astype(jnp.float32)
+    if allowed is not None:
+        wide = jnp.where(jnp.unpackbits(allowed, axis=-1, count=wide.shape[1]).astype(bool), wide, -jnp.inf)
+    greedy = manner.temperature == 0
+    logp = jax.nn.log_softmax(wide if greedy else wide / manner.temperature, axis=-1)
+    support = kept(logp, manner) if manner.cuts else None
+    limited = logp if support is None else jnp.where(support, logp, -jnp.inf)
+    tokens = jnp.argmax(limited, axis=-1) if greedy else invert(jnp.exp(limited), u)
+    told = limited if support is None or not manner.keep_support else restrict_to_support(logp, support)
+    chosen = jnp.take_along_axis(told, tokens[:, None], axis=1)[:, 0]
+    bits = jnp.packbits(support, axis=-1) if manner.records_support and support is not None else None
+    return Draw(tokens.astype(jnp.int32), chosen, bits)
+
+
+def invert(mass: jax.Array, u: jax.Array) -> jax.Array:
+    """`[B]` the inverse CDF of each row of non-negative `mass` `[B, V]` at `u` `[B]`; never a token of mass 0."""
+    rows, width = mass.shape
+    whole = -(-width // _BLOCK) * _BLOCK
+    blocks = jnp.pad(mass, ((0, 0), (0, whole - width))).reshape(rows, -1, _BLOCK)
+    running = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    target = u * running[:, -1]
+    block = _first_above(running, target)
+    before = jnp.where(block > 0, jnp.take_along_axis(running, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    inside = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=-1)
+    return block * _BLOCK + _first_above(inside, target - before)
+
+
+def _first_above(running: jax.Array, target: jax.Array) -> jax.Array:
+    """`[B]` first position whose running sum exceeds the target; the last step up if rounding leaves none."""
+    position = jnp.sum(running <= target[:, None], axis=-1)
+    last = jnp.sum(running < running[:, -1:], axis=-1)
+    return jnp.minimum(position, last)
+
+
+def log_probabilities(logits: jax.Array, temperature: float) -> jax.Array:
+    """`[..., V]` normalised, in at least float32."""
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jax.nn.log_softmax(wide / temperature, axis=-1)
+
+
+def kept(logp: jax.Array, cuts: Cuts) -> jax.Array | None:
+    """`[R, V]` True where top-k, then top-p, then min-p let a token be drawn; None where nothing is cut."""
+    support = None
+    size = logp.shape[-1]
+    if 0 < cuts.top_k < size:
+        support = logp >= jax.lax.top_k(logp, cuts.top_k)[0][:, -1:]
+    if cuts.top_p < 1:
+        limited = logp if support is None else restrict_to_support(logp, support)
+        ordered = -jnp.sort(-limited, axis=-1)
+        probabilities = jnp.exp(ordered)
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
+        last = jnp.sum(before < cuts.top_p, axis=-1, keepdims=True) - 1
+        within = limited >= jnp.take_along_axis(ordered, last, axis=-1)
+        support = within if support is None else support & within
+    if cuts.min_p > 0:
+        likely = logp >= jnp.max(logp, axis=-1, keepdims=True) + jnp.log(cuts.min_p)
+        support = likely if support is None else support & likely
+    return support

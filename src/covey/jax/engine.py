@@ -1,0 +1,164 @@
+"""The generation engine in JAX: samples completions, or conversations of several turns.
+
+It does what `covey.pytorch.engine.Engine` does: a copy of the weights with adapters merged, random streams that belong
+to the completion, sessions. Limits: each completion has its own copy of its prompt's keys and values, and room for the
+longest completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from covey.errors import GenerationError
+from covey.jax.model import Transformer
+from covey.jax.policy import Weights
+from covey.jax.programs import Programs
+from covey.jax.room import Room
+from covey.jax.session import Session
+from covey.rollout.checks import check_settings
+from covey.types import Completion, Progress, Request, SamplingSettings
+
+_NO_VERSION = -1
+
+
+class Engine:
+    """Samples completions from a copy of a policy's weights; implements `covey.types.Generator`.
+
+    Args:
+        weights: of the policy; taken as version 0.
+        tokenizer: needed for stop strings only.
+        kv_cache_bytes: upper limit of the memory for keys and values.
+        max_batch_size: most completions that are sampled at once.
+        context_length: most tokens of prompt and completion together.
+        dtype: of the copy and of the computation; default: that of the weights. Probabilities are float32 always.
+        mesh: devices over which completions and weights are spread, or None.
+    """
+
+    runner = "jax"
+
+    def __init__(
+        self,
+        weights: Weights,
+        tokenizer: Any = None,
+        *,
+        kv_cache_bytes: int = 1 << 30,
+        max_batch_size: int = 64,
+        context_length: int = 1 << 31,
+        dtype: str | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.context_length, self.max_batch_size = context_length, max_batch_size
+        self._tokenizer, self._bytes, self._dtype, self._mesh = tokenizer, kv_cache_bytes, dtype, mesh
+        self._config = replace(weights.model.config, remat=False)
+        self._programs = Programs(Transformer(self._config), mesh)
+        self._params: Any = None
+        self._version = _NO_VERSION
+        self.sync(weights, 0)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights held; -1 after `release`."""
+        return self._version
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return self._programs.compilations
+
+    def sync(self, weights: Weights, version: int) -> None:
+        """Take the current weights, adapters merged, and call them `version`."""
+        self._version, self._params = _NO_VERSION, None
+        params = weights.variables["params"]
+        dtype = jnp.dtype(self._dtype) if self._dtype else params["embedding"].dtype
+        self._params = self._programs.merge(params, weights.variables.get("lora", {}), dtype)
+        self._version = version
+
+    def release(self) -> None:
+        """Give the copy's memory back until the next `sync`, which must come before the next call."""
+        self._version, self._params = _NO_VERSION, None
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Sample one completion for each request, in order; see `covey.types.Generator`.
+
+        Raises:
+            GenerationError: other weights than `policy_version` are held, a prompt is empty or does not fit the
+                context, not even one completion fits the cache, or the logits are not finite.
+            ConfigError: the settings describe no distribution.
+        """
+        self._check(settings, policy_version)
+        if not requests:
+            return []
+        longest = max(len(request.token_ids) for request in requests)
+        room = self._room(len(requests), min(longest + settings.max_tokens, self.context_length))
+        session = self._open(settings, room)
+        rows = [session.start(request) for request in requests]
+        finished = 0
+        while session.busy:
+            done = len(session.advance())
+            finished += done
+            if progress is not None and done:
+                progress(finished, len(rows))
+        return [session.completion(row) for row in rows]
+
+    def session(
+        self,
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        rows: int,
+        own_tokens: int,
+        prompt_lengths: Sequence[int],
+    ) -> Session:
+        """Sample conversations of several turns; see `covey.pytorch.engine.Engine.session`.
+
+        Raises:
+            GenerationError: other weights are held, or not even one conversation fits the cache.
+        """
+        self._check(settings, policy_version)
+        length = min(max(prompt_lengths) + own_tokens, self.context_length)
+        return self._open(settings, self._room(rows, length), own_tokens)
+
+    def _room(self, rows: int, length: int) -> Room:
+        heads, size = self._config.num_kv_heads, self._config.width_of_head
+        one = 2 * self._config.num_layers * heads * size * int(self._params["embedding"].dtype.itemsize)
+        return Room.of(min(rows, self.max_batch_size), length, one, self._bytes, self._mesh)
+
+    def _check(self, settings: SamplingSettings, policy_version: int) -> None:
+        if policy_version != self._version:
+            held = "no weights" if self._version == _NO_VERSION else f"version {self._version}"
+            raise GenerationError(
+                f"policy_version={policy_version}: the engine holds {held}; "
+                f"call engine.sync(weights, {policy_version}) first"
+            )
+        check_settings(settings)
+        if settings.stop_strings and self._tokenizer is None:
+            raise GenerationError(
+                f"stop_strings={settings.stop_strings!r}: the engine has no tokenizer to see text with; "
+                "build it with Engine(weights, tokenizer)"
+            )
+
+    def _open(self, settings: SamplingSettings, room: Room, own_tokens: int | None = None) -> Session:
+        return Session(
+            self._programs,
+            self._params,
+            self._config,
+            settings,
+            room,
+            policy_version=self._version,
+            context_length=self.context_length,
+            own_tokens=own_tokens,
+            tokenizer=self._tokenizer,
+            mesh=self._mesh,
+        )

@@ -1,0 +1,295 @@
+"""The JAX learner: log-probabilities, gradients of a whole optimiser step, and AdamW from Optax.
+
+A step is cut into rectangles (`covey.jax.packing`), each shape compiled once. Token weights carry the denominators of
+the whole step (`covey.algorithms.aggregation`), so the cut changes memory and time, never the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from numpy.typing import NDArray
+
+from covey.algorithms import (
+    VOCABULARY_KL,
+    Objective,
+    add_metrics,
+    count_step,
+    mismatch_correction,
+    policy_loss,
+    token_weights,
+)
+from covey.jax.packing import Rectangle, pack_rectangles
+from covey.jax.policy import Policy, from_names, named_leaves, to_names
+from covey.jax.scoring import Scores, hidden_states, output_head, score
+from covey.jax.sharding import DATA, keep_placed, place, place_rows
+from covey.rollout.learning import Correction, FloatNT, Gradients
+from covey.types import Batch
+
+Arrays = dict[str, Any]
+
+
+class Learner:
+    """Trains a `covey.jax.policy.Policy` with AdamW; does what `covey.pytorch.learner.Learner` does.
+
+    Attributes:
+        steps: optimiser steps taken; the reference follows the policy by this count.
+        tokens_per_micro_batch: tokens, padding included, in a forward and backward pass.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        learning_rate: float,
+        embedding_lr: float | None = None,
+        weight_decay: float = 0.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        epsilon: float = 1e-8,
+        max_grad_norm: float = 1.0,
+        tokens_per_micro_batch: int = 1024,
+    ) -> None:
+        self.policy, self.tokens_per_micro_batch, self.steps = policy, tokens_per_micro_batch, 0
+        embeddings = 1.0 if embedding_lr is None else embedding_lr / learning_rate
+
+        def per_leaf(value: Any) -> Any:
+            names = named_leaves(policy.trained)
+            return jax.tree.unflatten(jax.tree.structure(policy.trained), [value(n, x) for n, x in names.items()])
+
+        decayed = per_leaf(lambda name, leaf: leaf.ndim > 1)
+        self._factors = per_leaf(lambda name, leaf: embeddings if name in ("params/embedding", "params/head") else 1.0)
+        self._optimizer = optax.chain(
+            optax.clip_by_global_norm(max_grad_norm) if max_grad_norm > 0 else optax.identity(),
+            optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=epsilon),
+            optax.add_decayed_weights(weight_decay, mask=decayed),
+        )
+        self._state = place(jax.jit(self._optimizer.init)(policy.trained), policy.mesh)
+        self._gradient: Any = None
+        self._score = jax.jit(self._scores_of, static_argnames=("temperature", "entropy"))
+        self._grad = jax.jit(
+            self._gradient_of,
+            static_argnames=("objective", "temperature", "correction"),
+            donate_argnames=("total",),
+        )
+        self._step = jax.jit(self._step_of, donate_argnames=("trained", "state"))
+
+    # ------------------------------------------------------------------ log-probabilities
+
+    def scores(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        *,
+        temperature: float,
+        reference: bool = False,
+        entropy: bool = False,
+    ) -> tuple[FloatNT, FloatNT | None]:
+        """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere."""
+        variables = self.policy.reference.variables if reference else self.policy.variables
+        logp = np.zeros(batch.mask.shape, np.float32)
+        uncertainty = np.zeros(batch.mask.shape, np.float32) if entropy else None
+        for rectangle in self._rectangles(batch, rows):
+            found = self._score(variables, self._arrays(rectangle, batch), temperature=temperature, entropy=entropy)
+            rectangle.put(np.asarray(found[0]), logp)
+            if uncertainty is not None:
+                rectangle.put(np.asarray(found[1]), uncertainty)
+        return logp, uncertainty
+
+    def _scores_of(
+        self, variables: Any, arrays: Arrays, *, temperature: float, entropy: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        model = self.policy.transformer
+        hidden = hidden_states(model, variables, arrays)
+        head = output_head(model, variables["params"])
+        found = score(hidden, head, arrays["targets"], temperature, support=arrays.get("support"))
+        return found.logp, found.entropy if entropy else None
+
+    # ------------------------------------------------------------------ gradients
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        objective: Objective,
+        *,
+        temperature: float,
+        max_completion_length: int,
+        reference: FloatNT | None = None,
+        trainer_old: FloatNT | None = None,
+        correction: Correction | None = None,
+    ) -> Gradients:
+        """Accumulate the gradient of the whole step; see `covey.pytorch.learner.Learner.forward_backward`."""
+        weights = np.asarray(
+            token_weights(batch.mask, count_step(batch.mask), objective.aggregation, max_completion_length), np.float32
+        )
+        values: dict[str, NDArray[Any]] = {
+            "mask": batch.mask,
+            "old": batch.old_logprobs,
+            "advantages": batch.advantages,
+            "weights": weights,
+        }
+        if reference is not None:
+            values["reference"] = reference
+        if trainer_old is not None:
+            values["trainer_old"] = trainer_old
+        exact = objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL
+        given = {"frozen": self.policy.frozen}
+        if exact:
+            given["reference"] = self.policy.reference.variables
+        total = None
+        parts = []
+        logp, scored = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape, np.bool_)
+        for rectangle in self._rectangles(batch, rows):
+            total, current, metrics = self._grad(
+                self.policy.trained,
+                given,
+                self._arrays(rectangle, batch, values),
+                total,
+                objective=objective,
+                temperature=temperature,
+                correction=correction,
+            )
+            parts.append({name: np.asarray(value, np.float64) for name, value in metrics.items()})
+            rectangle.put(np.asarray(current), logp)
+            rectangle.put(np.ones(rectangle.scored.shape, np.bool_), scored)
+        self._gradient = total
+        return Gradients({name: float(value) for name, value in add_metrics(parts).items()}, logp, scored)
+
+    def _gradient_of(
+        self,
+        trained: Any,
+        given: Any,
+        arrays: Arrays,
+        total: Any,
+        *,
+        objective: Objective,
+        temperature: float,
+        correction: Correction | None,
+    ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
+        """`total` plus this rectangle's gradient, the log-probabilities, and the metrics."""
+
+        def loss_of(trained: Any) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+            found = self._policy_scores(trained, given, arrays, objective, temperature)
+            old, factor = arrays["old"], None
+            if correction is not None:
+                trainer = arrays.get("trainer_old", jax.lax.stop_gradient(found.logp))
+                factor = mismatch_correction(trainer, old, arrays["mask"], correction.mode, correction.cap)
+                old = trainer
+            terms = policy_loss(
+                found.logp,
+                old,
+                arrays["advantages"],
+                arrays["mask"],
+                arrays["weights"],
+                objective,
+                ref=arrays.get("reference"),
+                kl=found.kl,
+                entropy=found.entropy if objective.entropy_coef > 0 else jax.lax.stop_gradient(found.entropy),
+                correction=factor,
+            )
+            return terms.loss, (found.logp, terms.metrics)
+
+        (_, (logp, metrics)), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
+        if total is not None:
+            gradient = jax.tree.map(jnp.add, total, gradient)
+        return keep_placed(gradient, self.policy.mesh), logp, metrics
+
+    def _policy_scores(
+        self, trained: Any, given: Any, arrays: Arrays, objective: Objective, temperature: float
+    ) -> Scores:
+        model = self.policy.transformer
+        variables = {**given["frozen"], **trained}
+        other = None
+        if "reference" in given:
+            unchanged = jax.lax.stop_gradient(given["reference"])
+            other = (hidden_states(model, unchanged, arrays), output_head(model, unchanged["params"]))
+        return score(
+            hidden_states(model, variables, arrays),
+            output_head(model, variables["params"]),
+            arrays["targets"],
+            temperature,
+            support=arrays.get("support"),
+            reference=other,
+            kl_estimator=objective.kl_estimator,
+        )
+
+    def optim_step(self, learning_rate: float) -> float:
+        """Clip the gradient, take one AdamW step, drop the gradient.
+
+        Args:
+            learning_rate: of this step; embeddings with a rate of their own keep their ratio to it.
+
+        Returns:
+            The gradient's norm before clipping. When it is not finite, no step is taken.
+        """
+        gradient, self._gradient = self._gradient, None
+        if gradient is None:
+            return 0.0
+        norm = float(optax.tree.norm(gradient))
+        if np.isfinite(norm):
+            self.policy.trained, self._state = self._step(
+                self.policy.trained, self._state, gradient, jnp.float32(learning_rate)
+            )
+            self.steps += 1
+            self.policy.reference.after_step(self.steps)
+        return norm
+
+    def _step_of(self, trained: Any, state: Any, gradient: Any, rate: jax.Array) -> tuple[Any, Any]:
+        updates, state = self._optimizer.update(gradient, state, trained)
+        moved = jax.tree.map(lambda p, u, f: p - (rate * f * u).astype(p.dtype), trained, updates, self._factors)
+        return keep_placed(moved, self.policy.mesh), keep_placed(state, self.policy.mesh)
+
+    # ------------------------------------------------------------------ saving
+
+    def tensors(self) -> dict[str, dict[str, NDArray[Any]]]:
+        """What a resumed run needs: trained weights, reference, and the optimiser's moments."""
+        snapshot = self.policy.reference.snapshot
+        return {
+            "policy": to_names(self.policy.trained),
+            "reference": {} if snapshot is None else to_names(snapshot),
+            "optimizer": to_names(self._state),
+        }
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Any]], steps: int) -> None:
+        """Take back what `tensors` returned after so many optimiser steps.
+
+        Raises:
+            ModelError: it is of another model or other adapter settings.
+        """
+        self.policy.load_state_dict(tensors["policy"])
+        self.policy.reference.load_state_dict(tensors["reference"])
+        self._state = from_names(self._state, tensors["optimizer"], "the saved optimiser")
+        self.steps = steps
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far: one for each shape of rectangle and each objective."""
+        programs: tuple[Any, ...] = (self._score, self._grad, self._step)
+        return sum(program._cache_size() for program in programs)
+
+    # ------------------------------------------------------------------ parts
+
+    def _rectangles(self, batch: Batch, rows: NDArray[np.int64]) -> list[Rectangle]:
+        mesh = self.policy.mesh
+        spread = 1 if mesh is None else int(mesh.shape.get(DATA, 1))
+        return pack_rectangles(batch.episodes, rows.tolist(), self.tokens_per_micro_batch, spread)
+
+    def _arrays(self, rectangle: Rectangle, batch: Batch, values: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+        """A rectangle on the devices, with its part of `[N, T]` arrays."""
+        arrays: Arrays = {
+            "prefixes": rectangle.prefixes,
+            "prefix_lengths": rectangle.prefix_lengths,
+            "inputs": rectangle.inputs,
+            "targets": rectangle.targets,
+        }
+        support = rectangle.support_bits(batch.episodes, self.policy.transformer.config.vocab_size)
+        if support is not None:
+            arrays["support"] = support
+        arrays |= {name: rectangle.take(array) for name, array in (values or {}).items()}
+        placed: Arrays = place_rows(arrays, self.policy.mesh)
+        return placed

@@ -1,0 +1,214 @@
+"""The policy in JAX: a model with its trained weights, its reference, and what they are saved as."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from covey.errors import ModelError
+from covey.jax.model import Transformer
+from covey.jax.saving import save_adapter, save_model
+from covey.jax.sharding import check_mesh, place
+
+
+class Weights(NamedTuple):
+    """A model and what it is applied with."""
+
+    model: Transformer
+    variables: Any
+
+
+class Policy:
+    """A model that is being trained, as the learner sees it.
+
+    Attributes:
+        transformer: the module.
+        trained: what is trained: `{"lora": ...}`, or `{"params": ...}`.
+        frozen: what is not: `{"params": ...}` with LoRA, nothing else.
+        tokenizer: its tokenizer.
+        eos_token_ids: ids that end a completion.
+        source: where the model came from.
+        context_length: most tokens of prompt and completion.
+        mesh: devices over which weights and batches lie, or None.
+        reference: see `Reference`.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        params: Any,
+        *,
+        tokenizer: Any,
+        eos_token_ids: tuple[int, ...],
+        source: str,
+        hf_config: Mapping[str, Any] | None = None,
+        context_length: int | None = None,
+        lora: Any = None,
+        seed: int = 0,
+        mesh: Mesh | None = None,
+        reference_update: str = "none",
+        reference_update_steps: int = 1,
+        reference_ema_decay: float = 0.99,
+        needs_reference: bool = True,
+    ) -> None:
+        """Take weights as `load_hf` returns them, without the outer `"params"`.
+
+        Args:
+            transformer: with a `lora_rank` a LoRA adapter is trained, without one all weights.
+            params: of the model.
+            tokenizer: its tokenizer.
+            eos_token_ids: ids that end a completion.
+            source: what errors call the model.
+            hf_config: its `config.json`, for saving after full fine-tuning.
+            context_length: most tokens of prompt and completion; None = as its config says, or no limit.
+            lora: adapter to start from, which the reference then holds on to; None = a fresh one.
+            seed: of a fresh adapter.
+            mesh: devices to spread over.
+            reference_update: `none`, `copy` or `ema`; see `Reference`.
+            reference_update_steps: steps between updates.
+            reference_ema_decay: weight of the old reference in an `ema` update.
+            needs_reference: False saves the copy that full fine-tuning needs.
+
+        Raises:
+            ModelError: the tokenizer knows ids that the model does not.
+        """
+        self.transformer, self.tokenizer, self.source = transformer, tokenizer, source
+        self.mesh = check_mesh(mesh)
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._hf_config = dict(hf_config or {})
+        built_for = int(self._hf_config.get("max_position_embeddings") or 1 << 31)
+        self.context_length = built_for if context_length is None else context_length
+        known = transformer.config.vocab_size
+        largest = max([*self.eos_token_ids, *(tokenizer.get_vocab().values() if tokenizer is not None else ())])
+        if largest >= known:
+            raise ModelError(
+                f"{source}: its tokenizer has the id {largest}, but the model has {known} embeddings (0 to "
+                f"{known - 1}); use the tokenizer that belongs to the model"
+            )
+        fresh = self.uses_peft and lora is None
+        if fresh:
+            key, one = jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
+            lora = jax.jit(lambda: transformer.init(key, one)["lora"])()
+        trained, frozen = ({"lora": lora}, {"params": params}) if self.uses_peft else ({"params": params}, {})
+        self.trained: dict[str, Any] = place(trained, self.mesh)
+        self.frozen: dict[str, Any] = place(frozen, self.mesh)
+        self.reference = Reference(
+            self,
+            update=reference_update if needs_reference else "none",
+            every=reference_update_steps,
+            decay=reference_ema_decay,
+            copied=needs_reference and (not fresh or reference_update == "ema"),
+        )
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the module is applied with."""
+        return {**self.frozen, **self.trained}
+
+    @property
+    def model(self) -> Weights:
+        """What the sampler takes."""
+        return Weights(self.transformer, self.variables)
+
+    @property
+    def uses_peft(self) -> bool:
+        """True when an adapter is trained, False when the model itself is."""
+        return self.transformer.config.lora_rank > 0
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `Learner.tensors` gave under `policy`.
+
+        Raises:
+            ModelError: names or shapes differ; nothing was changed.
+        """
+        self.trained = from_names(self.trained, state, f"{self.source}: the saved policy")
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the adapter in PEFT's format, or the whole model in Hugging Face's, with the tokenizer."""
+        config = self.transformer.config
+        if self.uses_peft:
+            save_adapter(path, config, self.trained["lora"], base_model=self.source)
+        else:
+            save_model(path, config, self.trained["params"], self._hf_config)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(path))
+
+
+class Reference:
+    """The policy that the KL term holds on to.
+
+    With LoRA and without a snapshot it is the same network with its adapters off. The exponential moving average is
+    over the trained arrays, with LoRA over A and B separately, as in the PyTorch backend.
+    """
+
+    def __init__(self, policy: Policy, *, update: str, every: int, decay: float, copied: bool) -> None:
+        self._policy, self._update, self._every, self._decay = policy, update, every, decay
+        self.snapshot: Any = jax.tree.map(jnp.copy, policy.trained) if copied else None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """What the module is applied with."""
+        if self.snapshot is None:
+            if not self._policy.uses_peft:
+                raise ModelError("the policy was built without a reference; build it with needs_reference=True")
+            return self._policy.frozen
+        return {**self._policy.frozen, **self.snapshot}
+
+    def after_step(self, step: int) -> None:
+        """Update by the rule after optimiser step `step`, counted from 1."""
+        if self._update == "none" or step % self._every:
+            return
+        if self._update == "copy":
+            self.snapshot = jax.tree.map(jnp.copy, self._policy.trained)
+        else:
+            old, share = self.snapshot, 1.0 - self._decay
+            self.snapshot = jax.tree.map(lambda kept, new: kept + share * (new - kept), old, self._policy.trained)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `Learner.tensors` gave under `reference`.
+
+        Raises:
+            ModelError: names or shapes differ.
+        """
+        self.snapshot = from_names(self._policy.trained, state, "the saved reference") if state else None
+
+
+def to_names(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """A tree's leaves as NumPy arrays under their paths, such as `lora/layer_0_mlp/up_proj/a`."""
+    return {name: np.array(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """A tree's leaves under their paths."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def from_names(like: Any, state: Mapping[str, Any], what: str) -> Any:
+    """Arrays under paths as a tree of the shape, types and placement of `like`.
+
+    Raises:
+        ModelError: names or shapes differ.
+    """
+    wanted = named_leaves(like)
+    for name in sorted(wanted.keys() | state.keys()):
+        given = tuple(state[name].shape) if name in state else None
+        needed = tuple(wanted[name].shape) if name in wanted else None
+        if given != needed:
+            raise ModelError(
+                f"{what}: {name} has the shape {given}, the model's is {needed}; use the model and adapter settings "
+                "that it was saved with"
+            )
+
+    def put(name: str, leaf: jax.Array) -> jax.Array:
+        return jax.device_put(np.asarray(state[name]).astype(leaf.dtype), leaf.sharding)
+
+    leaves = [put(name, leaf) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -1,0 +1,217 @@
+"""What the engine runs on the device, each compiled once for a shape.
+
+    prefill   prompts -> their keys and values, and the logits after them
+    begin     copy prompts into slots of the cache, draw the first token of each
+    extend    run what was said to conversations that are in slots already, draw the first token of each answer
+    decode    token after token for all slots, until few enough of them go on
+    shrink    fewer slots, when most have finished
+
+A slot is a row of the cache. `R` slots hold `S` positions each; a slot that takes no part has the position S, beyond
+the end, where nothing is written.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from covey.jax.drawing import Draw, Manner, draw
+from covey.jax.model import Cache, Transformer
+from covey.jax.sharding import batch_sharding
+
+
+class Decoded(NamedTuple):
+    """Up to C tokens for each of R slots, of which `steps` columns were filled.
+
+    Attributes:
+        cache: the new one.
+        tokens: `[R, C]`.
+        logprobs: `[R, C]`.
+        support: `[R, C, ceil(V / 8)]`, or None.
+        steps: scalar.
+    """
+
+    cache: Cache
+    tokens: jax.Array
+    logprobs: jax.Array
+    support: jax.Array | None
+    steps: jax.Array
+
+
+class Programs:
+    """The compiled functions for one model.
+
+    Args:
+        model: the module.
+        mesh: devices over which slots are spread, or None.
+    """
+
+    def __init__(self, model: Transformer, mesh: Mesh | None) -> None:
+        self._model: Any = model
+        self._mesh = mesh
+        self.prefill = jax.jit(self._prefill)
+        self.begin = jax.jit(self._begin, static_argnames=("manner",), donate_argnames=("cache",))
+        self.extend = jax.jit(self._extend, static_argnames=("manner",), donate_argnames=("cache",))
+        self.decode = jax.jit(self._decode, static_argnames=("manner",), donate_argnames=("cache",))
+        self.shrink = jax.jit(self._shrink)
+        self.merge = jax.jit(partial(merge, scale=_scale(model)), static_argnames=("dtype",))
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        programs: tuple[Any, ...] = (self.prefill, self.begin, self.extend, self.decode, self.shrink, self.merge)
+        return sum(program._cache_size() for program in programs)
+
+    def _placed(self, cache: Cache) -> Cache:
+        if self._mesh is None:
+            return cache
+        rows = batch_sharding(self._mesh)
+        return jax.lax.with_sharding_constraint(cache, jax.tree.map(lambda _: rows, cache))
+
+    def _prefill(self, params: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
+        """`[n, W]` prompts -> keys and values of W positions, logits `[n, V]`."""
+        dtype = params["embedding"].dtype
+        cache = self._model.init_cache(*tokens.shape, dtype)
+        logits, cache = self._model.apply({"params": params}, tokens, cache=cache, columns=(lengths - 1)[:, None])
+        return cache, logits[:, 0]
+
+    def _begin(
+        self,
+        cache: Cache,
+        prompts: Cache,
+        logits: jax.Array,
+        source: jax.Array,
+        slots: jax.Array,
+        u: jax.Array,
+        allowed: jax.Array | None,
+        *,
+        manner: Manner,
+    ) -> tuple[Cache, Draw]:
+        """Prompt `source[i]` into slot `slots[i]`; slots beyond the last take nothing."""
+
+        def put(into: tuple[jax.Array, jax.Array], new: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            keys, values = new[0][source], new[1][source]
+            width = min(keys.shape[3], into[0].shape[3])
+            return (
+                into[0].at[slots, :, :, :width].set(keys[..., :width], mode="drop"),
+                into[1].at[slots, :, :width].set(values[:, :, :width], mode="drop"),
+            )
+
+        filled = tuple(put(into, new) for into, new in zip(cache, prompts, strict=True))
+        return self._placed(filled), draw(logits[source], u, manner, allowed)
+
+    def _extend(
+        self,
+        params: Any,
+        cache: Cache,
+        tokens: jax.Array,
+        slots: jax.Array,
+        start: jax.Array,
+        lengths: jax.Array,
+        u: jax.Array,
+        allowed: jax.Array | None,
+        *,
+        manner: Manner,
+    ) -> tuple[Cache, Draw]:
+        """`[n, W]` tokens, of which `lengths` are real, go on from position `start` of their slots."""
+        positions = start[:, None] + jnp.arange(tokens.shape[1])
+        size = cache[0][0].shape[3]
+        positions = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], positions, size)
+        rows = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), cache)
+        logits, rows = self._model.apply(
+            {"params": params}, tokens, positions=positions, cache=rows, columns=(lengths - 1)[:, None]
+        )
+        cache = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, rows)
+        return self._placed(cache), draw(logits[:, 0], u, manner, allowed)
+
+    def _decode(
+        self,
+        params: Any,
+        cache: Cache,
+        token: jax.Array,
+        position: jax.Array,
+        budget: jax.Array,
+        until: jax.Array,
+        u: jax.Array,
+        allowed: jax.Array | None,
+        *,
+        manner: Manner,
+    ) -> Decoded:
+        """Run `token` `[R]` at `position` `[R]`, draw the next, and so on, C times at most.
+
+        Args:
+            params: of the model, adapters merged.
+            cache: R slots.
+            token: drawn last, not run yet.
+            position: where it belongs.
+            budget: `[R]` tokens that each slot may still draw; 0 = none: it rests.
+            until: stop when no more than so many slots go on.
+            u: `[R, C]` a random number for each token.
+            allowed: bits of the only tokens there are, for C = 1.
+            manner: how tokens are drawn.
+        """
+        rows, chunk = u.shape
+        size = cache[0][0].shape[3]
+        ends = jnp.asarray(manner.eos_token_ids, jnp.int32)
+        vocabulary = self._model.config.vocab_size
+        bits = -(-vocabulary // 8) if manner.records_support else 0
+
+        def goes_on(carry: Any) -> jax.Array:
+            t, budget = carry[0], carry[4]
+            return (t < chunk) & (jnp.sum(budget > 0) > until)
+
+        def step(carry: Any) -> Any:
+            t, cache, token, position, budget, tokens, logprobs, support = carry
+            active = budget > 0
+            at = jnp.where(active, position, size)
+            logits, cache = self._model.apply({"params": params}, token[:, None], positions=at[:, None], cache=cache)
+            drawn = draw(logits[:, 0], u[:, t], manner, allowed)
+            tokens = tokens.at[:, t].set(jnp.where(active, drawn.tokens, -1))
+            logprobs = logprobs.at[:, t].set(drawn.logprobs)
+            if drawn.support is not None:
+                support = support.at[:, t].set(drawn.support)
+            ended = jnp.any(drawn.tokens[:, None] == ends, axis=1)
+            budget = jnp.where(active & ~ended, budget - 1, 0)
+            return t + 1, cache, drawn.tokens, position + active, budget, tokens, logprobs, support
+
+        begin = (
+            jnp.zeros((), jnp.int32),
+            cache,
+            token,
+            position,
+            budget,
+            jnp.full((rows, chunk), -1, jnp.int32),
+            jnp.zeros((rows, chunk), jnp.float32),
+            jnp.zeros((rows, chunk, bits), jnp.uint8),
+        )
+        steps, cache, _, _, _, tokens, logprobs, support = jax.lax.while_loop(goes_on, step, begin)
+        return Decoded(self._placed(cache), tokens, logprobs, support if bits else None, steps)
+
+    def _shrink(self, cache: Cache, slots: jax.Array) -> Cache:
+        """The slots listed, in that order."""
+        return self._placed(jax.tree.map(lambda x: x[slots], cache))
+
+
+def merge(params: Any, lora: Any, dtype: Any, *, scale: float) -> Any:
+    """Parameters with the adapters added to their layers' kernels, in the type asked for."""
+
+    def merged(params: Any, lora: Any) -> Any:
+        if not isinstance(params, dict):
+            return params.astype(dtype)
+        found = {name: merged(value, lora.get(name, {})) for name, value in params.items() if name != "kernel"}
+        if "kernel" in params:
+            kernel = params["kernel"]
+            if "a" in lora:
+                kernel = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) + scale * (lora["a"] @ lora["b"])
+            found["kernel"] = kernel.astype(dtype)
+        return found
+
+    return merged(params, lora)
+
+
+def _scale(model: Transformer) -> float:
+    return model.config.lora_alpha / max(model.config.lora_rank, 1)

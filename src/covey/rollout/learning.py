@@ -1,0 +1,123 @@
+"""What the learners of both backends are asked for, and return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.algorithms import Objective
+from covey.rollout.playing import TurnGenerator
+from covey.types import Batch, BoolArray, Generator
+
+FloatNT = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Truncated importance sampling for a sampler that is another program: mode and cap of `mismatch_correction`."""
+
+    mode: str
+    cap: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gradients:
+    """What one pass over the step left behind, besides the gradients themselves.
+
+    Attributes:
+        metrics: sums over the step, see `covey.algorithms.objective.LossTerms`.
+        logp: `[N, T]` log-probabilities before the optimiser step, 0 where a token was not scored.
+        scored: `[N, T]` the tokens that were.
+    """
+
+    metrics: dict[str, float]
+    logp: FloatNT
+    scored: BoolArray
+
+
+class TrainedPolicy(Protocol):
+    """The policy of either backend, as a run sees it.
+
+    Attributes:
+        tokenizer: its tokenizer.
+        eos_token_ids: ids that end a completion.
+        model: what the sampler takes its weights from.
+    """
+
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def model(self) -> Any: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def save_pretrained(self, path: str | Path) -> None: ...
+
+
+class Sampler(Generator, TurnGenerator, Protocol):
+    """What samples from a policy: an engine in this process, or a server in its place."""
+
+    context_length: int
+
+    def sync(self, model: Any, version: int) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Learner(Protocol):
+    """Log-probabilities, gradients and the optimiser of a policy; the methods are documented in `covey.pytorch`.
+
+    Attributes:
+        steps: optimiser steps taken.
+        tokens_per_micro_batch: tokens under way in forward and backward passes.
+    """
+
+    steps: int
+    tokens_per_micro_batch: int
+
+    def scores(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        *,
+        temperature: float,
+        reference: bool = False,
+        entropy: bool = False,
+    ) -> tuple[FloatNT, FloatNT | None]: ...
+
+    def forward_backward(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        objective: Objective,
+        *,
+        temperature: float,
+        max_completion_length: int,
+        reference: FloatNT | None = None,
+        trainer_old: FloatNT | None = None,
+        correction: Correction | None = None,
+    ) -> Gradients: ...
+
+    def optim_step(self, learning_rate: float) -> float: ...
+
+    def tensors(self) -> dict[str, dict[str, Any]]: ...
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Any]], steps: int) -> None: ...
+
+
+def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
+    """Rows whose gradient can differ from zero; the others are not run at all.
+
+    A row without an active token adds nothing. A row with advantage 0 (a tied group) adds nothing unless a KL or
+    entropy term acts on it.
+    """
+    active = batch.mask.any(axis=1)
+    if objective.beta == 0 and objective.entropy_coef == 0:
+        active &= ((batch.advantages != 0) & batch.mask).any(axis=1)
+    return np.flatnonzero(active)
