@@ -1,4 +1,7 @@
-"""These tests compile many tiny functions and run each a few times: compiling fast matters, running fast does not."""
+"""These tests compile many tiny functions and run each a few times: compiling fast matters, running fast does not.
+
+What one test has compiled the next one need not: programs are kept in a folder of the session.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,13 @@ from collections.abc import Iterator
 
 import jax
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -315,8 +315,9 @@ def test_bad_input_is_one_clear_error() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             trainer.train_step(state, batch)
+    batch = {"prompts": [[2]], "columns": {"answer": ["a"]}}
     with pytest.raises(ConfigError, match=r"columns\['answer'\] holds no numbers"):
-        jax.grad(trainer.compute_loss)(state.params, {"prompts": [[2]], "columns": {"answer": ["a"]}})
+        jax.jit(lambda params: trainer.compute_loss(params, batch))(state.params)
     for settings, message in [
         ({"kl_coef": 0.1}, "did you mean 'kl_coeff'"),
         ({"num_samples_per_prompt": 1}, "num_samples_per_prompt=1: a group compares"),

@@ -10,7 +10,7 @@ import pytest
 from jax_cases import like_pytorch, torch_names
 from learner_cases import make_batch, make_learner
 
-from covey.algorithms import LOSS_PRESETS, make_objective
+from covey.algorithms import make_objective
 from covey.jax.learner import Learner
 from covey.rollout.learning import Correction
 from covey.types import Batch, Support
@@ -52,8 +52,8 @@ def equal(first: Any, second: Any) -> None:
         np.testing.assert_allclose(ours[name], value, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
 
 
-@pytest.mark.parametrize("loss_type", sorted(LOSS_PRESETS))
-def test_every_loss(loss_type: str) -> None:
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "gspo_token", "cispo"])
+def test_losses(loss_type: str) -> None:
     equal(*both(make_batch(), loss_type, beta=0.1, entropy_coef=0.01))
 
 

@@ -118,14 +118,11 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(settings: dict[str, Any], tmp
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("mode", ["conversation", "steps"])
-def test_agents_act_as_they_do_in_pytorch(settings: dict[str, Any], tmp_path: Path, mode: str) -> None:
+def test_agents_act_as_they_do_in_pytorch(settings: dict[str, Any], tmp_path: Path) -> None:
     played = settings | {
         "world": "house:rooms=2,num_train=6,num_eval=3",
         "max_steps": 2,
         "max_conversation_tokens": 600,
-        "max_turn_prompt_tokens": 400,
-        "context_mode": mode,
         "action_format": "choice",
         "max_completion_length": 16,
         "adv_estimator": "gigpo",

@@ -42,9 +42,7 @@ def cached(cache: KeysValues, positions: jax.Array, window: int | None, keep: Ca
     """
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        row = jnp.arange(k.shape[0])[:, None]
-        keys = cache[0].at[row, :, :, positions].set(k.astype(cache[0].dtype), mode="drop")
-        values = cache[1].at[row, :, positions].set(v.astype(cache[1].dtype), mode="drop")
+        keys, values = jax.vmap(_write)(cache, positions, (k.astype(cache[0].dtype), v.astype(cache[1].dtype)))
         keep((keys, values))
         seen = _seen(positions, jnp.arange(keys.shape[3])[None], window)
         grouped = _group(q, k.shape[2])
@@ -104,6 +102,14 @@ def shared_prefix(prefix_lengths: jax.Array, width: int, rows: int, window: int 
         return jnp.concatenate([mixed_prefix, mixed_own.reshape(blocks, rows * own, -1, size)], axis=1)
 
     return attend
+
+
+def _write(cache: KeysValues, positions: jax.Array, new: KeysValues) -> KeysValues:
+    """One row: `[L, K, D]` keys and values at L positions. Row by row, since devices that share the rows of a batch
+    would exchange the whole cache for a scatter over all of them.
+    """
+    keys = cache[0].at[:, :, positions].set(new[0].transpose(1, 2, 0), mode="drop")
+    return keys, cache[1].at[:, positions].set(new[1].swapaxes(0, 1), mode="drop")
 
 
 def _part(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:

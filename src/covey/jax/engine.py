@@ -75,7 +75,7 @@ class Engine:
         self._version, self._params = _NO_VERSION, None
         params = weights.variables["params"]
         dtype = jnp.dtype(self._dtype) if self._dtype else params["embedding"].dtype
-        self._params = self._programs.merge(params, weights.variables.get("lora", {}), dtype)
+        self._params = self._programs.merge(params, weights.variables.get("lora", {}), dtype=dtype)
         self._version = version
 
     def release(self) -> None:

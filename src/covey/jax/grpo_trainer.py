@@ -14,7 +14,7 @@ numbers for `rows_per_pass` rows at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from covey.algorithms import (
     ADVANTAGE_ESTIMATORS,
@@ -40,7 +40,9 @@ from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
 from covey.jax.grpo_config import GRPOConfig
 from covey.jax.rewarding import Decode, HostRewards, call_jax_reward, is_jax_reward
-from covey.jax.sampling import Samples, Scores, join, sample, score
+from covey.jax.sampling import Samples, join, sample, score
+from covey.jax.scoring import Scores
+from covey.jax.sharding import check_mesh, keep_placed, place, place_rows, variables_sharding
 from covey.jax.trainer import Metrics, Trainer, TrainState
 
 Batch = Mapping[str, Any]
@@ -58,7 +60,8 @@ class GRPOTrainer(Trainer):
         reward_fn: `f(responses) -> list of numbers`, see `HostRewards`; or a JAX function marked by `jax_reward`.
         grpo_config: a `GRPOConfig`, or a dictionary of its fields.
         decode: token ids to text, e.g. `tokenizer.decode`; without it reward functions get lists of ids.
-        mesh: devices over which the prompts of a batch are spread (all its axes); None = no spreading.
+        mesh: devices: prompts are spread over its axis `data`, weights and optimiser state over its axis `tensor`, see
+            `covey.jax.sharding`; it has one of them or both. None = one device.
 
     Attributes:
         ref_params: variables of the reference; assign others to compare with them. None with LoRA, where the reference
@@ -85,11 +88,11 @@ class GRPOTrainer(Trainer):
                 f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
             )
         self.policy_model, self.ref_model = policy_model, ref_model
-        self.ref_params: Any = None
+        self.reward_fn, self.mesh = reward_fn, check_mesh(mesh)
+        self.ref_params = None
         self._ref_is_bound = getattr(ref_model, "scope", None) is not None
         if self._ref_is_bound:
             self.ref_model, self.ref_params = ref_model.unbind()
-        self.reward_fn, self.mesh = reward_fn, mesh
         self._host_rewards = None if is_jax_reward(reward_fn) else HostRewards(reward_fn, config, decode)
         if config.validity_mask and self._host_rewards is None:
             raise ConfigError("validity_mask=True: a JAX reward function sees no text; use a Python one, or unset it")
@@ -99,6 +102,16 @@ class GRPOTrainer(Trainer):
         self._record = jax.jit(self._record_rows)
 
     # ------------------------------------------------------------------ state
+
+    @property
+    def ref_params(self) -> Any:
+        """Variables of the reference, placed like the policy's."""
+        return self._ref_params
+
+    @ref_params.setter
+    def ref_params(self, variables: Any) -> None:
+        model = self.policy_model if self.ref_model is None else self.ref_model
+        self._ref_params = place(variables, self.mesh, model)
 
     def create_train_state(self, key: jax.Array, dummy_input: jax.Array, *, params: Any = None) -> TrainState:
         """A state at step 0, and the reference with it.
@@ -113,23 +126,34 @@ class GRPOTrainer(Trainer):
         """
         check_tokens("dummy_input", dummy_input)
         shapes = jax.eval_shape(self.policy_model.init, key, dummy_input)
-        if params is None:
-            variables = jax.jit(self.policy_model.init)(key, dummy_input)
-        else:
-            check_fit(params, {name: shapes[name] for name in params if name in shapes})
-            variables = dict(params)
-            if missing := set(shapes) - set(variables):
-                made = jax.jit(lambda: {name: self.policy_model.init(key, dummy_input)[name] for name in missing})()
-                variables |= made
+        given = {} if params is None else dict(params)
+        check_fit(given, {name: shapes[name] for name in given if name in shapes})
+        variables = place(given, self.mesh, self.policy_model)
+        if missing := set(shapes) - set(given):
+
+            def make(key: jax.Array, dummy_input: jax.Array) -> Any:
+                found = self.policy_model.init(key, dummy_input)
+                return {name: found[name] for name in missing}
+
+            variables |= self._made(make, *place((key, dummy_input), self.mesh))
         self._check_logits(variables, dummy_input)
-        if self.mesh is not None:
-            variables = jax.device_put(variables, NamedSharding(self.mesh, PartitionSpec()))
         trained = "lora" if "lora" in variables else "params"
         policy = {trained: variables[trained]} if trained in variables else variables
         self.frozen_params = {name: value for name, value in variables.items() if name not in policy}
         if not self._ref_is_bound:
             self.ref_params = None if trained == "lora" else variables
-        return TrainState.create(policy, self.optimizer)
+        if self.mesh is None:
+            return TrainState.create(policy, self.optimizer)
+        begin = place(jnp.zeros((), jnp.int32), self.mesh)
+        opt_state = self._made(self.optimizer.init, policy)
+        return TrainState(step=begin, params=policy, opt_state=opt_state, tx=self.optimizer)
+
+    def _made(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function makes, each array split from the beginning: no device needs to hold all of it."""
+        where = None
+        if self.mesh is not None:
+            where = variables_sharding(jax.eval_shape(function, *arguments), self.mesh, self.policy_model)
+        return jax.jit(function, out_shardings=where)(*arguments)
 
     def _check_logits(self, variables: Any, dummy_input: jax.Array) -> None:
         found = jax.eval_shape(self.policy_model.apply, variables, dummy_input)
@@ -154,7 +178,7 @@ class GRPOTrainer(Trainer):
     # ------------------------------------------------------------------ batches
 
     def prepare_batch(self, state: TrainState, batch: Batch) -> Batch:
-        """Pad, check and place a batch; sample it here where its columns are no arrays.
+        """Pad, check and place a batch; sample it here for columns that are no arrays, or a Python reward on a mesh.
 
         Args:
             state: its step keys the randomness, unless the batch has a `key`.
@@ -167,25 +191,25 @@ class GRPOTrainer(Trainer):
         if "constants" in batch:
             return batch
         if "responses" in batch:
-            return {**batch, "constants": self._given()}
-        prompts, lengths = pad_prompts(batch, self.grpo_config, self.policy_model)
+            return {**place_rows(dict(batch), self.mesh, "responses"), "constants": self._given()}
         key = batch.get("key")
         if key is None:
             key = jax.random.fold_in(jax.random.key(self.grpo_config.seed), state.step)
-        columns = {name: as_column(name, value, len(lengths)) for name, value in batch.get("columns", {}).items()}
-        arrays = {"prompts": prompts, "prompt_lengths": lengths}
-        if self.mesh is not None:
-            if len(lengths) % self.mesh.size:
-                raise ConfigError(
-                    f"prompts={len(lengths)}: {self.mesh.size} devices of the mesh share them evenly; pass a multiple "
-                    f"of {self.mesh.size} prompts, or a smaller mesh"
-                )
-            arrays = jax.device_put(arrays, NamedSharding(self.mesh, PartitionSpec(self.mesh.axis_names)))
-        ready = {**arrays, "key": key, "columns": columns, "constants": self._given()}
-        # Several passes need one record, and text cannot enter compiled code.
-        if self.grpo_config.num_iterations > 1 or not all(is_numeric(value) for value in columns.values()):
+        ready = {**self._arrays(batch), "key": place(key, self.mesh), "constants": self._given()}
+        # Several passes need one record; text cannot enter compiled code; and where a callback on one device of a mesh
+        # fails, the others wait for it until the process is ended.
+        outside = self.grpo_config.num_iterations > 1 or (self.mesh is not None and self._host_rewards is not None)
+        if outside or not all(is_numeric(value) for value in ready["columns"].values()):
             return self.rollout(state.params, ready)
         return ready
+
+    def _arrays(self, batch: Batch) -> dict[str, Any]:
+        """The prompts and columns of a batch: padded, checked and placed."""
+        prompts, lengths = pad_prompts(batch, self.grpo_config, self.policy_model)
+        arrays = place_rows({"prompts": prompts, "prompt_lengths": lengths}, self.mesh)
+        columns = {name: as_column(name, value, len(lengths)) for name, value in batch.get("columns", {}).items()}
+        placed = {name: place_rows(x, self.mesh) if is_numeric(x) else x for name, x in columns.items()}
+        return {**arrays, "columns": placed}
 
     # ------------------------------------------------------------------ the seven steps
 
@@ -203,7 +227,7 @@ class GRPOTrainer(Trainer):
 
         Raises:
             RewardError: from the reward function, when it runs at once; from compiled code JAX raises its own error,
-                which `train_step` turns into it.
+                which `train_step` turns into it. On a mesh, compile it for records: see `prepare_batch`.
         """
         return self.loss_and_metrics(params, batch)[0]
 
@@ -242,10 +266,8 @@ class GRPOTrainer(Trainer):
             where needed `ref_logprobs`, `trainer_old`, `support`.
         """
         inside = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(batch.get("prompts")))
-        traced = inside or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params))
         if not inside and "constants" not in batch:
-            padded, sizes = pad_prompts(batch, self.grpo_config, self.policy_model)
-            batch = {**batch, "prompts": padded, "prompt_lengths": sizes}
+            batch = {**batch, **self._arrays(batch)}
         given = batch.get("constants", self._given())
         key = batch.get("key", jax.random.key(self.grpo_config.seed)) if key is None else key
         prompts: Any = jnp.asarray(batch["prompts"]).astype(jnp.int32)
@@ -254,6 +276,7 @@ class GRPOTrainer(Trainer):
         lengths = lengths.astype(jnp.int32)
         params = jax.lax.stop_gradient(params)
         samples, steps = self._sample(params, given, prompts, lengths, key)
+        traced = isinstance(samples.responses, jax.core.Tracer)
         rewards, valid = self._rewards(prompts, lengths, samples, batch.get("columns", {}), traced)
         return {
             **self._record(params, given, prompts, lengths, samples, rewards, valid),
@@ -356,9 +379,14 @@ class GRPOTrainer(Trainer):
             return some(rows)
         if count % size:
             raise ConfigError(f"rows_per_pass={size}: does not divide the batch's {count} responses; choose a divisor")
-        parts = jax.tree.map(lambda x: x.reshape(count // size, size, *x.shape[1:]), rows)
+        # A pass takes every (count / size)-th row, not the next ones: so it has rows of all devices.
+        parts = jax.tree.map(lambda x: x.reshape(size, count // size, *x.shape[1:]).swapaxes(0, 1), rows)
         found = jax.lax.map(jax.checkpoint(some), parts)
-        return jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), found)
+        return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(count, *x.shape[2:]), found)
+
+    def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        after, metrics = super()._step(state, batch)
+        return keep_placed(after, self.mesh, self.policy_model), metrics
 
     def _loss(self, params: Any, record: Batch) -> tuple[jax.Array, Metrics]:
         config, objective = self.grpo_config, self.grpo_config.objective

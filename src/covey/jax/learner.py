@@ -68,7 +68,7 @@ class Learner:
             optax.scale_by_adam(b1=betas[0], b2=betas[1], eps=epsilon),
             optax.add_decayed_weights(weight_decay, mask=decayed),
         )
-        self._state = place(jax.jit(self._optimizer.init)(policy.trained), policy.mesh)
+        self._state = place(jax.jit(self._optimizer.init)(policy.trained), policy.mesh, policy.transformer)
         self._gradient: Any = None
         self._score = jax.jit(self._scores_of, static_argnames=("temperature", "entropy"))
         self._grad = jax.jit(
@@ -197,7 +197,7 @@ class Learner:
         (_, (logp, metrics)), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
         if total is not None:
             gradient = jax.tree.map(jnp.add, total, gradient)
-        return keep_placed(gradient, self.policy.mesh), logp, metrics
+        return self._placed(gradient), logp, metrics
 
     def _policy_scores(
         self, trained: Any, given: Any, arrays: Arrays, objective: Objective, temperature: float
@@ -242,7 +242,7 @@ class Learner:
     def _step_of(self, trained: Any, state: Any, gradient: Any, rate: jax.Array) -> tuple[Any, Any]:
         updates, state = self._optimizer.update(gradient, state, trained)
         moved = jax.tree.map(lambda p, u, f: p - (rate * f * u).astype(p.dtype), trained, updates, self._factors)
-        return keep_placed(moved, self.policy.mesh), keep_placed(state, self.policy.mesh)
+        return self._placed(moved), self._placed(state)
 
     # ------------------------------------------------------------------ saving
 
@@ -273,6 +273,10 @@ class Learner:
         return sum(program._cache_size() for program in programs)
 
     # ------------------------------------------------------------------ parts
+
+    def _placed(self, tree: Any) -> Any:
+        """Inside compiled code: where the policy's weights lie."""
+        return keep_placed(tree, self.policy.mesh, self.policy.transformer)
 
     def _rectangles(self, batch: Batch, rows: NDArray[np.int64]) -> list[Rectangle]:
         mesh = self.policy.mesh

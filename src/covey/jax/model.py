@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from covey.errors import ConfigError
 from covey.jax.attention import Attend, KeysValues, cached, causal
+from covey.jax.linear import lora_linear
 
 Cache = tuple[KeysValues, ...]
 """Keys and values of each layer."""
@@ -148,17 +149,18 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """`[..., in] -> [..., features]`."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
-        out = x @ kernel
-        if self.use_bias:
-            out = out + self.param("bias", nn.initializers.zeros, (self.features,))
+        flat = x.reshape(-1, x.shape[-1])
         if self.lora_rank and (self.is_initializing() or self.has_variable("lora", "a")):
             a_shape, b_shape = (x.shape[-1], self.lora_rank), (self.lora_rank, self.features)
             init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
             a = self.variable("lora", "a", lambda: init(self.make_rng("params"), a_shape))
             b = self.variable("lora", "b", jnp.zeros, b_shape)
-            low = (x @ a.value) @ b.value  # in the factors' type: float32 beside bfloat16 weights
-            out = out + ((self.lora_alpha / self.lora_rank) * low).astype(out.dtype)
-        return out
+            out = lora_linear(flat, kernel, a.value, b.value, self.lora_alpha / self.lora_rank)
+        else:
+            out = flat @ kernel
+        if self.use_bias:
+            out = out + self.param("bias", nn.initializers.zeros, (self.features,))
+        return out.reshape(*x.shape[:-1], self.features)
 
 
 class Attention(nn.Module):
@@ -167,8 +169,8 @@ class Attention(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """`[N, L, hidden]` at `positions` `[N, L]`, shape kept."""
+    def __call__(self, x: jax.Array, rotation: tuple[jax.Array, jax.Array], attend: Attend) -> jax.Array:
+        """`[N, L, hidden]`, turned by the cosines and sines of its positions; shape kept."""
         c = self.config
         width = c.width_of_head
 
@@ -178,8 +180,7 @@ class Attention(nn.Module):
         q, k, v = heads("q_proj", c.num_heads), heads("k_proj", c.num_kv_heads), heads("v_proj", c.num_kv_heads)
         if c.qk_norm:
             q, k = RMSNorm(c.norm_eps, name="q_norm")(q), RMSNorm(c.norm_eps, name="k_norm")(k)
-        cos, sin = _rotation(c, positions, x.dtype)
-        mixed = attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v).reshape(*x.shape[:-1], -1)
+        mixed = attend(_rotate(q, *rotation), _rotate(k, *rotation), v).reshape(*x.shape[:-1], -1)
         return _linear(c, c.hidden_size, c.out_bias, "o_proj")(mixed)
 
 
@@ -233,6 +234,8 @@ class Transformer(nn.Module):
         x = embedding[tokens]
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        # Without the barrier the compiler would compute them again for each head of each layer.
+        rotation = jax.lax.optimization_barrier(_rotation(c, positions, x.dtype))
         written: list[KeysValues] = []
         attention, mlp = (nn.remat(Attention, static_argnums=(3,)), nn.remat(MLP)) if c.remat else (Attention, MLP)
         for index in range(c.num_layers):
@@ -241,7 +244,7 @@ class Transformer(nn.Module):
                 mix = cached(cache[index], positions, c.sliding_window, written.append)
             else:
                 mix = causal(positions, c.sliding_window) if attend is None else attend
-            x = x + attention(c, name=f"layer_{index}_attention")(before, positions, mix)
+            x = x + attention(c, name=f"layer_{index}_attention")(before, rotation, mix)
             x = x + mlp(c, name=f"layer_{index}_mlp")(RMSNorm(c.norm_eps, name=f"layer_{index}_mlp_norm")(x))
         x = RMSNorm(c.norm_eps, name="final_norm")(x)
         if columns is not None:

@@ -96,8 +96,8 @@ class Policy:
             key, one = jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
             lora = jax.jit(lambda: transformer.init(key, one)["lora"])()
         trained, frozen = ({"lora": lora}, {"params": params}) if self.uses_peft else ({"params": params}, {})
-        self.trained: dict[str, Any] = place(trained, self.mesh)
-        self.frozen: dict[str, Any] = place(frozen, self.mesh)
+        self.trained: dict[str, Any] = place(trained, self.mesh, transformer)
+        self.frozen: dict[str, Any] = place(frozen, self.mesh, transformer)
         self.reference = Reference(
             self,
             update=reference_update if needs_reference else "none",

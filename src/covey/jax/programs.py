@@ -12,7 +12,6 @@ the end, where nothing is written.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jax.sharding import Mesh
 
 from covey.jax.drawing import Draw, Manner, draw
 from covey.jax.model import Cache, Transformer
-from covey.jax.sharding import batch_sharding
+from covey.jax.sharding import batch_sharding, keep_placed
 
 
 class Decoded(NamedTuple):
@@ -58,7 +57,7 @@ class Programs:
         self.extend = jax.jit(self._extend, static_argnames=("manner",), donate_argnames=("cache",))
         self.decode = jax.jit(self._decode, static_argnames=("manner",), donate_argnames=("cache",))
         self.shrink = jax.jit(self._shrink)
-        self.merge = jax.jit(partial(merge, scale=_scale(model)), static_argnames=("dtype",))
+        self.merge = jax.jit(self._merge, static_argnames=("dtype",))
 
     @property
     def compilations(self) -> int:
@@ -190,6 +189,10 @@ class Programs:
         )
         steps, cache, _, _, _, tokens, logprobs, support = jax.lax.while_loop(goes_on, step, begin)
         return Decoded(self._placed(cache), tokens, logprobs, support if bits else None, steps)
+
+    def _merge(self, params: Any, lora: Any, *, dtype: Any) -> Any:
+        """`merge`, laid out as the weights are."""
+        return keep_placed(merge(params, lora, dtype, scale=_scale(self._model)), self._mesh, self._model)
 
     def _shrink(self, cache: Cache, slots: jax.Array) -> Cache:
         """The slots listed, in that order."""

@@ -61,6 +61,7 @@ def make_policy(
     if peft_config is not None:
         raise ConfigError("peft_config: the JAX backend makes its own adapters; set model.lora_r, lora_alpha, ...")
     try:
+        from covey.jax.compiling import keep_programs
         from covey.jax.loading import config_from_hf, params_from_tensors
         from covey.jax.meshes import make_mesh
         from covey.jax.model import LINEAR_LAYERS, Transformer
@@ -68,6 +69,7 @@ def make_policy(
         from covey.jax.saving import load_adapter, lora_from_tensors
     except ModuleNotFoundError as error:
         raise ModelError(f"model.backend='jax': {error.name} is not installed; run pip install 'covey[jax]'") from error
+    keep_programs()
     mesh = make_mesh(chosen.mesh, chosen.device)
     narrow = chosen.dtype == "bfloat16" and chosen.use_peft
     loaded = load_model(
