@@ -18,6 +18,29 @@ from typing import Any
 
 from workloads import MODEL_SETTINGS, WORKLOADS, Reward, Workload
 
+_PARTS = ("sampling", "update")
+_COMPILING: list[float] = []
+
+
+def compiled() -> dict[str, float]:
+    """Seconds that JAX has spent on programs since the last call; nothing where it does not run."""
+    if "jax" not in sys.modules:
+        return {}
+    seconds = sum(_COMPILING)
+    _COMPILING.clear()
+    return {"compile_seconds": seconds}
+
+
+def watch_compiling() -> None:
+    """Add up what JAX says it spends on tracing, lowering and compiling."""
+    import jax
+
+    def heard(event: str, seconds: float, **kwargs: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            _COMPILING.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
+
 
 class TakeTurns:
     """A callback for either trainer: waits for a line, lets one step run, reports it."""
@@ -37,7 +60,10 @@ class TakeTurns:
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         seconds = time.perf_counter() - self._began
         tokens, self._reward.completion_tokens = self._reward.completion_tokens, 0
-        self._wait({"seconds": seconds, "peak_rss": peak_rss(), "completion_tokens": tokens})
+        report = {"seconds": seconds, "peak_rss": peak_rss(), "completion_tokens": tokens}
+        history = getattr(args[1] if len(args) > 1 else kwargs.get("state"), "log_history", None) or [{}]
+        report |= {name: history[-1][f"time/{name}"] for name in _PARTS if f"time/{name}" in history[-1]}
+        self._wait(report | compiled())
 
     def _wait(self, message: dict[str, Any]) -> None:
         print(json.dumps(message), file=self._out, flush=True)
@@ -82,6 +108,9 @@ def run_covey(
 
     settings = shared_settings(workload, args.steps, args.folder)
     settings |= {"model": args.model, "prompts_per_step": workload.num_prompts, "shuffle": False, "dtype": "float32"}
+    if args.library == "covey-jax":
+        watch_compiling()
+        settings["backend"] = "jax"
     settings |= {"eval_steps": 0, "save_steps": 0, **MODEL_SETTINGS, **json.loads(args.settings)}
     config = GRPOConfig(**settings)
     GRPOTrainer(reward_funcs=reward, args=config, train_dataset=rows, callbacks=[TakeTurns(reward, out)]).train()
@@ -126,7 +155,7 @@ def run_trl(args: argparse.Namespace, workload: Workload, rows: list[dict[str, s
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("library", choices=("covey", "trl"))
+    parser.add_argument("library", choices=("covey", "covey-jax", "trl"))
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--model", required=True, help="folder of the model, in transformers' format")
     parser.add_argument("--prompts", required=True, help="JSON list of prompts")
@@ -141,7 +170,7 @@ def main() -> None:
     workload = WORKLOADS[args.workload]
     texts = json.loads(Path(args.prompts).read_text())
     rows = [{"prompt": text} for text in texts]
-    (run_covey if args.library == "covey" else run_trl)(args, workload, rows, Reward(workload.tied, texts), out)
+    (run_trl if args.library == "trl" else run_covey)(args, workload, rows, Reward(workload.tied, texts), out)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from covey.jax import GRPOTrainer, ModelConfig, TrainState, Transformer
 from covey.jax.loading import config_from_hf, params_from_tensors
 from covey.jax.policy import Policy
 from covey.jax.saving import adapter_tensors, lora_from_tensors
+from covey.jax.stacked import unstack
 
 VOCAB = 7
 END = 1
@@ -101,6 +102,8 @@ def like_pytorch(policy: Any, **options: Any) -> Policy:
 
 def torch_names(lora: Any) -> dict[str, np.ndarray[Any, Any]]:
     """LoRA factors, or their gradients, under the names of PyTorch's parameters."""
+    if "layers" in lora:
+        lora = unstack(lora, len(jax.tree.leaves(lora)[0]))
     rank = next(leaf for path, leaf in jax.tree.leaves_with_path(lora) if path[-1].key == "a").shape[1]
     layers = len({path[0].key for path, _ in jax.tree.leaves_with_path(lora) if "attention" in path[0].key})
     shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "num_kv_heads": 2}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, ModelError
+from covey.jax.stacked import unstack
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
 
@@ -25,9 +30,10 @@ def share_of_letters(completions: list[str], **columns: Any) -> list[float]:
     return [sum(c.isalpha() for c in text) / 8 for text in completions]
 
 
-def build(settings: dict[str, Any], **changes: Any) -> GRPOTrainer:
+def build(settings: dict[str, Any], callbacks: Sequence[Any] = (), **changes: Any) -> GRPOTrainer:
     config = GRPOConfig(**(settings | {"backend": "jax"} | changes))
-    return GRPOTrainer(reward_funcs=share_of_letters, args=config, train_dataset=ROWS, eval_dataset=ROWS[:2])
+    data: dict[str, Any] = {"train_dataset": ROWS, "eval_dataset": ROWS[:2]}
+    return GRPOTrainer(reward_funcs=share_of_letters, args=config, callbacks=callbacks, **data)
 
 
 def steps_of(folder: str | Path) -> list[dict[str, Any]]:
@@ -53,11 +59,21 @@ def test_a_run_has_the_numbers_that_it_has_in_pytorch(settings: dict[str, Any], 
 
 
 def test_it_learns_with_an_adapter_that_peft_reads(settings: dict[str, Any]) -> None:
-    trainer = build(settings, max_steps=15, num_generations=8, beta=0.0, learning_rate=0.03)
+    compiled: list[int] = []
+
+    class Count:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            parts: tuple[Any, ...] = (trainer.engine, trainer.learner)
+            compiled.append(sum(part.compilations for part in parts))
+
+    trainer = build(settings, [Count()], max_steps=15, num_generations=8, beta=0.0, learning_rate=0.03)
     trainer.train()
     steps = steps_of(settings["output_dir"])
     late, early = (np.mean([record["reward"] for record in part]) for part in (steps[-4:], steps[:4]))
     assert late > early + 0.1
+    lengths = {round(record["completions/mean_length"], 3) for record in steps[8:]}
+    assert len(lengths) > 3
+    assert compiled[7] == compiled[-1] > 0  # what varies later has shapes that were met before
     assert max(record.get("sampling/sampling_logp_difference/max", 0.0) for record in steps) < 1e-4
     for record in steps:
         assert [name for name in record if describe_metric(name) is None] == []
@@ -67,7 +83,8 @@ def test_it_learns_with_an_adapter_that_peft_reads(settings: dict[str, Any]) -> 
     with torch.no_grad():
         theirs = read(ids).logits.numpy()
     policy: Any = trainer.policy
-    np.testing.assert_allclose(policy.transformer.apply(policy.variables, ids.numpy()), theirs, atol=2e-4)
+    variables = {name: unstack(tree, 2) for name, tree in policy.variables.items()}
+    np.testing.assert_allclose(policy.transformer.apply(variables, ids.numpy()), theirs, atol=2e-4)
     again = build(settings, adapter=str(folder.adapter), output_dir=settings["output_dir"] + "-again")
     assert again.evaluate()["eval/reward"] == pytest.approx(trainer.evaluate()["eval/reward"])
 
@@ -138,6 +155,25 @@ def test_agents_act_as_they_do_in_pytorch(settings: dict[str, Any], tmp_path: Pa
         for name in ("reward", "loss", "grad_norm", "agent/turns"):
             assert ours[name] == pytest.approx(theirs[name], rel=5e-3, abs=1e-5), name
     said = [[row["completion"] for row in RunFolder.read(run).read_completions(2)] for run in runs]
+    assert said[0] == said[1]
+
+
+def test_a_mesh_changes_nothing_but_where_it_runs(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Two parts of the completions times two of the weights, on forced host devices, against one device."""
+    recipe = tmp_path / "recipe.toml"
+    changes = {"backend": "jax", "task": "arithmetic:num_eval=4", "max_steps": 2, "use_peft": False, "beta": 0.1}
+    recipe.write_text(GRPOConfig(**(settings | changes)).to_toml())
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "HF_HUB_OFFLINE": "1"}
+    runs = {"one": "data=1", "four": "data=2,tensor=2"}
+    for name, mesh in runs.items():
+        command = [sys.executable, "-m", "covey", "train", str(recipe), f"model.mesh={mesh}"]
+        command += [f"run.output_dir={tmp_path / name}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    for one, four in zip(*(steps_of(tmp_path / name) for name in runs), strict=True):
+        for metric in ("reward", "loss", "kl", "grad_norm", "num_tokens"):
+            assert four[metric] == pytest.approx(one[metric], rel=1e-3, abs=1e-6), metric
+    said = [[row["completion"] for row in RunFolder.read(tmp_path / name).read_completions(2)] for name in runs]
     assert said[0] == said[1]
 
 

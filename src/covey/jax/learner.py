@@ -26,12 +26,15 @@ from covey.algorithms import (
 )
 from covey.jax.packing import Rectangle, pack_rectangles
 from covey.jax.policy import Policy, from_names, named_leaves, to_names
-from covey.jax.scoring import Scores, hidden_states, output_head, score
+from covey.jax.scoring import Scores, output_head, predicting_states, score
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
 from covey.rollout.learning import Correction, FloatNT, Gradients
 from covey.types import Batch
 
 Arrays = dict[str, Any]
+
+_MATRICES = ("kernel", "a", "b", "embedding", "head")
+"""What weight decay acts on; norms and biases get none."""
 
 
 class Learner:
@@ -61,7 +64,7 @@ class Learner:
             names = named_leaves(policy.trained)
             return jax.tree.unflatten(jax.tree.structure(policy.trained), [value(n, x) for n, x in names.items()])
 
-        decayed = per_leaf(lambda name, leaf: leaf.ndim > 1)
+        decayed = per_leaf(lambda name, leaf: name.rsplit("/")[-1] in _MATRICES)
         self._factors = per_leaf(lambda name, leaf: embeddings if name in ("params/embedding", "params/head") else 1.0)
         self._optimizer = optax.chain(
             optax.clip_by_global_norm(max_grad_norm) if max_grad_norm > 0 else optax.identity(),
@@ -103,9 +106,9 @@ class Learner:
     def _scores_of(
         self, variables: Any, arrays: Arrays, *, temperature: float, entropy: bool
     ) -> tuple[jax.Array, jax.Array | None]:
-        model = self.policy.transformer
-        hidden = hidden_states(model, variables, arrays)
-        head = output_head(model, variables["params"])
+        config = self.policy.transformer.config
+        hidden = predicting_states(config, variables, arrays)
+        head = output_head(config, variables["params"])
         found = score(hidden, head, arrays["targets"], temperature, support=arrays.get("support"))
         return found.logp, found.entropy if entropy else None
 
@@ -202,15 +205,15 @@ class Learner:
     def _policy_scores(
         self, trained: Any, given: Any, arrays: Arrays, objective: Objective, temperature: float
     ) -> Scores:
-        model = self.policy.transformer
+        config = self.policy.transformer.config
         variables = {**given["frozen"], **trained}
         other = None
         if "reference" in given:
             unchanged = jax.lax.stop_gradient(given["reference"])
-            other = (hidden_states(model, unchanged, arrays), output_head(model, unchanged["params"]))
+            other = (predicting_states(config, unchanged, arrays), output_head(config, unchanged["params"]))
         return score(
-            hidden_states(model, variables, arrays),
-            output_head(model, variables["params"]),
+            predicting_states(config, variables, arrays),
+            output_head(config, variables["params"]),
             arrays["targets"],
             temperature,
             support=arrays.get("support"),

@@ -211,8 +211,6 @@ class Transformer(nn.Module):
         positions: jax.Array | None = None,
         cache: Cache | None = None,
         columns: jax.Array | None = None,
-        attend: Attend | None = None,
-        head: bool = True,
     ) -> Any:
         """Logits of the next token.
 
@@ -223,8 +221,6 @@ class Transformer(nn.Module):
                 before them.
             columns: `[N, T]` the columns of `tokens` whose logits are wanted; None = all. The output head is the
                 largest layer of a small model: it runs on no others.
-            attend: who sees whom, from `covey.jax.attention`; None = the earlier tokens of the row.
-            head: False returns what the output head would read, `[..., hidden]`.
 
         Returns:
             `[N, L, V]` or `[N, T, V]` logits; with a cache `(logits, cache)`.
@@ -234,8 +230,7 @@ class Transformer(nn.Module):
         x = embedding[tokens]
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        # Without the barrier the compiler would compute them again for each head of each layer.
-        rotation = jax.lax.optimization_barrier(_rotation(c, positions, x.dtype))
+        rotation = rotation_of(c, positions, x.dtype)
         written: list[KeysValues] = []
         attention, mlp = (nn.remat(Attention, static_argnums=(3,)), nn.remat(MLP)) if c.remat else (Attention, MLP)
         for index in range(c.num_layers):
@@ -243,17 +238,17 @@ class Transformer(nn.Module):
             if cache is not None:
                 mix = cached(cache[index], positions, c.sliding_window, written.append)
             else:
-                mix = causal(positions, c.sliding_window) if attend is None else attend
+                mix = causal(positions, c.sliding_window)
             x = x + attention(c, name=f"layer_{index}_attention")(before, rotation, mix)
             x = x + mlp(c, name=f"layer_{index}_mlp")(RMSNorm(c.norm_eps, name=f"layer_{index}_mlp_norm")(x))
         x = RMSNorm(c.norm_eps, name="final_norm")(x)
         if columns is not None:
             x = jnp.take_along_axis(x, columns[:, :, None], axis=1)
-        if not c.tie_embeddings:
-            out = self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
-        if head:
-            x = x @ (embedding.T if c.tie_embeddings else out)
-        return x if cache is None else (x, tuple(written))
+        if c.tie_embeddings:
+            logits = x @ embedding.T
+        else:
+            logits = x @ self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
+        return logits if cache is None else (logits, tuple(written))
 
     def init_cache(self, rows: int, length: int, dtype: Any = jnp.float32) -> Cache:
         """An empty cache for `rows` sequences of up to `length` tokens."""
@@ -270,8 +265,11 @@ def _linear(config: ModelConfig, features: int, bias: bool, name: str) -> Linear
     return Linear(features, bias, rank, config.lora_alpha, name=name)
 
 
-def _rotation(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines `[N, L, 1, head_dim / 2]`."""
+def rotation_of(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines `[N, L, 1, head_dim / 2]`.
+
+    They are behind a barrier: the compiler would compute them again for each head of each layer.
+    """
     width = config.width_of_head
     wide = jnp.promote_types(dtype, jnp.float32)
     inverse = config.rope_theta ** (-jnp.arange(0, width, 2, dtype=wide) / width)
@@ -286,7 +284,9 @@ def _rotation(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[ja
         keep = jnp.clip(keep, 0, 1)
         inverse = keep * inverse + (1 - keep) * inverse / scaling.factor
     angles = positions[:, :, None, None].astype(wide) * inverse
-    return jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype)
+    found = (jnp.cos(angles).astype(dtype), jnp.sin(angles).astype(dtype))
+    barrier: tuple[jax.Array, jax.Array] = jax.lax.optimization_barrier(found)
+    return barrier
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

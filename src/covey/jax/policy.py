@@ -15,10 +15,11 @@ from covey.errors import ModelError
 from covey.jax.model import Transformer
 from covey.jax.saving import save_adapter, save_model
 from covey.jax.sharding import check_mesh, place
+from covey.jax.stacked import stack, unstack
 
 
 class Weights(NamedTuple):
-    """A model and what it is applied with."""
+    """A model and its parameters, and LoRA factors or none, stacked (`covey.jax.stacked`) or not."""
 
     model: Transformer
     variables: Any
@@ -29,7 +30,7 @@ class Policy:
 
     Attributes:
         transformer: the module.
-        trained: what is trained: `{"lora": ...}`, or `{"params": ...}`.
+        trained: what is trained: `{"lora": ...}`, or `{"params": ...}`, stacked (`covey.jax.stacked`).
         frozen: what is not: `{"params": ...}` with LoRA, nothing else.
         tokenizer: its tokenizer.
         eos_token_ids: ids that end a completion.
@@ -95,7 +96,11 @@ class Policy:
         if fresh:
             key, one = jax.random.key(seed), jnp.zeros((1, 1), jnp.int32)
             lora = jax.jit(lambda: transformer.init(key, one)["lora"])()
-        trained, frozen = ({"lora": lora}, {"params": params}) if self.uses_peft else ({"params": params}, {})
+        layers = transformer.config.num_layers
+        params = stack(params, layers)
+        trained, frozen = (
+            ({"lora": stack(lora, layers)}, {"params": params}) if self.uses_peft else ({"params": params}, {})
+        )
         self.trained: dict[str, Any] = place(trained, self.mesh, transformer)
         self.frozen: dict[str, Any] = place(frozen, self.mesh, transformer)
         self.reference = Reference(
@@ -108,7 +113,7 @@ class Policy:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the module is applied with."""
+        """Parameters, and LoRA factors if there are any."""
         return {**self.frozen, **self.trained}
 
     @property
@@ -133,9 +138,9 @@ class Policy:
         """Write the adapter in PEFT's format, or the whole model in Hugging Face's, with the tokenizer."""
         config = self.transformer.config
         if self.uses_peft:
-            save_adapter(path, config, self.trained["lora"], base_model=self.source)
+            save_adapter(path, config, unstack(self.trained["lora"], config.num_layers), base_model=self.source)
         else:
-            save_model(path, config, self.trained["params"], self._hf_config)
+            save_model(path, config, unstack(self.trained["params"], config.num_layers), self._hf_config)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(path))
 

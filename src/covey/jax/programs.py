@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from covey.jax.drawing import Draw, Manner, draw
 from covey.jax.model import Cache, Transformer
 from covey.jax.sharding import batch_sharding, keep_placed
+from covey.jax.stacked import unstack
 
 
 class Decoded(NamedTuple):
@@ -192,7 +193,8 @@ class Programs:
 
     def _merge(self, params: Any, lora: Any, *, dtype: Any) -> Any:
         """`merge`, laid out as the weights are."""
-        return keep_placed(merge(params, lora, dtype, scale=_scale(self._model)), self._mesh, self._model)
+        merged = unstack(merge(params, lora, dtype, scale=_scale(self._model)), self._model.config.num_layers)
+        return keep_placed(merged, self._mesh, self._model)
 
     def _shrink(self, cache: Cache, slots: jax.Array) -> Cache:
         """The slots listed, in that order."""

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from covey.algorithms import exact_kl, exact_weighted_kl, restrict_to_support
 from covey.jax.attention import shared_prefix
+from covey.jax.model import ModelConfig
+from covey.jax.stacked import hidden_states
 
 VOCABULARY_KL = {"exact": exact_kl, "exact_weighted": exact_weighted_kl}
 _LOGITS = 1 << 23
@@ -24,7 +26,7 @@ class Scores(NamedTuple):
     kl: jax.Array | None
 
 
-def hidden_states(model: Any, variables: Any, rectangle: Mapping[str, jax.Array]) -> jax.Array:
+def predicting_states(config: ModelConfig, variables: Any, rectangle: Mapping[str, jax.Array]) -> jax.Array:
     """`[R, L + 1, d]`: what the output head reads to predict each target of a `covey.jax.packing.Rectangle`."""
     prefixes, lengths, inputs = rectangle["prefixes"], rectangle["prefix_lengths"], rectangle["inputs"]
     blocks, width = prefixes.shape
@@ -32,15 +34,15 @@ def hidden_states(model: Any, variables: Any, rectangle: Mapping[str, jax.Array]
     tokens = jnp.concatenate([prefixes, inputs.reshape(blocks, -1)], axis=1)
     after = lengths[:, None] + jnp.tile(jnp.arange(own), rows)
     before = jnp.broadcast_to(jnp.arange(width), (blocks, width))
-    attend = shared_prefix(lengths, width, rows, model.config.sliding_window)
-    x = model.apply(variables, tokens, positions=jnp.concatenate([before, after], axis=1), attend=attend, head=False)
+    attend = shared_prefix(lengths, width, rows, config.sliding_window)
+    x = hidden_states(config, variables, tokens, jnp.concatenate([before, after], axis=1), attend)
     last = jnp.repeat(x[jnp.arange(blocks), lengths - 1], rows, axis=0)[:, None]
     return jnp.concatenate([last, x[:, width:].reshape(blocks * rows, own, x.shape[2])], axis=1)
 
 
-def output_head(model: Any, params: Mapping[str, Any]) -> jax.Array:
+def output_head(config: ModelConfig, params: Mapping[str, Any]) -> jax.Array:
     """`[d, V]`."""
-    return params["embedding"].T if model.config.tie_embeddings else params["head"]
+    return params["embedding"].T if config.tie_embeddings else params["head"]
 
 
 def score(

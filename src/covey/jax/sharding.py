@@ -7,6 +7,7 @@
     q, k, v, gate, up      kernel [in, out | split]     bias [out | split]     LoRA a copied, b [r, out | split]
     o, down                kernel [in | split, out]     bias copied            LoRA a [in | split, r], b copied
     embedding, head        split on the vocabulary
+    stacked layers         the same, behind the axis that counts them
 
 A product with a kernel split on its outputs, then one with a kernel split on its inputs, needs a single sum over the
 devices (Megatron-LM, Shoeybi et al. 2019). The compiler puts it there: placement changes no result beyond rounding.
@@ -26,6 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from covey.errors import ConfigError
 
 DATA, TENSOR = "data", "tensor"
+LAYERS = "layers"
 
 # Name of an array -> (number of its dimensions, the one that is split).
 _Rules = dict[str, tuple[int, int]]
@@ -109,6 +111,8 @@ def _spec(names: list[str], shape: tuple[int, ...], mesh: Mesh, heads: int) -> P
     parts = _size(mesh, TENSOR)
     layer = names[-2] if len(names) > 1 else ""
     dimensions, split = (_LAYERS.get(layer, {}) | _VOCABULARY).get(names[-1] if names else "", (0, 0))
+    if dimensions and LAYERS in names:
+        dimensions, split = dimensions + 1, split + 1
     if parts == 1 or not dimensions or len(shape) != dimensions or shape[split] % parts:
         return PartitionSpec()
     if layer in ("k_proj", "v_proj") and heads % parts:
