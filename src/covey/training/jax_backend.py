@@ -7,6 +7,7 @@ imported unless `model.backend` is `jax`.
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -130,23 +131,13 @@ def make_engine(config: GRPOConfig, policy: TrainedPolicy) -> Engine:
     )
 
 
-def make_learner(config: GRPOConfig, policy: TrainedPolicy) -> Learner:
-    """The learner with AdamW as configured."""
+def make_learner(policy: TrainedPolicy, options: Mapping[str, Any]) -> Learner:
+    """The learner; its options are those of the PyTorch one."""
     from covey.jax.learner import Learner
     from covey.jax.policy import Policy
 
     assert isinstance(policy, Policy)
-    optim = config.optim
-    return Learner(
-        policy,
-        learning_rate=optim.learning_rate,
-        embedding_lr=optim.embedding_lr,
-        weight_decay=optim.weight_decay,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        epsilon=optim.adam_epsilon,
-        max_grad_norm=optim.max_grad_norm,
-        tokens_per_micro_batch=optim.tokens_per_micro_batch,
-    )
+    return Learner(policy, **options)
 
 
 def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray[Any, Any]]:

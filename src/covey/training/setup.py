@@ -232,23 +232,23 @@ def connect(config: GRPOConfig) -> RemoteEngine:
 
 def make_learner(config: GRPOConfig, policy: TrainedPolicy) -> Learner:
     """The learner with AdamW as configured."""
+    optim = config.optim
+    options: dict[str, Any] = {
+        "learning_rate": optim.learning_rate,
+        "embedding_lr": optim.embedding_lr,
+        "weight_decay": optim.weight_decay,
+        "betas": (optim.adam_beta1, optim.adam_beta2),
+        "epsilon": optim.adam_epsilon,
+        "max_grad_norm": optim.max_grad_norm,
+        "tokens_per_micro_batch": optim.tokens_per_micro_batch,
+    }
     if config.model.backend == "jax":
         from covey.training import jax_backend
 
-        return jax_backend.make_learner(config, policy)
+        return jax_backend.make_learner(policy, options)
     assert isinstance(policy, Policy)
-    optim = config.optim
-    return TorchLearner(
-        policy,
-        learning_rate=optim.learning_rate,
-        embedding_lr=optim.embedding_lr,
-        weight_decay=optim.weight_decay,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        epsilon=optim.adam_epsilon,
-        max_grad_norm=optim.max_grad_norm,
-        tokens_per_micro_batch=optim.tokens_per_micro_batch,
-        side_by_side=config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server,
-    )
+    beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
+    return TorchLearner(policy, side_by_side=beside, **options)
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
