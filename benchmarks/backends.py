@@ -56,7 +56,7 @@ def main() -> None:
             for step in range(args.steps + 2):
                 for name, worker in (("covey", torch_worker), ("covey-jax", jax_worker)):
                     report = worker.step()
-                    say(f"  {name} {step}: {({part: round(report.get(part, 0.0), 2) for part in PARTS})}")
+                    say(f"  {name} {step}: { ({part: round(report.get(part, 0.0), 2) for part in PARTS}) }")
                     found[name].append(report)
     # the first step of each warms up; what JAX compiled in it still counts as compile time
     rows = {name: rates(steps[1:]) for name, steps in found.items()}

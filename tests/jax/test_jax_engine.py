@@ -12,6 +12,7 @@ from learner_cases import make_learner
 from tiny_models import tiny_tokenizer
 
 from covey.errors import GenerationError
+from covey.jax.drawing import invert
 from covey.jax.engine import Engine
 from covey.pytorch.engine import Engine as TorchEngine
 from covey.types import Completion, Request, SamplingSettings
@@ -77,6 +78,22 @@ def test_the_same_tokens_are_kept(engines: tuple[TorchEngine, Engine], change: d
             assert token in mine.support.ids[mine.support.offsets[t] : mine.support.offsets[t + 1]]
         if mine.token_ids[0] == other.token_ids[0]:
             assert mine.logprobs[0] == pytest.approx(other.logprobs[0], abs=2e-5)
+
+
+def test_a_token_of_mass_zero_is_never_drawn() -> None:
+    """Sparse masses over several blocks, at numbers on and beside every edge of the distribution."""
+    rng = np.random.default_rng(0)
+    mass = np.where(rng.random((64, 1000)) < 0.01, rng.random((64, 1000)), 0).astype(np.float32)
+    mass[:, 700] += 1e-3
+    edges = np.cumsum(mass, axis=1) / mass.sum(axis=1, keepdims=True)
+    for place in range(0, 1000, 37):
+        for shift in (-1e-7, 0.0, 1e-7):
+            u = np.clip(edges[:, place] + shift, 0, 1 - 2.0**-24).astype(np.float32)
+            tokens = np.asarray(invert(mass, u))
+            assert (mass[np.arange(64), tokens] > 0).all()
+    u = rng.random(64).astype(np.float32)
+    expected = (edges <= u[:, None]).sum(axis=1)
+    assert (np.asarray(invert(mass, u)) == expected).mean() > 0.95
 
 
 def test_a_completion_does_not_depend_on_its_company(engines: tuple[TorchEngine, Engine]) -> None:

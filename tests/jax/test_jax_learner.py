@@ -57,7 +57,7 @@ def test_losses(loss_type: str) -> None:
     equal(*both(make_batch(), loss_type, beta=0.1, entropy_coef=0.01))
 
 
-@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3_unbiased", "exact", "exact_weighted"])
+@pytest.mark.parametrize("kl_estimator", ["k1", "k3_unbiased", "exact_weighted"])
 def test_every_divergence(kl_estimator: str) -> None:
     equal(*both(make_batch(), "dapo", beta=0.1, kl_estimator=kl_estimator))
 

@@ -66,7 +66,9 @@ def test_it_learns_with_an_adapter_that_peft_reads(settings: dict[str, Any]) -> 
             parts: tuple[Any, ...] = (trainer.engine, trainer.learner)
             compiled.append(sum(part.compilations for part in parts))
 
-    trainer = build(settings, [Count()], max_steps=15, num_generations=8, beta=0.0, learning_rate=0.03)
+    trainer = build(
+        settings, [Count()], max_steps=15, num_generations=8, beta=0.0, learning_rate=0.03, max_completion_length=20
+    )
     trainer.train()
     steps = steps_of(settings["output_dir"])
     late, early = (np.mean([record["reward"] for record in part]) for part in (steps[-4:], steps[:4]))

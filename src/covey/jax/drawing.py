@@ -72,7 +72,10 @@ def draw(logits: jax.Array, u: jax.Array, manner: Manner, allowed: jax.Array | N
     limited = logp if support is None else jnp.where(support, logp, -jnp.inf)
     tokens = jnp.argmax(limited, axis=-1) if greedy else invert(jnp.exp(limited), u)
     told = limited if support is None or not manner.keep_support else restrict_to_support(logp, support)
-    chosen = jnp.take_along_axis(told, tokens[:, None], axis=1)[:, 0]
+    at = tokens[:, None]
+    chosen = jnp.take_along_axis(told, at, axis=1)[:, 0]
+    # A token at the very edge of what min_p keeps may be kept in one copy of the comparison and not in the other.
+    chosen = jnp.where(chosen == -jnp.inf, jnp.take_along_axis(logp, at, axis=1)[:, 0], chosen)
     bits = jnp.packbits(support, axis=-1) if manner.records_support and support is not None else None
     return Draw(tokens.astype(jnp.int32), chosen, bits)
 
@@ -87,7 +90,8 @@ def invert(mass: jax.Array, u: jax.Array) -> jax.Array:
     block = _first_above(running, target)
     before = jnp.where(block > 0, jnp.take_along_axis(running, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
     inside = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=-1)
-    return block * _BLOCK + _first_above(inside, target - before)
+    # Never below 0: `running` may be computed twice, rounded in two ways, and a token of mass 0 may come first.
+    return block * _BLOCK + _first_above(inside, jnp.maximum(target - before, 0.0))
 
 
 def _first_above(running: jax.Array, target: jax.Array) -> jax.Array:
@@ -104,19 +108,22 @@ def log_probabilities(logits: jax.Array, temperature: float) -> jax.Array:
 
 
 def kept(logp: jax.Array, cuts: Cuts) -> jax.Array | None:
-    """`[R, V]` True where top-k, then top-p, then min-p let a token be drawn; None where nothing is cut."""
-    support = None
+    """`[R, V]` True where top-k, then top-p, then min-p let a token be drawn; None where nothing is cut.
+
+    Tokens are kept by their rank, not by comparing values with a threshold that is one of them: compiled code may
+    compute a value twice, rounded in two ways.
+    """
     size = logp.shape[-1]
-    if 0 < cuts.top_k < size:
-        support = logp >= jax.lax.top_k(logp, cuts.top_k)[0][:, -1:]
-    if cuts.top_p < 1:
-        limited = logp if support is None else restrict_to_support(logp, support)
-        ordered = -jnp.sort(-limited, axis=-1)
-        probabilities = jnp.exp(ordered)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
-        last = jnp.sum(before < cuts.top_p, axis=-1, keepdims=True) - 1
-        within = limited >= jnp.take_along_axis(ordered, last, axis=-1)
-        support = within if support is None else support & within
+    count = cuts.top_k if 0 < cuts.top_k < size else size
+    support = None
+    if cuts.top_p < 1 or count < size:
+        ordered, ids = jax.lax.top_k(logp, size if cuts.top_p < 1 else count)
+        keep = jnp.broadcast_to(jnp.arange(ordered.shape[-1]) < count, ordered.shape)
+        if cuts.top_p < 1:
+            probabilities = jax.nn.softmax(jnp.where(keep, ordered, -jnp.inf), axis=-1)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
+            keep &= (before < cuts.top_p) | (jnp.arange(ordered.shape[-1]) == 0)
+        support = jnp.zeros(logp.shape, bool).at[jnp.arange(logp.shape[0])[:, None], ids].set(keep)
     if cuts.min_p > 0:
         likely = logp >= jnp.max(logp, axis=-1, keepdims=True) + jnp.log(cuts.min_p)
         support = likely if support is None else support & likely
