@@ -118,6 +118,17 @@ def test_shrinking_to_those_that_go_on(engines: tuple[TorchEngine, Engine]) -> N
     assert min(lengths) < 5 < max(lengths)
 
 
+def test_long_prompts_run_in_chunks() -> None:
+    """Prompts of up to three chunks, and of exactly one, beside short ones."""
+    policy = make_learner().policy
+    theirs, ours = TorchEngine(policy.model, policy.tokenizer), Engine(like_pytorch(policy).model)
+    rng = np.random.default_rng(5)
+    asked = [Request(rng.integers(4, 97, size=length), (3, i)) for i, length in enumerate((150, 64, 3, 65, 128, 7))]
+    same(ours(asked, SETTINGS, policy_version=0), theirs(asked, SETTINGS, policy_version=0))
+    ours.expect(300)  # more than three chunks, of which some hold nothing
+    same(ours(asked, SETTINGS, policy_version=0), theirs(asked, SETTINGS, policy_version=0))
+
+
 def test_choices_are_the_only_way(engines: tuple[TorchEngine, Engine]) -> None:
     theirs, ours = engines
     choices = ((10, 11, 12, 2), (10, 11, 13, 2), (20, 2), (21, 22, 2))
@@ -129,10 +140,10 @@ def test_choices_are_the_only_way(engines: tuple[TorchEngine, Engine]) -> None:
 
 def test_conversations(engines: tuple[TorchEngine, Engine]) -> None:
     """Three turns, continued in another order than begun, with and without choices."""
-    said = [np.array([30, 31, 32]), np.array([33])]
+    said = [np.arange(30, 65), np.array([33])]
     results = []
     for engine in engines:
-        options: dict[str, Any] = {"rows": 4, "own_tokens": 45, "prompt_lengths": [10] * 4}
+        options: dict[str, Any] = {"rows": 4, "own_tokens": 85, "prompt_lengths": [10] * 4}
         session = engine.session(replace(SETTINGS, max_tokens=6), policy_version=0, **options)
         rows = [session.start(request, keep=True) for request in requests(4, seed=4)]
         turns: list[list[Completion]] = [[] for _ in rows]

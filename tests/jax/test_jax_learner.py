@@ -75,7 +75,7 @@ def test_agents_correction_and_kept_supports() -> None:
     equal(*both(replace(batch, episodes=tuple(map(with_support, batch.episodes))), "grpo", beta=0.1))
 
 
-def test_the_cut_into_rectangles_changes_nothing() -> None:
+def test_the_cut_into_micro_batches_changes_nothing() -> None:
     batch, policy = make_batch(agents=True), like_pytorch(make_learner().policy)
     found = []
     for budget in (16, 64, 10_000):
@@ -85,9 +85,9 @@ def test_the_cut_into_rectangles_changes_nothing() -> None:
         )
         found.append((run.logp, torch_names(learner._gradient["lora"])))
     for logp, gradient in found[1:]:
-        np.testing.assert_allclose(logp, found[0][0], atol=2e-6)
+        np.testing.assert_allclose(logp, found[0][0], atol=1e-5)
         for name, value in gradient.items():
-            np.testing.assert_allclose(value, found[0][1][name], rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(value, found[0][1][name], rtol=1e-4, atol=1e-6)
 
 
 def test_steps_of_adamw_are_those_of_pytorch() -> None:

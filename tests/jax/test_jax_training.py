@@ -79,7 +79,8 @@ def test_it_learns_with_an_adapter_that_peft_reads(settings: dict[str, Any]) -> 
     assert again.evaluate()["eval/reward"] == pytest.approx(trainer.evaluate()["eval/reward"])
 
 
-def test_lengths_that_vary_share_few_programs(settings: dict[str, Any]) -> None:
+def count_programs(settings: dict[str, Any], **changes: Any) -> list[int]:
+    """Programs compiled by engine and learner after each step."""
     compiled: list[int] = []
 
     class Count:
@@ -87,12 +88,28 @@ def test_lengths_that_vary_share_few_programs(settings: dict[str, Any]) -> None:
             parts: tuple[Any, ...] = (trainer.engine, trainer.learner)
             compiled.append(sum(part.compilations for part in parts))
 
-    trainer = build(settings, [Count()], max_steps=14, beta=0.0, learning_rate=1e-6, max_completion_length=20)
+    if "world" in changes:
+        trainer = GRPOTrainer(args=GRPOConfig(**(settings | {"backend": "jax"} | changes)), callbacks=[Count()])
+    else:
+        trainer = build(settings, [Count()], **changes)
     trainer.train()
-    lengths = {round(record["completions/mean_length"], 3) for record in steps_of(settings["output_dir"])[8:]}
-    assert len(lengths) > 3
-    assert 0 < compiled[-1] <= 16  # engine and learner together; each step has lengths of its own
-    assert compiled.count(compiled[-1]) > 1
+    return compiled
+
+
+def test_nothing_is_compiled_after_the_first_step(settings: dict[str, Any]) -> None:
+    """Prompts and completions of many lengths, most completions over before the others, a reference and evaluations."""
+    changes = {"max_steps": 14, "beta": 0.1, "learning_rate": 1e-6, "max_completion_length": 40, "eval_steps": 4}
+    compiled = count_programs(settings, num_generations=8, prompts_per_step=2, **changes)
+    steps = steps_of(settings["output_dir"])
+    assert len({round(record["completions/mean_length"], 3) for record in steps}) > 8
+    assert 0 < compiled[0] == compiled[-1]
+
+
+def test_agents_share_few_programs(settings: dict[str, Any]) -> None:
+    """Lengths of episodes are not known before they are played, but for the limit of the conversation."""
+    played: dict[str, Any] = {"world": "house:rooms=2,num_train=6,num_eval=3", "max_conversation_tokens": 600}
+    compiled = count_programs(settings, max_steps=6, action_format="choice", max_completion_length=16, **played)
+    assert compiled[2] == compiled[-1]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.rollout.packing import Block, Pack, pack_episodes
+from covey.rollout.packing import Block, Pack, fill_packs, pack_episodes
 from covey.types import Episode, Support
 
 
@@ -164,9 +164,35 @@ def batches(draw: st.DrawFn) -> list[Episode]:
 @given(batches(), st.integers(1, 20))
 def test_every_sampled_token_is_predicted_once_from_its_own_past(episodes: list[Episode], budget: int) -> None:
     packs = pack_episodes(episodes, tokens_per_pack=budget)
+    assert all(pack.num_tokens <= budget or len(pack.rows) == 1 for pack in packs)
+    check(packs, episodes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches(), st.integers(15, 40), st.integers(1, 4))
+def test_filled_packs_keep_both_limits(episodes: list[Episode], budget: int, most: int) -> None:
+    packs = fill_packs(episodes, None, budget, most)
+    assert all(pack.num_tokens <= budget and len(pack.rows) <= most for pack in packs)
+    check(packs, episodes)
+
+
+def test_a_pack_is_filled_where_that_saves_more_than_the_prefix_costs() -> None:
+    three = [episode(prompt, (True, [21] * 5)) for prompt in ([11] * 4, [12] * 4, [13] * 4) for _ in range(3)]
+    # three times 4 + 3 * 4 tokens, in two packs of 28, where the second prompt stands twice
+    assert [pack.num_tokens for pack in fill_packs(three, None, 28, 9)] == [28, 24]
+    assert [len(pack.rows) for pack in fill_packs(three, None, 24, 9)] == [
+        3,
+        3,
+        3,
+    ]  # one row more would weigh 4, no more than its prompt
+    with pytest.raises(ValueError, match="row 0: its 8 tokens are more than the 7 of a pack"):
+        fill_packs(three, None, 7, 9)
+
+
+def check(packs: list[Pack], episodes: list[Episode]) -> None:
+    """Each sampled token is a target once, and what predicts it has its own past."""
     found: dict[tuple[int, int], int] = {}
     for pack in packs:
-        assert pack.num_tokens <= budget or len(pack.rows) == 1
         assert sum(block.num_tokens for block in pack.blocks) == pack.num_tokens
         for s in range(pack.num_targets):
             row, column = int(pack.rows[pack.row[s]]), int(pack.column[s])

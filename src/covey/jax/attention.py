@@ -18,6 +18,9 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys `[N, K, D, S]` and values `[N, K, S, D]` of a layer; slot s holds position s."""
 
+_QUERIES = 256
+"""Queries of a part of `packed`, more where there would be more parts than `_MOST_PARTS`."""
+_MOST_PARTS = 8
 _NEVER = -1e30  # finite, so that a row that sees nothing of a part is no NaN
 
 
@@ -26,7 +29,7 @@ def causal(positions: jax.Array, window: int | None) -> Attend:
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         seen = _seen(positions, positions, window)
-        return _ungroup(_part(_group(q, k.shape[2]), _keys(k), _values(v), seen[:, None, None])[0])
+        return _ungroup(_mix(_group(q, k.shape[2]), _keys(k), _values(v), seen[:, None, None]))
 
     return attend
 
@@ -46,60 +49,42 @@ def cached(cache: KeysValues, positions: jax.Array, window: int | None, keep: Ca
         keep((keys, values))
         seen = _seen(positions, jnp.arange(keys.shape[3])[None], window)
         grouped = _group(q, k.shape[2])
-        return _ungroup(_part(grouped, keys.astype(q.dtype), values.astype(q.dtype), seen[:, None, None])[0])
+        return _ungroup(_mix(grouped, keys.astype(q.dtype), values.astype(q.dtype), seen[:, None, None]))
 
     return attend
 
 
-def shared_prefix(prefix_lengths: jax.Array, width: int, rows: int, window: int | None) -> Attend:
-    """B blocks, `[B, P + g · L]`: a prefix, then the g rows that go on from it.
+def packed(block: jax.Array, member: jax.Array, positions: jax.Array, window: int | None) -> Attend:
+    """Rows `[B, S]` of prompts and what follows them, as `covey.jax.packing` lays them out.
 
-        [prefix        ][row 0    ][row 1    ]     width P, then L tokens each
-        [11 12 13  .  .][21 22  . ][31 32 33 ]
-
-    A prefix runs once, however many rows go on from it. Each of them sees the prefix and itself.
+    A token sees the earlier ones of its own completion, and the prompt of its block. Queries are taken some at a time,
+    against the keys up to the last of them: what lies behind is seen by none.
 
     Args:
-        prefix_lengths: `[B]` real tokens of each prefix.
-        width: P.
-        rows: g, rows of each block.
+        block: `[B, S]`.
+        member: `[B, S]`.
+        positions: `[B, S]`.
         window: see `ModelConfig.sliding_window`.
     """
+    width = block.shape[1]
+    step = max(_QUERIES, -(-width // _MOST_PARTS))
+    parts = [(start, min(start + step, width)) for start in range(0, width, step)]
+
+    def seen(start: int, end: int) -> jax.Array:
+        of, by = (slice(None), slice(start, end), None), (slice(None), None, slice(0, end))
+        found = (block[of] == block[by]) & ((member[by] == 0) | (member[of] == member[by]))
+        found &= jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        return found if window is None else found & (positions[of] - positions[by] < window)
+
+    masks = [seen(start, end)[:, None, None] for start, end in parts]
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        blocks, length, heads, size = k.shape
-        own, group = (length - width) // rows, q.shape[2] // heads
-        at, step = jnp.arange(width)[None], jnp.arange(own)[None]
-        k_prefix, v_prefix = _keys(k[:, :width]), _values(v[:, :width])
-        seen = _seen(at, at, window)[:, None, None]
-        mixed_prefix = _ungroup(_part(_group(q[:, :width], heads), k_prefix, v_prefix, seen)[0])
-        if own == 0:
-            return mixed_prefix
-
-        def each(x: jax.Array) -> jax.Array:
-            return x[:, width:].reshape(blocks * rows, own, -1, size)
-
-        grouped = _group(each(q), heads)  # [B g, K, G, L, D]
-        seen = _seen(step, step, window)[:, None, None]
-        out_own, weight_own = _part(grouped, _keys(each(k)), _values(each(v)), seen)
-
-        seen = (at < prefix_lengths[:, None])[:, None, None, None, None]  # [B, 1, 1, 1, 1, P]
-        if window is not None:
-            distance = (prefix_lengths[:, None] + step)[:, :, None] - at[:, None]  # [B, L, P]
-            seen &= (distance < window)[:, None, None, None]
-        shape = (blocks, rows, heads, group, own)
-        together = grouped.reshape(*shape, size).transpose(0, 2, 1, 3, 4, 5)  # [B, K, g, G, L, D]
-        wide = jnp.broadcast_to(seen, (blocks, 1, rows, group, own, width)).reshape(blocks, 1, rows * group, own, width)
-        together = together.reshape(blocks, heads, rows * group, own, size)
-        out_prefix, weight_prefix = _part(together, k_prefix, v_prefix, wide)
-
-        def apart(x: jax.Array) -> jax.Array:  # [B, K, g G, L, .] -> [B g, K, G, L, .]
-            x = x.reshape(blocks, heads, rows, group, own, -1).transpose(0, 2, 1, 3, 4, 5)
-            return x.reshape(blocks * rows, heads, group, own, -1)
-
-        share = jax.nn.sigmoid(weight_own - apart(weight_prefix)).astype(q.dtype)
-        mixed_own = _ungroup(out_own * share + apart(out_prefix) * (1 - share))
-        return jnp.concatenate([mixed_prefix, mixed_own.reshape(blocks, rows * own, -1, size)], axis=1)
+        grouped, keys, values = _group(q, k.shape[2]), _keys(k), _values(v)
+        mixed = [
+            _mix(grouped[..., start:end, :], keys[..., :end], values[:, :, :end], mask)
+            for (start, end), mask in zip(parts, masks, strict=True)
+        ]
+        return _ungroup(jnp.concatenate(mixed, axis=3))
 
     return attend
 
@@ -112,17 +97,13 @@ def _write(cache: KeysValues, positions: jax.Array, new: KeysValues) -> KeysValu
     return keys, cache[1].at[:, positions].set(new[1].swapaxes(0, 1), mode="drop")
 
 
-def _part(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Attention of grouped queries `[A, K, G, L, D]` over one part: mixed values, and `[..., 1]` log of its weight."""
+def _mix(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention of grouped queries `[N, K, G, L, D]`: mixed values of what they see, `[N, 1, 1, L, S]`."""
     many, heads, group, length, size = q.shape
     scores = (q.reshape(many, heads, group * length, size) @ keys) / math.sqrt(size)
     scores = scores.astype(jnp.promote_types(q.dtype, jnp.float32)).reshape(many, heads, group, length, -1)
-    scores = jnp.where(seen, scores, _NEVER)
-    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    mass = jnp.exp(scores - largest)
-    total = jnp.sum(mass, axis=-1, keepdims=True)
-    weights = (mass / total).astype(q.dtype).reshape(many, heads, group * length, -1)
-    return (weights @ values).reshape(q.shape), largest + jnp.log(total)
+    weights = jax.nn.softmax(jnp.where(seen, scores, _NEVER), axis=-1).astype(q.dtype)
+    return (weights.reshape(many, heads, group * length, -1) @ values).reshape(q.shape)
 
 
 def _seen(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:

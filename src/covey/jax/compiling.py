@@ -1,8 +1,9 @@
-"""Compiled programs are kept on disk, so that the second run of a recipe, and a resumed one, start at once."""
+"""When programs are compiled, and where they are kept: on disk, so that the second run of a recipe starts at once."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,3 +26,42 @@ def keep_programs() -> None:
     jax.config.update("jax_compilation_cache_max_size", _LARGEST)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class Ahead:
+    """A function that can be compiled for arguments to come, without running it.
+
+    Args:
+        function: of arrays, and of settings by name.
+        settings: names of the settings; each combination is compiled for itself.
+        donate: names of arguments whose memory is given up.
+    """
+
+    def __init__(self, function: Callable[..., Any], settings: tuple[str, ...], donate: tuple[str, ...] = ()) -> None:
+        self._jit = jax.jit(function, static_argnames=settings, donate_argnames=donate)
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs)
+
+    def knows(self, *arguments: Any, **settings: Any) -> bool:
+        """Whether it is compiled for arguments of these shapes."""
+        return self._key(arguments, settings) in self._programs
+
+    def prepare(self, *arguments: Any, **settings: Any) -> None:
+        """Compile it for arguments of these shapes, unless it is."""
+        key = self._key(arguments, settings)
+        if key not in self._programs:
+            self._programs[key] = self._jit.lower(*arguments, **settings).compile()
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        """Run it."""
+        self.prepare(*arguments, **settings)
+        return self._programs[self._key(arguments, settings)](*arguments)
+
+    @staticmethod
+    def _key(arguments: Any, settings: Any) -> Any:
+        leaves, tree = jax.tree.flatten(arguments)
+        return tree, tuple((x.shape, x.dtype) for x in leaves), tuple(sorted(settings.items()))

@@ -58,6 +58,7 @@ class Engine:
         self._programs = Programs(Transformer(self._config), mesh)
         self._params: Any = None
         self._version = _NO_VERSION
+        self._longest_prompt = 0
         self.sync(weights, 0)
 
     @property
@@ -69,6 +70,10 @@ class Engine:
     def compilations(self) -> int:
         """Programs compiled so far."""
         return self._programs.compilations
+
+    def expect(self, prompt: int) -> None:
+        """Make room for prompts of so many tokens in every call, so that all calls have one shape."""
+        self._longest_prompt = prompt
 
     def sync(self, weights: Weights, version: int) -> None:
         """Take the current weights, adapters merged, and call them `version`."""
@@ -101,7 +106,7 @@ class Engine:
         if not requests:
             return []
         longest = max(len(request.token_ids) for request in requests)
-        room = self._room(len(requests), min(longest + settings.max_tokens, self.context_length))
+        room = self._room(len(requests), longest, settings.max_tokens)
         session = self._open(settings, room)
         rows = [session.start(request) for request in requests]
         finished = 0
@@ -127,13 +132,15 @@ class Engine:
             GenerationError: other weights are held, or not even one conversation fits the cache.
         """
         self._check(settings, policy_version)
-        length = min(max(prompt_lengths) + own_tokens, self.context_length)
-        return self._open(settings, self._room(rows, length), own_tokens)
+        room = self._room(rows, max(prompt_lengths), own_tokens)
+        return self._open(settings, replace(room, prompt=room.positions), own_tokens)  # later prompts may be longer
 
-    def _room(self, rows: int, length: int) -> Room:
+    def _room(self, rows: int, prompt: int, more: int) -> Room:
+        prompt = max(prompt, self._longest_prompt)
+        length = min(prompt + more, self.context_length)
         heads, size = self._config.num_kv_heads, self._config.width_of_head
         one = 2 * self._config.num_layers * heads * size * int(self._params["embedding"].dtype.itemsize)
-        return Room.of(min(rows, self.max_batch_size), length, one, self._bytes, self._mesh)
+        return Room.of(min(rows, self.max_batch_size), prompt, length, one, self._bytes, self._mesh)
 
     def _check(self, settings: SamplingSettings, policy_version: int) -> None:
         if policy_version != self._version:

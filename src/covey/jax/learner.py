@@ -1,12 +1,12 @@
 """The JAX learner: log-probabilities, gradients of a whole optimiser step, and AdamW from Optax.
 
-A step is cut into rectangles (`covey.jax.packing`), each shape compiled once. Token weights carry the denominators of
-the whole step (`covey.algorithms.aggregation`), so the cut changes memory and time, never the gradient.
+A step is cut into micro-batches of one shape (`covey.jax.packing`), which is compiled once. Token weights carry the
+denominators of the whole step (`covey.algorithms.aggregation`), so the cut changes memory and time, never the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -24,9 +24,10 @@ from covey.algorithms import (
     policy_loss,
     token_weights,
 )
-from covey.jax.packing import Rectangle, pack_rectangles
+from covey.jax.compiling import Ahead
+from covey.jax.packing import MicroBatch, fill, pack_rows, sequence_length, shapes_for, size_up
 from covey.jax.policy import Policy, from_names, named_leaves, to_names
-from covey.jax.scoring import Scores, output_head, predicting_states, score
+from covey.jax.scoring import Scores, on_grid, output_head, predicting_states, score
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
 from covey.rollout.learning import Correction, FloatNT, Gradients
 from covey.types import Batch
@@ -73,13 +74,20 @@ class Learner:
         )
         self._state = place(jax.jit(self._optimizer.init)(policy.trained), policy.mesh, policy.transformer)
         self._gradient: Any = None
-        self._score = jax.jit(self._scores_of, static_argnames=("temperature", "entropy"))
-        self._grad = jax.jit(
-            self._gradient_of,
-            static_argnames=("objective", "temperature", "correction"),
-            donate_argnames=("total",),
-        )
+        self._sequence, self._budget = 0, tokens_per_micro_batch
+        self._score = Ahead(self._scores_of, ("temperature", "entropy"))
+        self._grad = Ahead(self._gradient_of, ("objective", "temperature", "correction"), donate=("total",))
+        self._zeros = jax.jit(lambda trained: self._placed(jax.tree.map(jnp.zeros_like, trained)))
         self._step = jax.jit(self._step_of, donate_argnames=("trained", "state"))
+
+    def expect(self, sequence: int, step: int) -> None:
+        """Tell what is to come: all that it needs is compiled when the first step needs some of it.
+
+        Args:
+            sequence: most tokens of a prompt with its completion.
+            step: most tokens of an optimiser step.
+        """
+        self._sequence, self._budget = sequence, min(self.tokens_per_micro_batch, size_up(step))
 
     # ------------------------------------------------------------------ log-probabilities
 
@@ -96,11 +104,12 @@ class Learner:
         variables = self.policy.reference.variables if reference else self.policy.variables
         logp = np.zeros(batch.mask.shape, np.float32)
         uncertainty = np.zeros(batch.mask.shape, np.float32) if entropy else None
-        for rectangle in self._rectangles(batch, rows):
-            found = self._score(variables, self._arrays(rectangle, batch), temperature=temperature, entropy=entropy)
-            rectangle.put(np.asarray(found[0]), logp)
+        settings = {"temperature": temperature, "entropy": entropy}
+        for part, arrays in self._parts(batch, rows, self._score, lambda arrays: (variables, arrays), settings):
+            found = self._score(variables, arrays, **settings)
+            part.put(np.asarray(found[0]), logp)
             if uncertainty is not None:
-                rectangle.put(np.asarray(found[1]), uncertainty)
+                part.put(np.asarray(found[1]), uncertainty)
         return logp, uncertainty
 
     def _scores_of(
@@ -109,8 +118,8 @@ class Learner:
         config = self.policy.transformer.config
         hidden = predicting_states(config, variables, arrays)
         head = output_head(config, variables["params"])
-        found = score(hidden, head, arrays["targets"], temperature, support=arrays.get("support"))
-        return found.logp, found.entropy if entropy else None
+        found = score(hidden, head, arrays["targets"], arrays["counts"], temperature, support=arrays.get("support"))
+        return on_grid(found.logp, arrays), on_grid(found.entropy, arrays) if entropy else None
 
     # ------------------------------------------------------------------ gradients
 
@@ -144,24 +153,21 @@ class Learner:
         given = {"frozen": self.policy.frozen}
         if exact:
             given["reference"] = self.policy.reference.variables
-        total = None
-        parts = []
+        total = self._zeros(self.policy.trained)
+        found = []
+        settings = {"objective": objective, "temperature": temperature, "correction": correction}
+
+        def arguments(arrays: Arrays) -> tuple[Any, ...]:
+            return self.policy.trained, given, arrays, total
+
         logp, scored = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape, np.bool_)
-        for rectangle in self._rectangles(batch, rows):
-            total, current, metrics = self._grad(
-                self.policy.trained,
-                given,
-                self._arrays(rectangle, batch, values),
-                total,
-                objective=objective,
-                temperature=temperature,
-                correction=correction,
-            )
-            parts.append({name: np.asarray(value, np.float64) for name, value in metrics.items()})
-            rectangle.put(np.asarray(current), logp)
-            rectangle.put(np.ones(rectangle.scored.shape, np.bool_), scored)
+        for part, arrays in self._parts(batch, rows, self._grad, arguments, settings, values):
+            total, current, metrics = self._grad(*arguments(arrays), **settings)
+            found.append({name: np.asarray(value, np.float64) for name, value in metrics.items()})
+            part.put(np.asarray(current), logp)
+            part.put(np.ones(current.shape, np.bool_), scored)
         self._gradient = total
-        return Gradients({name: float(value) for name, value in add_metrics(parts).items()}, logp, scored)
+        return Gradients({name: float(value) for name, value in add_metrics(found).items()}, logp, scored)
 
     def _gradient_of(
         self,
@@ -174,7 +180,7 @@ class Learner:
         temperature: float,
         correction: Correction | None,
     ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
-        """`total` plus this rectangle's gradient, the log-probabilities, and the metrics."""
+        """`total` plus the gradient of a micro-batch, the log-probabilities, and the metrics."""
 
         def loss_of(trained: Any) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
             found = self._policy_scores(trained, given, arrays, objective, temperature)
@@ -198,8 +204,7 @@ class Learner:
             return terms.loss, (found.logp, terms.metrics)
 
         (_, (logp, metrics)), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
-        if total is not None:
-            gradient = jax.tree.map(jnp.add, total, gradient)
+        gradient = jax.tree.map(jnp.add, total, gradient)
         return self._placed(gradient), logp, metrics
 
     def _policy_scores(
@@ -211,15 +216,17 @@ class Learner:
         if "reference" in given:
             unchanged = jax.lax.stop_gradient(given["reference"])
             other = (predicting_states(config, unchanged, arrays), output_head(config, unchanged["params"]))
-        return score(
+        found = score(
             predicting_states(config, variables, arrays),
             output_head(config, variables["params"]),
             arrays["targets"],
+            arrays["counts"],
             temperature,
             support=arrays.get("support"),
             reference=other,
             kl_estimator=objective.kl_estimator,
         )
+        return jax.tree.map(lambda values: on_grid(values, arrays), found)
 
     def optim_step(self, learning_rate: float) -> float:
         """Clip the gradient, take one AdamW step, drop the gradient.
@@ -271,9 +278,9 @@ class Learner:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far: one for each shape of rectangle and each objective."""
-        programs: tuple[Any, ...] = (self._score, self._grad, self._step)
-        return sum(program._cache_size() for program in programs)
+        """Programs compiled so far: one for each shape of micro-batch and each objective."""
+        step: Any = self._step
+        return self._score.compilations + self._grad.compilations + int(step._cache_size())
 
     # ------------------------------------------------------------------ parts
 
@@ -281,22 +288,32 @@ class Learner:
         """Inside compiled code: where the policy's weights lie."""
         return keep_placed(tree, self.policy.mesh, self.policy.transformer)
 
-    def _rectangles(self, batch: Batch, rows: NDArray[np.int64]) -> list[Rectangle]:
-        mesh = self.policy.mesh
+    def _parts(
+        self,
+        batch: Batch,
+        rows: NDArray[np.int64],
+        program: Ahead,
+        arguments: Callable[[Arrays], tuple[Any, ...]],
+        settings: Mapping[str, Any],
+        values: Mapping[str, NDArray[Any]] | None = None,
+    ) -> Iterator[tuple[MicroBatch, Arrays]]:
+        """Micro-batches of the rows, and their arrays. A program that has to be compiled is compiled for all shapes."""
+        mesh, episodes = self.policy.mesh, batch.episodes
         spread = 1 if mesh is None else int(mesh.shape.get(DATA, 1))
-        return pack_rectangles(batch.episodes, rows.tolist(), self.tokens_per_micro_batch, spread)
+        sequence = max([self._sequence, *(sequence_length(episodes[row]) for row in rows)])
+        shapes = shapes_for(sequence, self._budget, spread)
+        for part in pack_rows(episodes, rows.tolist(), shapes):
+            arrays = self._arrays(part, batch, values)
+            if not program.knows(*arguments(arrays), **settings):
+                for shape in shapes:
+                    program.prepare(*arguments(self._arrays(fill([], shape), batch, values)), **settings)
+            yield part, arrays
 
-    def _arrays(self, rectangle: Rectangle, batch: Batch, values: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
-        """A rectangle on the devices, with its part of `[N, T]` arrays."""
-        arrays: Arrays = {
-            "prefixes": rectangle.prefixes,
-            "prefix_lengths": rectangle.prefix_lengths,
-            "inputs": rectangle.inputs,
-            "targets": rectangle.targets,
-        }
-        support = rectangle.support_bits(batch.episodes, self.policy.transformer.config.vocab_size)
-        if support is not None:
-            arrays["support"] = support
-        arrays |= {name: rectangle.take(array) for name, array in (values or {}).items()}
+    def _arrays(self, part: MicroBatch, batch: Batch, values: Mapping[str, NDArray[Any]] | None = None) -> Arrays:
+        """A micro-batch on the devices, with its part of `[N, T]` arrays."""
+        arrays: Arrays = dict(part.arrays)
+        if any(episode.support is not None for episode in batch.episodes):
+            arrays["support"] = part.support_bits(batch.episodes, self.policy.transformer.config.vocab_size)
+        arrays |= {name: part.take(array) for name, array in (values or {}).items()}
         placed: Arrays = place_rows(arrays, self.policy.mesh)
         return placed

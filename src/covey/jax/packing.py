@@ -1,16 +1,20 @@
-"""Batches as few shapes of rectangles, since each shape is compiled once.
+"""Micro-batches of few shapes, since each shape is compiled once.
 
-Rows that share a prompt stand together, and the prompt runs once (`covey.jax.attention.shared_prefix`):
+`covey.rollout.packing` packs prompts, each once, and what follows them into rows of at most S tokens; B such rows are
+padded to `[B, S]`. S is 384, or twice that, and so on, where a sequence is longer:
 
-    prefixes  [B, P]      [11 12 13  0]        one row for each block, padded on the right
-    inputs    [B, g, L]   [21 22  0]           what follows the prompt, but for the last token of each row:
-                          [31  0  0]           nothing follows it
-    targets   [B, g, L+1] [21 22  2  0]        column 0 is predicted by the prompt's last token
-                          [31  2  0  0]
-    scored    [B, g, L+1] [ 1  1  1  0]        sampled tokens; foreign tokens of an agent's episode are not
-                          [ 1  1  0  0]
+    tokens    [B, S]     [11 12 13 14 21 22 31  0]
+    positions [B, S]     [ 0  1  2  3  4  5  4  0]
+    block     [B, S]     [ 1  1  1  1  1  1  1  0]    which prompt a token belongs to; 0 = padding
+    member    [B, S]     [ 0  0  0  0  1  1  2  0]    which completion of it; 0 = the prompt itself
+    targets   [B, T]     [21 22  2 31  2  0  0  0 ..] the sampled tokens, and where they are predicted
+    score_at  [B, T]     [ 3  4  5  3  6  0  0  0 ..]
+    counts    [B]        5
 
-P, g and L are rounded up to one of few sizes; B is a power of two. So a run meets few shapes, whatever its lengths.
+What is computed for each target goes to a grid of one line for each completion, as losses want it:
+
+    place     [B, M, S]  [[0 1 2 0 ..] [3 4 0 0 ..] ...] which target
+    exists    [B, M, S]  [[1 1 1 0 ..] [1 1 0 0 ..] ...]
 """
 
 from __future__ import annotations
@@ -22,57 +26,103 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.rollout.packing import Pack, fill_packs
 from covey.types import BoolArray, Episode, IntArray
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
+_COMPLETIONS = 32
+"""Completions that a row has room for; more where rows are long."""
+_TOKENS_EACH = 32
+_SHORTEST = 384
+"""Tokens of the narrowest row, unless the budget is smaller: short sequences share one."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rectangle:
-    """One micro-batch, drawn in the module docstring. R = B · g rows.
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a micro-batch, drawn in the module docstring.
 
     Attributes:
-        prefixes: `[B, P]`.
-        prefix_lengths: `[B]`.
-        inputs: `[R, L]`.
-        targets: `[R, L + 1]`.
-        scored: `[R, L + 1]`.
-        rows: `[R]` row numbers in the batch, -1 where there is none.
-        column: `[R, L + 1]` which of the row's sampled tokens each is: the column in the batch's `[N, T]` arrays.
+        rows: B.
+        width: S.
     """
 
-    prefixes: NDArray[np.int32]
-    prefix_lengths: NDArray[np.int32]
-    inputs: NDArray[np.int32]
-    targets: NDArray[np.int32]
-    scored: BoolArray
+    rows: int
+    width: int
+
+    @property
+    def members(self) -> int:
+        """M, most completions of a row."""
+        return max(_COMPLETIONS, self.width // _TOKENS_EACH)
+
+    @property
+    def targets(self) -> int:
+        """T: a prompt's last token predicts a target for each completion, every other token one at most."""
+        return self.width + self.members
+
+
+def shapes_for(sequence: int, budget: int, multiple: int = 1) -> list[Shape]:
+    """The shapes that a run needs, the narrowest first: each sequence goes to the first that holds it.
+
+    Args:
+        sequence: most tokens of a prompt with what follows it.
+        budget: tokens of a micro-batch, padding included, for each of `multiple` devices; a sequence that is longer
+            makes a row of its own.
+        multiple: B is one of its multiples.
+    """
+    widths = [size_up(min(budget, _SHORTEST))]
+    while widths[-1] < sequence:
+        widths.append(2 * widths[-1])
+    return [Shape(max(1, budget // width) * multiple, width) for width in widths]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Packs as arrays of one shape, drawn in the module docstring.
+
+    Attributes:
+        shape: of the arrays.
+        arrays: what compiled code takes.
+        rows: `[B · M]` row numbers in the batch, -1 where there is none.
+        packs: the packs.
+    """
+
+    shape: Shape
+    arrays: dict[str, NDArray[Any]]
     rows: IntArray
-    column: IntArray
+    packs: Sequence[Pack]
 
     def take(self, values_NT: NDArray[Scalar]) -> NDArray[Scalar]:
-        """Values `[N, T]` of the batch -> `[R, L + 1]`, 0 where nothing is scored."""
-        found = values_NT[np.maximum(self.rows, 0)[:, None], np.minimum(self.column, values_NT.shape[1] - 1)]
-        return np.where(self.scored, found, np.zeros((), values_NT.dtype))
+        """Values `[N, T]` of the batch -> `[B · M, S]`, 0 where there is no sampled token."""
+        line, column = np.nonzero(self._exists)
+        found = np.zeros(self._exists.shape, values_NT.dtype)
+        found[line, column] = values_NT[self.rows[line], column]
+        return found
 
     def put(self, values: NDArray[Any], into_NT: NDArray[Any]) -> None:
-        """Write values `[R, L + 1]` into an array `[N, T]` of the batch."""
-        at = np.nonzero(self.scored)
-        into_NT[self.rows[at[0]], self.column[at]] = values[at]
+        """Write values `[B · M, S]` into an array `[N, T]` of the batch."""
+        line, column = np.nonzero(self._exists)
+        into_NT[self.rows[line], column] = values[line, column]
 
-    def support_bits(self, episodes: Sequence[Episode], vocabulary: int) -> NDArray[np.uint8] | None:
-        """`[R, L + 1, ceil(V / 8)]` bits of the tokens that could be drawn; None where no row recorded any."""
-        held = [episodes[row].support if row >= 0 else None for row in self.rows]
-        if all(support is None for support in held):
-            return None
-        bits = np.zeros((*self.scored.shape, -(-vocabulary // 8)), np.uint8)
-        for place, support in enumerate(held):
-            columns = np.flatnonzero(self.scored[place])
-            if support is None:
-                bits[place, columns] = 255
-                continue
-            for t, at in enumerate(columns):
-                ids = support.ids[support.offsets[t] : support.offsets[t + 1]]
-                np.bitwise_or.at(bits[place, at], ids // 8, (128 >> (ids % 8)).astype(np.uint8))
+    @property
+    def _exists(self) -> BoolArray:
+        exists: BoolArray = self.arrays["exists"].reshape(len(self.rows), -1)
+        return exists
+
+    def support_bits(self, episodes: Sequence[Episode], vocabulary: int) -> NDArray[np.uint8]:
+        """`[B, T, ceil(V / 8)]` bits of the tokens that could be drawn; all of them where none were recorded."""
+        bits = np.full((*self.arrays["targets"].shape, -(-vocabulary // 8)), 255, np.uint8)
+        for into, pack in zip(bits, self.packs, strict=False):
+            target = 0
+            for row in pack.rows:
+                support = episodes[row].support
+                count = int(episodes[row].sampled.sum())
+                for t in range(count if support is not None else 0):
+                    assert support is not None
+                    ids = support.ids[support.offsets[t] : support.offsets[t + 1]]
+                    into[target + t] = 0
+                    np.bitwise_or.at(into[target + t], ids // 8, (128 >> (ids % 8)).astype(np.uint8))
+                target += count
         return bits
 
 
@@ -88,58 +138,8 @@ def size_up(number: int) -> int:
     return size
 
 
-def pack_rectangles(
-    episodes: Sequence[Episode], rows: Sequence[int], budget: int, multiple: int = 1
-) -> list[Rectangle]:
-    """Rows of a batch as rectangles of at most `budget` tokens each, or one block where that is larger.
-
-    Rows with equal prompts, compared by value, share one as far as the budget goes. Rows without a sampled token are
-    left out.
-
-    Args:
-        episodes: all N episodes of the batch.
-        rows: row numbers to pack.
-        budget: tokens of a rectangle, padding included; for each of `multiple` devices.
-        multiple: B is one of its multiples; blocks that are missing are empty.
-    """
-    by_prefix: dict[bytes, list[int]] = {}
-    for row in rows:
-        if episodes[row].sampled.any():
-            prefix = episodes[row].token_ids[: episodes[row].prompt_length]
-            by_prefix.setdefault(np.ascontiguousarray(prefix, dtype=np.int64).tobytes(), []).append(int(row))
-    shapes: dict[tuple[int, int, int], list[list[int]]] = {}
-    for same in by_prefix.values():
-        prefix_size = size_up(episodes[same[0]].prompt_length)
-        for block in _split(episodes, same, prefix_size, budget):
-            length = size_up(max(_inputs(episodes[row]) for row in block))
-            shapes.setdefault((prefix_size, members(len(block)), length), []).append(block)
-    found = []
-    for shape in sorted(shapes):
-        blocks, (prefix_size, rows_each, length) = shapes[shape], shape
-        together = _power_of_two(max(1, budget // (prefix_size + rows_each * length))) * multiple
-        while blocks:
-            count = min(together, multiple * _power_of_two(max(1, len(blocks) // multiple)))
-            found.append(_fill(episodes, blocks[:count], count, shape))
-            blocks = blocks[count:]
-    return found
-
-
-def _inputs(episode: Episode) -> int:
-    """Tokens after the prompt that some sampled token needs as input: all before the last sampled one."""
-    return int(np.flatnonzero(episode.sampled)[-1]) - episode.prompt_length
-
-
-def _split(episodes: Sequence[Episode], rows: list[int], prefix_size: int, budget: int) -> list[list[int]]:
-    """Rows that share a prompt, as few blocks as fit."""
-    length = size_up(max(_inputs(episodes[row]) for row in rows))
-    most = len(rows)
-    while most > 1 and prefix_size + members(most) * length > budget:
-        most = -(-most // 2)
-    return [rows[start : start + most] for start in range(0, len(rows), most)]
-
-
 def members(number: int) -> int:
-    """Rows of a block, rounded up: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    """A count rounded up: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
     size = 1
     while size < number:
         if size + size // 2 >= number and size >= 2:
@@ -148,29 +148,60 @@ def members(number: int) -> int:
     return size
 
 
-def _power_of_two(number: int) -> int:
-    """The largest that is not above."""
-    return 1 << (number.bit_length() - 1)
+def sequence_length(episode: Episode) -> int:
+    """Tokens of a prompt with what follows it, as far as some sampled token needs it as input; 0 = none is sampled."""
+    return int(np.max(np.flatnonzero(episode.sampled), initial=0))
 
 
-def _fill(episodes: Sequence[Episode], blocks: list[list[int]], count: int, shape: tuple[int, int, int]) -> Rectangle:
-    prefix_size, each, length = shape
-    prefixes = np.zeros((count, prefix_size), np.int32)
-    prefix_lengths = np.ones(count, np.int32)
-    inputs = np.zeros((count * each, length), np.int32)
-    targets = np.zeros((count * each, length + 1), np.int32)
-    scored = np.zeros((count * each, length + 1), np.bool_)
-    rows = np.full(count * each, -1, np.int64)
-    for number, block in enumerate(blocks):
-        first = episodes[block[0]]
-        prefix_lengths[number] = first.prompt_length
-        prefixes[number, : first.prompt_length] = first.token_ids[: first.prompt_length]
-        for place, row in enumerate(block, start=number * each):
-            episode, before = episodes[row], first.prompt_length
-            after = _inputs(episode)
-            rows[place] = row
-            inputs[place, :after] = episode.token_ids[before : before + after]
-            targets[place, : after + 1] = episode.token_ids[before : before + after + 1]
-            scored[place, : after + 1] = episode.sampled[before : before + after + 1]
-    column = np.maximum(np.cumsum(scored, axis=1) - 1, 0)
-    return Rectangle(prefixes, prefix_lengths, inputs, targets, scored, rows, column)
+def pack_rows(episodes: Sequence[Episode], rows: Sequence[int], shapes: Sequence[Shape]) -> list[MicroBatch]:
+    """Rows of a batch as micro-batches. Rows without a sampled token are left out.
+
+    Args:
+        episodes: all N episodes of the batch.
+        rows: row numbers to pack.
+        shapes: those of `shapes_for`.
+    """
+    fitting: dict[Shape, list[int]] = {shape: [] for shape in shapes}
+    for row in rows:
+        fitting[next(shape for shape in shapes if shape.width >= sequence_length(episodes[row]))].append(row)
+    found = []
+    for shape, those in fitting.items():
+        packs = fill_packs(episodes, those, shape.width, shape.members)
+        found += [fill(packs[start : start + shape.rows], shape) for start in range(0, len(packs), shape.rows)]
+    return found
+
+
+def fill(packs: Sequence[Pack], shape: Shape) -> MicroBatch:
+    """At most B packs as one micro-batch; what is missing is empty."""
+    tokens, positions, block, member = (np.zeros((shape.rows, shape.width), np.int32) for _ in range(4))
+    targets, score_at = (np.zeros((shape.rows, shape.targets), np.int32) for _ in range(2))
+    counts = np.array([*(pack.num_targets for pack in packs), *[0] * (shape.rows - len(packs))], np.int32)
+    place = np.zeros((shape.rows, shape.members, shape.width), np.int32)
+    exists = np.zeros(place.shape, np.bool_)
+    rows = np.full((shape.rows, shape.members), -1, np.int64)
+    for at, pack in enumerate(packs):
+        tokens[at, : pack.num_tokens] = pack.token_ids
+        positions[at, : pack.num_tokens] = pack.position_ids
+        for number, one in enumerate(pack.blocks, start=1):
+            block[at, one.start : one.start + one.num_tokens] = number
+            start = one.start + one.prefix_len
+            member[at, start : one.start + one.num_tokens] = np.repeat(
+                np.arange(1, len(one.suffix_lens) + 1), one.suffix_lens
+            )
+        targets[at, : pack.num_targets] = pack.targets
+        score_at[at, : pack.num_targets] = pack.score_at
+        place[at, pack.row, pack.column] = np.arange(pack.num_targets)
+        exists[at, pack.row, pack.column] = True
+        rows[at, : len(pack.rows)] = pack.rows
+    arrays = {
+        "tokens": tokens,
+        "positions": positions,
+        "block": block,
+        "member": member,
+        "targets": targets,
+        "score_at": score_at,
+        "counts": counts,
+        "place": place,
+        "exists": exists,
+    }
+    return MicroBatch(shape, arrays, rows.reshape(-1), packs)

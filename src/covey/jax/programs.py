@@ -1,8 +1,8 @@
 """What the engine runs on the device, each compiled once for a shape.
 
-    prefill   prompts -> their keys and values, and the logits after them
-    begin     copy prompts into slots of the cache, draw the first token of each
-    extend    run what was said to conversations that are in slots already, draw the first token of each answer
+    prefill   run a chunk of some prompts; keep the logits after the last token of each
+    begin     copy prompts into slots of the cache, draw the first token of each completion
+    extend    run a chunk of what was said to conversations that are in slots already, draw what follows
     decode    token after token for all slots, until few enough of them go on
     shrink    fewer slots, when most have finished
 
@@ -48,12 +48,16 @@ class Programs:
     Args:
         model: the module.
         mesh: devices over which slots are spread, or None.
+
+    Attributes:
+        prepared: rooms, and ways to draw, for which everything is compiled that may be needed.
     """
 
     def __init__(self, model: Transformer, mesh: Mesh | None) -> None:
         self._model: Any = model
         self._mesh = mesh
-        self.prefill = jax.jit(self._prefill)
+        self.prepared: set[Any] = set()
+        self.prefill = jax.jit(self._prefill, donate_argnames=("cache", "logits"))
         self.begin = jax.jit(self._begin, static_argnames=("manner",), donate_argnames=("cache",))
         self.extend = jax.jit(self._extend, static_argnames=("manner",), donate_argnames=("cache",))
         self.decode = jax.jit(self._decode, static_argnames=("manner",), donate_argnames=("cache",))
@@ -72,12 +76,22 @@ class Programs:
         rows = batch_sharding(self._mesh)
         return jax.lax.with_sharding_constraint(cache, jax.tree.map(lambda _: rows, cache))
 
-    def _prefill(self, params: Any, tokens: jax.Array, lengths: jax.Array) -> tuple[Cache, jax.Array]:
-        """`[n, W]` prompts -> keys and values of W positions, logits `[n, V]`."""
-        dtype = params["embedding"].dtype
-        cache = self._model.init_cache(*tokens.shape, dtype)
-        logits, cache = self._model.apply({"params": params}, tokens, cache=cache, columns=(lengths - 1)[:, None])
-        return cache, logits[:, 0]
+    def _prefill(
+        self, params: Any, cache: Cache, logits: jax.Array, tokens: jax.Array, start: jax.Array, lengths: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        """`[n, W]` tokens at `start`, a number, of prompts of `lengths` `[n]`, into a cache of their own.
+
+        `logits` `[n, V]` are replaced where a prompt ends in this chunk.
+        """
+        width, size = tokens.shape[1], cache[0][0].shape[3]
+        positions = start + jnp.arange(width)
+        positions = jnp.where(positions < lengths[:, None], positions, size)
+        last = lengths - 1 - start
+        found, cache = self._model.apply(
+            {"params": params}, tokens, positions=positions, cache=cache, columns=jnp.clip(last, 0, width - 1)[:, None]
+        )
+        ends = (last >= 0) & (last < width)
+        return cache, jnp.where(ends[:, None], found[:, 0], logits)
 
     def _begin(
         self,
@@ -117,14 +131,16 @@ class Programs:
         *,
         manner: Manner,
     ) -> tuple[Cache, Draw]:
-        """`[n, W]` tokens, of which `lengths` are real, go on from position `start` of their slots."""
+        """`[n, W]` tokens, of which `lengths` are real, go on from position `start` of their slots.
+
+        Slots beyond the last take nothing.
+        """
         positions = start[:, None] + jnp.arange(tokens.shape[1])
         size = cache[0][0].shape[3]
         positions = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], positions, size)
         rows = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), cache)
-        logits, rows = self._model.apply(
-            {"params": params}, tokens, positions=positions, cache=rows, columns=(lengths - 1)[:, None]
-        )
+        columns = jnp.maximum(lengths - 1, 0)[:, None]
+        logits, rows = self._model.apply({"params": params}, tokens, positions=positions, cache=rows, columns=columns)
         cache = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, rows)
         return self._placed(cache), draw(logits[:, 0], u, manner, allowed)
 

@@ -10,18 +10,43 @@ from covey.errors import GenerationError
 from covey.jax.packing import members, size_up
 from covey.jax.sharding import DATA
 
+_CHUNK, _CHUNKS = 64, 8
+"""A prompt is run in chunks of so many tokens, or in so many chunks where that is longer."""
+_FEWEST = 8
+"""Slots below which shrinking does not pay."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Slots of a cache, each for so many positions."""
+    """Slots of a cache, each for so many positions, and what prompts need of them.
+
+    Attributes:
+        slots: completions at once.
+        positions: tokens of each, its prompt's included.
+        prompt: tokens of the longest prompt, rounded up.
+    """
 
     slots: int
     positions: int
+    prompt: int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that are run at once."""
+        return min(self.prompt, max(_CHUNK, self.prompt // _CHUNKS))
+
+    def rungs(self, spread: int = 1) -> list[int]:
+        """Numbers of slots that may be left when others have finished, the largest first."""
+        found, slots = [], self.slots
+        while slots % 2 == 0 and slots // 2 >= _FEWEST and slots // 2 % spread == 0:
+            slots //= 2
+            found.append(slots)
+        return found
 
     @classmethod
-    def of(cls, rows: int, length: int, bytes_per_token: int, budget: int, mesh: Mesh | None) -> Room:
-        """Room for `rows` completions of `length` tokens with their prompts, rounded up to one of few sizes; fewer rows
-        if memory does not suffice.
+    def of(cls, rows: int, prompt: int, length: int, bytes_per_token: int, budget: int, mesh: Mesh | None) -> Room:
+        """Room for `rows` completions of `length` tokens, of which `prompt` are given, rounded up to few sizes; fewer
+        rows if memory does not suffice.
 
         Raises:
             GenerationError: not even one fits.
@@ -38,4 +63,4 @@ class Room:
         slots = members(rows)
         while slots > fitting:
             slots = members(slots // 2)
-        return cls(-(-slots // spread) * spread, positions)
+        return cls(-(-slots // spread) * spread, positions, min(size_up(prompt), positions))

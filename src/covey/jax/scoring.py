@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampled tokens of a rectangle, differentiable, a few rows of logits at a time."""
+"""Log-probabilities of the sampled tokens of a micro-batch, differentiable, a few rows of logits at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from covey.algorithms import exact_kl, exact_weighted_kl, restrict_to_support
-from covey.jax.attention import shared_prefix
+from covey.jax.attention import packed
 from covey.jax.model import ModelConfig
 from covey.jax.stacked import hidden_states
 
@@ -19,25 +19,25 @@ _LOGITS = 1 << 23
 
 
 class Scores(NamedTuple):
-    """`[R, T]` each: log-probabilities, entropies, and the KL from the reference where one was given."""
+    """`[B, T]` each: log-probabilities, entropies, and the KL from the reference where one was given."""
 
     logp: jax.Array
     entropy: jax.Array
     kl: jax.Array | None
 
 
-def predicting_states(config: ModelConfig, variables: Any, rectangle: Mapping[str, jax.Array]) -> jax.Array:
-    """`[R, L + 1, d]`: what the output head reads to predict each target of a `covey.jax.packing.Rectangle`."""
-    prefixes, lengths, inputs = rectangle["prefixes"], rectangle["prefix_lengths"], rectangle["inputs"]
-    blocks, width = prefixes.shape
-    rows, own = inputs.shape[0] // blocks, inputs.shape[1]
-    tokens = jnp.concatenate([prefixes, inputs.reshape(blocks, -1)], axis=1)
-    after = lengths[:, None] + jnp.tile(jnp.arange(own), rows)
-    before = jnp.broadcast_to(jnp.arange(width), (blocks, width))
-    attend = shared_prefix(lengths, width, rows, config.sliding_window)
-    x = hidden_states(config, variables, tokens, jnp.concatenate([before, after], axis=1), attend)
-    last = jnp.repeat(x[jnp.arange(blocks), lengths - 1], rows, axis=0)[:, None]
-    return jnp.concatenate([last, x[:, width:].reshape(blocks * rows, own, x.shape[2])], axis=1)
+def predicting_states(config: ModelConfig, variables: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """`[B, T, d]`: what the output head reads to predict each target of a `covey.jax.packing.MicroBatch`."""
+    attend = packed(batch["block"], batch["member"], batch["positions"], config.sliding_window)
+    x = hidden_states(config, variables, batch["tokens"], batch["positions"], attend)
+    return jnp.take_along_axis(x, batch["score_at"][:, :, None], axis=1)
+
+
+def on_grid(values: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Values `[B, T]` of the targets -> `[B · M, S]`, a line for each completion, 0 where there is none."""
+    place, exists = batch["place"], batch["exists"]
+    found = jnp.take_along_axis(values, place.reshape(place.shape[0], -1), axis=1).reshape(place.shape)
+    return jnp.where(exists, found, 0).reshape(-1, place.shape[2])
 
 
 def output_head(config: ModelConfig, params: Mapping[str, Any]) -> jax.Array:
@@ -49,6 +49,7 @@ def score(
     hidden: jax.Array,
     head: jax.Array,
     targets: jax.Array,
+    counts: jax.Array,
     temperature: jax.Array | float,
     *,
     support: jax.Array | None = None,
@@ -60,35 +61,33 @@ def score(
     Logits exist for a part of the tokens at a time; the backward pass computes them again.
 
     Args:
-        hidden: `[R, T, d]`.
+        hidden: `[B, T, d]`.
         head: `[d, V]`.
-        targets: `[R, T]`.
+        targets: `[B, T]`.
+        counts: `[B]` how many of the T are real, the first ones.
         temperature: that the tokens were sampled at.
-        support: `[R, T, ceil(V / 8)]` bits; probabilities are then those among these tokens.
+        support: `[B, T, ceil(V / 8)]` bits; probabilities are then those among these tokens.
         reference: hidden states and head of the reference, for a KL over the vocabulary.
         kl_estimator: `exact` or `exact_weighted`.
     """
-    rows, width, size = hidden.shape
     vocabulary = head.shape[1]
 
     def part(at: Mapping[str, jax.Array]) -> Scores:
         keep = None
         if support is not None:
-            bits = jnp.unpackbits(at["support"], axis=-1, count=vocabulary).astype(bool)
-            keep = bits | ~jnp.any(bits, axis=-1, keepdims=True)  # nothing was recorded beyond the end
+            keep = jnp.unpackbits(at["support"], axis=-1, count=vocabulary).astype(bool)
         logp = _log_softmax(at["hidden"] @ head, temperature, keep)
         other = None
         if reference is not None:
             other = jax.lax.stop_gradient(_log_softmax(at["reference"] @ reference[1], temperature, keep))
         return token_scores(logp, at["targets"], other, kl_estimator)
 
-    parts = {"hidden": hidden.reshape(-1, size), "targets": targets.reshape(-1)}
+    parts = {"hidden": hidden, "targets": targets}
     if support is not None:
-        parts["support"] = support.reshape(rows * width, -1)
+        parts["support"] = support
     if reference is not None:
-        parts["reference"] = reference[0].reshape(-1, size)
-    found = _in_parts(part, parts, max(1, _LOGITS // vocabulary))
-    return jax.tree.map(lambda x: x.reshape(rows, width), found)
+        parts["reference"] = reference[0]
+    return _in_parts(part, parts, counts, max(1, _LOGITS // (vocabulary * targets.shape[0])))
 
 
 def token_scores(logp: jax.Array, targets: jax.Array, reference: jax.Array | None, kl_estimator: str) -> Scores:
@@ -107,16 +106,29 @@ def _log_softmax(logits: jax.Array, temperature: jax.Array | float, keep: jax.Ar
     return logp if keep is None else restrict_to_support(logp, keep)
 
 
-def _in_parts(f: Callable[[Any], Scores], rows: Mapping[str, jax.Array], size: int) -> Scores:
-    """`f` on `size` rows at a time, each recomputed in the backward pass."""
-    count = next(iter(rows.values())).shape[0]
-    if count <= size:
-        return jax.checkpoint(f)(rows)
-    size = -(-count // -(-count // size))  # equal parts
-    padded = -(-count // size) * size
+def _in_parts(f: Callable[[Any], Scores], columns: Mapping[str, jax.Array], counts: jax.Array, size: int) -> Scores:
+    """`f` on `size` columns of `[B, T, ...]` at a time, each recomputed in the backward pass.
+
+    Columns from the largest of `counts` on are left out: they are padding.
+    """
+    width = columns["targets"].shape[1]
+    size = -(-width // -(-width // size))  # equal parts
+    padded = -(-width // size) * size
 
     def shaped(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, ((0, padded - count), *((0, 0),) * (x.ndim - 1))).reshape(-1, size, *x.shape[1:])
+        x = jnp.pad(x, ((0, 0), (0, padded - width), *((0, 0),) * (x.ndim - 2)))
+        return x.reshape(x.shape[0], -1, size, *x.shape[2:]).swapaxes(0, 1)
 
-    found = jax.lax.map(jax.checkpoint(f), jax.tree.map(shaped, rows))
-    return jax.tree.map(lambda x: x.reshape(-1)[:count], found)
+    parts = jax.tree.map(shaped, dict(columns))
+    nothing = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, jax.tree.map(lambda x: x[0], parts))
+    )
+
+    @jax.checkpoint  # around the choice: inside it, each part would keep a copy of the head
+    def some(at: tuple[jax.Array, Any]) -> Scores:
+        found: Scores = jax.lax.cond(at[0], f, lambda _: nothing, at[1])
+        return found
+
+    needed = jnp.arange(0, padded, size) < jnp.max(counts)
+    found = jax.lax.map(some, (needed, parts))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :width], found)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import GenerationError
 from covey.jax.drawing import Draw, Manner
 from covey.jax.model import ModelConfig, Transformer
-from covey.jax.packing import members, size_up
 from covey.jax.programs import Programs
 from covey.jax.room import Room
 from covey.jax.sharding import place_rows
@@ -30,10 +31,12 @@ _CHUNK = 32
 """Tokens for each slot between two looks from the host."""
 _WATCHED = 8
 """The same where stop strings must be looked for: what is sampled behind one is thrown away."""
-_PROMPTS = 8
-"""Prompts that are run at once."""
-_FEWEST = 8
-"""Slots below which shrinking does not pay."""
+_PROMPTS = 4
+"""Prompts, or conversations that go on, that are run at once."""
+_BEGUN = 16
+"""Completions that get their prompt at once."""
+_SAID = 32
+"""Tokens of what is said to a conversation that are run at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +105,7 @@ class Session:
         )
         self._slots: list[Row | None] = [None] * room.slots
         self._cache: Any = None
+        self._prompts: Any = None
         self._waiting: deque[Row] = deque()
         self._resuming: list[Row] = []
         self._over: list[Row] = []
@@ -175,6 +179,7 @@ class Session:
         self._admit()
         self._resume()
         if not self._over and self._running():
+            self._prepare()
             self._shrink()
             self._decode()
         over, self._over = self._over, []
@@ -212,10 +217,7 @@ class Session:
         if not self._waiting or not free:
             return
         if self._cache is None:
-            empty = Transformer(self._config).init_cache(
-                self._room.slots, self._room.positions, self._params["embedding"].dtype
-            )
-            self._cache = place_rows(empty, self._mesh, "slots")
+            self._cache = place_rows(self._empty(self._room.slots, self._room.positions), self._mesh, "slots")
         rows: list[Row] = []
         while self._waiting and len(rows) < len(free):
             rows.append(self._waiting.popleft())
@@ -227,58 +229,74 @@ class Session:
         for row in rows:
             places.setdefault(tuple(row.ids), []).append(row)
         prompts = sorted(places, key=len)
-        while prompts:
-            together = prompts[: 1 << (min(len(prompts), _PROMPTS).bit_length() - 1)]
-            prompts = prompts[len(together) :]
-            self._begin(together, places)
+        for start in range(0, len(prompts), _PROMPTS):
+            self._begin(prompts[start : start + _PROMPTS], places)
+        if not self._waiting:
+            self._prompts = None
+
+    def _empty(self, rows: int, positions: int) -> Any:
+        return Transformer(self._config).init_cache(rows, positions, self._params["embedding"].dtype)
 
     def _begin(self, prompts: Sequence[tuple[int, ...]], places: dict[tuple[int, ...], list[Row]]) -> None:
-        width = min(size_up(max(map(len, prompts))), self._room.positions)
-        tokens = np.zeros((len(prompts), width), np.int32)
+        """Run prompts in a cache of their own; then they are copied to whoever has them."""
+        width = self._room.chunk
+        lengths = np.zeros(_PROMPTS, np.int32)
+        lengths[: len(prompts)] = [*map(len, prompts)]
+        tokens = np.zeros((_PROMPTS, -(-lengths.max() // width) * width), np.int32)
         for number, prompt in enumerate(prompts):
             tokens[number, : len(prompt)] = prompt
-        held, logits = self._programs.prefill(self._params, tokens, np.array([*map(len, prompts)], np.int32))
+        if self._prompts is None:
+            self._prompts = self._empty(_PROMPTS, self._room.prompt)
+        logits = self._no_logits()
+        for start in range(0, tokens.shape[1], width):
+            self._prompts, logits = self._programs.prefill(
+                self._params, self._prompts, logits, tokens[:, start : start + width], np.int32(start), lengths
+            )
         rows = [(number, row) for number, prompt in enumerate(prompts) for row in places[prompt]]
-        padded = members(len(rows))
-        source, slots = np.zeros(padded, np.int32), np.full(padded, self._room.slots, np.int32)
-        for at, (number, row) in enumerate(rows):
-            assert row.slot is not None
-            source[at], slots[at], row.held = number, row.slot, len(row.ids)
-        begun = [row for _, row in rows]
-        u, allowed = self._numbers(begun, padded, 1)[:, 0], self._allowed(begun, padded)
-        self._cache, drawn = self._programs.begin(
-            self._cache, held, logits, source, slots, u, allowed, manner=self._manner
-        )
-        self._say_all(begun, drawn, allowed is not None)
+        for start in range(0, len(rows), _BEGUN):
+            begun = [row for _, row in rows[start : start + _BEGUN]]
+            source, slots = np.zeros(_BEGUN, np.int32), np.full(_BEGUN, self._room.slots, np.int32)
+            source[: len(begun)] = [number for number, _ in rows[start : start + _BEGUN]]
+            slots[: len(begun)] = np.array([row.slot for row in begun])
+            for row in begun:
+                row.held = len(row.ids)
+            u, allowed = self._numbers(begun, _BEGUN, 1)[:, 0], self._allowed(begun, _BEGUN)
+            self._cache, drawn = self._programs.begin(
+                self._cache, self._prompts, logits, source, slots, u, allowed, manner=self._manner
+            )
+            self._say_all(begun, drawn)
 
     def _resume(self) -> None:
         """What was said, into the slots, and the first token of each answer."""
         rows, self._resuming = self._resuming, []
         rows = [row for row in rows if row.slot is not None]
-        while rows:
-            together = rows[: 1 << (min(len(rows), _PROMPTS).bit_length() - 1)]
-            rows = rows[len(together) :]
-            new = [row.ids[row.held :] for row in together]
-            width = size_up(max(map(len, new)))
-            tokens = np.zeros((len(together), width), np.int32)
-            for at, ids in enumerate(new):
-                tokens[at, : len(ids)] = ids
-            start = np.array([row.held for row in together], np.int32)
-            lengths = np.array([len(ids) for ids in new], np.int32)
-            slots = np.array([row.slot for row in together], np.int32)
-            for row in together:
-                row.held = len(row.ids)
-            u, allowed = self._numbers(together, len(together), 1)[:, 0], self._allowed(together, len(together))
+        rows.sort(key=lambda row: len(row.ids) - row.held)
+        for start in range(0, len(rows), _PROMPTS):
+            self._extend(rows[start : start + _PROMPTS])
+
+    def _extend(self, rows: Sequence[Row]) -> None:
+        u, allowed = self._numbers(rows, _PROMPTS, 1)[:, 0], self._allowed(rows, _PROMPTS)
+        slots = np.full(_PROMPTS, self._room.slots, np.int32)
+        slots[: len(rows)] = np.array([row.slot for row in rows])
+        pending = list(rows)
+        while pending:
+            tokens = np.zeros((_PROMPTS, _SAID), np.int32)
+            begin, lengths = np.zeros(_PROMPTS, np.int32), np.zeros(_PROMPTS, np.int32)
+            for at, row in enumerate(rows):
+                new = row.ids[row.held : row.held + _SAID] if row in pending else []
+                tokens[at, : len(new)], begin[at], lengths[at] = new, row.held, len(new)
+                row.held += len(new)
             self._cache, drawn = self._programs.extend(
-                self._params, self._cache, tokens, slots, start, lengths, u, allowed, manner=self._manner
+                self._params, self._cache, tokens, slots, begin, lengths, u, allowed, manner=self._manner
             )
-            self._say_all(together, drawn, allowed is not None)
+            heard = [row if row in pending and row.held == len(row.ids) else None for row in rows]
+            pending = [row for row in pending if row not in heard]
+            self._say_all(heard, drawn)
 
     def _decode(self) -> None:
         """A chunk of tokens for all that run."""
         size, running = self._room.positions, self._running()
-        chosen = any(row.choices is not None for row in running)
-        chunk = 1 if chosen else _WATCHED if self._settings.stop_strings else _CHUNK
+        chunk, chosen = self._pace()
         token, position = np.zeros(self._room.slots, np.int32), np.full(self._room.slots, size, np.int32)
         budget = np.zeros(self._room.slots, np.int32)
         for row in running:
@@ -309,29 +327,77 @@ class Session:
                 self._say(row, int(tokens[slot, t]), float(logprobs[slot, t]), self._kept(row, bits))
             self._finish(row)
 
+    def _pace(self) -> tuple[int, bool]:
+        """Tokens between two looks from the host, and whether rows have choices: these look after each token."""
+        chosen = any(row.choices is not None for row in self._running())
+        return 1 if chosen else _WATCHED if self._settings.stop_strings else _CHUNK, chosen
+
     def _until(self, running: int) -> int:
         """Decode until no more than so many rows go on."""
         if self._waiting or any(row is not None and row.keep for row in self._slots):
             return running - max(1, running // 4)  # somebody waits for what they leave, or answers
-        return self._room.slots // 2 if self._room.slots > _FEWEST and running > self._room.slots // 2 else 0
+        fewer = self._fewer()
+        return fewer[0] if fewer and running > fewer[0] else 0
+
+    def _fewer(self) -> list[int]:
+        return self._room.rungs(1 if self._mesh is None else self._mesh.size)
 
     def _shrink(self) -> None:
-        """Half the slots, or fewer, where the others have nothing to do."""
+        """Half the slots, as often as the others have nothing to do."""
         taken = [slot for slot, row in enumerate(self._slots) if row is not None]
-        slots = self._room.slots
-        spread = 1 if self._mesh is None else self._mesh.size
-        while slots // 2 >= max(len(taken), _FEWEST) and slots % 2 == 0 and slots // 2 % spread == 0:
-            slots //= 2
-        if self._waiting or slots == self._room.slots:
+        for slots in [] if self._waiting else [slots for slots in self._fewer() if slots >= len(taken)]:
+            self._cache = self._programs.shrink(self._cache, np.array([*taken, *[0] * (slots - len(taken))], np.int32))
+            self._slots = [*(self._slots[slot] for slot in taken), *[None] * (slots - len(taken))]
+            taken = list(range(len(taken)))
+            self._room = replace(self._room, slots=slots)
+        for slot, row in enumerate(self._slots):
+            if row is not None:
+                row.slot = slot
+
+    def _prepare(self) -> None:
+        """Compile what runs now and when fewer slots are left, so that nothing has to be compiled later in a run.
+
+        Slots that take no part stand in for those to come: nothing is computed.
+        """
+        chunk, chosen = self._pace()
+        key = (self._room, self._manner, chunk, chosen, self._own is None)
+        if key in self._programs.prepared:
             return
-        index = np.array([*taken, *[0] * (slots - len(taken))], np.int32)
-        self._cache = self._programs.shrink(self._cache, index)
-        rows = [self._slots[slot] for slot in taken]
-        self._slots = [*rows, *[None] * (slots - len(taken))]
-        for slot, row in enumerate(rows):
-            assert row is not None
-            row.slot = slot
-        self._room = Room(slots, self._room.positions)
+        self._programs.prepared.add(key)
+        zeros, bits = partial(np.zeros, dtype=np.int32), -(-self._config.vocab_size // 8)
+
+        def allowed(rows: int) -> Any:
+            return np.full((rows, bits), 255, np.uint8) if chosen else None
+
+        def rest(cache: Any, slots: int) -> Any:
+            at = np.full(slots, self._room.positions, np.int32)
+            u: Any = np.zeros((slots, chunk), np.float32)
+            run = self._programs.decode
+            found = run(
+                self._params, cache, zeros(slots), at, zeros(slots), np.int32(0), u, allowed(slots), manner=self._manner
+            )
+            if self._own is None:
+                return found.cache
+            # conversations come and go
+            outside, none, u = np.full(_PROMPTS, slots, np.int32), zeros(_PROMPTS), np.zeros(_PROMPTS, np.float32)
+            said = np.zeros((_PROMPTS, _SAID), np.int32)
+            cache, _ = self._programs.extend(
+                self._params, found.cache, said, outside, none, none, u, allowed(_PROMPTS), manner=self._manner
+            )
+            outside, u = np.full(_BEGUN, slots, np.int32), np.zeros(_BEGUN, np.float32)
+            prompts, logits = self._empty(_PROMPTS, self._room.prompt), self._no_logits()
+            cache, _ = self._programs.begin(
+                cache, prompts, logits, zeros(_BEGUN), outside, u, allowed(_BEGUN), manner=self._manner
+            )
+            return cache
+
+        cache = self._cache = rest(self._cache, self._room.slots)
+        for slots in self._fewer():
+            self._programs.prepared.add((replace(self._room, slots=slots), *key[1:]))
+            cache = rest(self._programs.shrink(cache, zeros(slots)), slots)
+
+    def _no_logits(self) -> Any:
+        return jnp.zeros((_PROMPTS, self._config.vocab_size), self._params["embedding"].dtype)
 
     def _numbers(self, rows: Sequence[Row | None], count: int, chunk: int) -> NDArray[np.float32]:
         """`[count, chunk]` the next random numbers of each row's stream."""
@@ -362,10 +428,13 @@ class Session:
             return allowed
         return np.flatnonzero(np.unpackbits(bits, count=self._config.vocab_size)).astype(np.int64)
 
-    def _say_all(self, rows: Sequence[Row], drawn: Draw, chosen: bool) -> None:
+    def _say_all(self, rows: Sequence[Row | None], drawn: Draw) -> None:
+        """The first tokens of turns; None = a row whose turn has not begun yet."""
         tokens, logprobs = np.asarray(drawn.tokens), np.asarray(drawn.logprobs)
         support = None if drawn.support is None else np.asarray(drawn.support)
         for at, row in enumerate(rows):
+            if row is None:
+                continue
             bits = None if support is None else support[at]
             self._say(row, int(tokens[at]), float(logprobs[at]), self._kept(row, bits))
             self._finish(row)

@@ -138,6 +138,12 @@ class _Item:
 class _Bin:
     items: list[_Item] = field(default_factory=list)
     num_tokens: int = 0
+    num_rows: int = 0
+
+    def add(self, item: _Item) -> None:
+        self.items.append(item)
+        self.num_tokens += item.num_tokens
+        self.num_rows += len(item.rows)
 
 
 def pack_episodes(
@@ -164,6 +170,65 @@ def pack_episodes(
     """
     if tokens_per_pack < 1:
         raise ValueError(f"tokens_per_pack={tokens_per_pack}: a pack needs room for at least one token; raise it")
+    bins: list[_Bin] = []
+    for same_prefix in _by_prefix(episodes, rows):
+        for item in _split(episodes, same_prefix, tokens_per_pack):
+            # First fit: a prefix stays whole if any pack has room for it, since every split repeats the
+            # prefix.
+            fitting = (b for b in bins if b.num_tokens + item.num_tokens <= tokens_per_pack)
+            target = next(fitting, None)
+            if target is None:
+                target = _Bin()
+                bins.append(target)
+            target.add(item)
+    return [_build(episodes, b.items) for b in bins]
+
+
+def fill_packs(
+    episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None, tokens_per_pack: int, rows_per_pack: int
+) -> list[Pack]:
+    """The same where a pack costs all of its tokens, used or not: a prefix is repeated wherever that fills a pack.
+
+    Args:
+        episodes: all N episodes of the batch.
+        rows: row numbers to pack; None = all N.
+        tokens_per_pack: tokens of a pack; no sequence is longer.
+        rows_per_pack: most rows of a pack.
+
+    Raises:
+        ValueError: the first token of an episode is marked as sampled, or a sequence is longer than a pack.
+    """
+    groups = [(same, [_suffix_len(episodes[row]) for row in same]) for same in _by_prefix(episodes, rows)]
+    groups.sort(key=lambda group: -sum(group[1]))
+    bins: list[_Bin] = []
+    for same, lengths in groups:
+        first = episodes[same[0]]
+        prefix = first.token_ids[: first.prompt_length]
+        if len(prefix) + max(lengths) > tokens_per_pack:
+            raise ValueError(
+                f"row {same[int(np.argmax(lengths))]}: its {len(prefix) + max(lengths)} tokens are more than the "
+                f"{tokens_per_pack} of a pack; raise tokens_per_pack"
+            )
+        done = 0
+        while done < len(same):
+            open_ones = [(_fitting(b, len(prefix), lengths[done:], tokens_per_pack, rows_per_pack), b) for b in bins]
+            # as many rows as possible; of packs that take equally many, the fullest
+            count, target = max(open_ones, key=lambda one: (one[0], one[1].num_tokens), default=(0, _Bin()))
+            whole = count == len(same) - done
+            if not whole and sum(lengths[done : done + count]) <= len(
+                prefix
+            ):  # the prefix would cost more than it fills
+                target = _Bin()
+                count = _fitting(target, len(prefix), lengths[done:], tokens_per_pack, rows_per_pack)
+                bins.append(target)
+            num_tokens = len(prefix) + sum(lengths[done : done + count])
+            target.add(_Item(prefix, same[done : done + count], num_tokens))
+            done += count
+    return [_build(episodes, b.items) for b in bins]
+
+
+def _by_prefix(episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None) -> list[list[int]]:
+    """Rows with equal prefixes together; those without a sampled token are left out."""
     chosen = range(len(episodes)) if rows is None else [int(row) for row in rows]
     by_prefix: dict[bytes, list[int]] = {}
     for row in chosen:
@@ -177,20 +242,14 @@ def pack_episodes(
             )
         prefix = np.ascontiguousarray(episode.token_ids[: episode.prompt_length], dtype=np.int64)
         by_prefix.setdefault(prefix.tobytes(), []).append(row)
+    return list(by_prefix.values())
 
-    bins: list[_Bin] = []
-    for same_prefix in by_prefix.values():
-        for item in _split(episodes, same_prefix, tokens_per_pack):
-            # First fit: a prefix stays whole if any pack has room for it, since every split repeats the
-            # prefix.
-            fitting = (b for b in bins if b.num_tokens + item.num_tokens <= tokens_per_pack)
-            target = next(fitting, None)
-            if target is None:
-                target = _Bin()
-                bins.append(target)
-            target.items.append(item)
-            target.num_tokens += item.num_tokens
-    return [_build(episodes, b.items) for b in bins]
+
+def _fitting(bin_: _Bin, prefix_len: int, lengths: Sequence[int], tokens: int, rows: int) -> int:
+    """How many of the rows, from the first on, a pack still takes together with their prefix."""
+    room = tokens - bin_.num_tokens - prefix_len
+    fitting = int(np.searchsorted(np.cumsum(lengths), room, side="right")) if room >= 0 else 0
+    return min(fitting, rows - bin_.num_rows)
 
 
 def _suffix_len(episode: Episode) -> int:

@@ -7,7 +7,7 @@ imported unless `model.backend` is `jax`.
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ import torch
 
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.loading import LoadedModel, load_model
-from covey.rollout.learning import TrainedPolicy
+from covey.rollout.learning import Learner as TrainedLearner
+from covey.rollout.learning import Sampler, TrainedPolicy
+from covey.types import Prompt
 
 if TYPE_CHECKING:
     from covey.config import GRPOConfig
@@ -138,6 +140,25 @@ def make_learner(policy: TrainedPolicy, options: Mapping[str, Any]) -> Learner:
 
     assert isinstance(policy, Policy)
     return Learner(policy, **options)
+
+
+def expect(config: GRPOConfig, engine: Sampler, learner: TrainedLearner, prompts: Iterable[Prompt]) -> None:
+    """Tell engine and learner how long the run's sequences are, so that one shape of each program serves all of it.
+
+    The openings of a world are not known: its episodes have the shapes that they need when they are played.
+    """
+    from covey.jax.engine import Engine
+    from covey.jax.learner import Learner
+
+    assert isinstance(engine, Engine)
+    assert isinstance(learner, Learner)
+    prompt = max((len(prompt.token_ids) for prompt in prompts), default=0)
+    if config.environment.world is not None or prompt == 0:
+        return
+    completion = config.sampling.max_completion_length
+    group = max([config.sampling.num_generations, *(p.num_generations or 0 for p in config.schedule.phases)])
+    engine.expect(prompt)
+    learner.expect(prompt + completion, config.data.prompts_per_step * (prompt + group * completion))
 
 
 def _arrays(loaded: LoadedModel) -> dict[str, np.ndarray[Any, Any]]:

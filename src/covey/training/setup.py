@@ -251,6 +251,14 @@ def make_learner(config: GRPOConfig, policy: TrainedPolicy) -> Learner:
     return TorchLearner(policy, side_by_side=beside, **options)
 
 
+def expect(config: GRPOConfig, engine: Sampler, learner: Learner, prompts: Sequence[Prompt]) -> None:
+    """Tell parts that are compiled for shapes what is to come."""
+    if config.model.backend == "jax":
+        from covey.training import jax_backend
+
+        jax_backend.expect(config, engine, learner, prompts)
+
+
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
     """Sampling as in training, at a given temperature."""
     sampling = config.sampling

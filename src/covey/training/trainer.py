@@ -128,6 +128,7 @@ class GRPOTrainer:
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
         self.learner = setup.make_learner(args, self.policy)
+        setup.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
         self.engine.sync(self.policy.model, self.state.policy_version)
         self.questions = QuestionHistory([prompt.uid for prompt in self.prompts])
