@@ -181,11 +181,7 @@ def test_a_pack_is_filled_where_that_saves_more_than_the_prefix_costs() -> None:
     # three times 4 + 3 * 4 tokens, in two packs of 28, where the second prompt stands twice
     assert [pack.num_tokens for pack in fill_packs(three, None, 28, 9)] == [28, 24]
     # one row more would weigh 4, no more than its prompt
-    assert [len(pack.rows) for pack in fill_packs(three, None, 24, 9)] == [
-        3,
-        3,
-        3,
-    ]
+    assert [len(pack.rows) for pack in fill_packs(three, None, 24, 9)] == [3, 3, 3]
     with pytest.raises(ValueError, match="row 0: its 8 tokens are more than the 7 of a pack"):
         fill_packs(three, None, 7, 9)
 

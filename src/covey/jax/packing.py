@@ -1,7 +1,7 @@
 """Micro-batches of few shapes, since each shape is compiled once.
 
 `covey.rollout.packing` packs prompts, each once, and what follows them into rows of at most S tokens; B such rows are
-padded to `[B, S]`. S is 384, or twice that, and so on, where a sequence is longer:
+padded to `[B, S]`. S is 384, or 512, 768, 1024, ... where a sequence is longer:
 
     tokens    [B, S]     [11 12 13 14 21 22 31  0]
     positions [B, S]     [ 0  1  2  3  4  5  4  0]
@@ -72,7 +72,7 @@ def shapes_for(sequence: int, budget: int, multiple: int = 1) -> list[Shape]:
     """
     widths = [size_up(min(budget, _SHORTEST))]
     while widths[-1] < sequence:
-        widths.append(2 * widths[-1])
+        widths.append(size_up(widths[-1] + 1))
     return [Shape(max(1, budget // width) * multiple, width) for width in widths]
 
 
@@ -161,13 +161,19 @@ def pack_rows(episodes: Sequence[Episode], rows: Sequence[int], shapes: Sequence
         rows: row numbers to pack.
         shapes: those of `shapes_for`.
     """
-    fitting: dict[Shape, list[int]] = {shape: [] for shape in shapes}
-    for row in rows:
-        fitting[next(shape for shape in shapes if shape.width >= sequence_length(episodes[row]))].append(row)
+    lengths = {row: sequence_length(episodes[row]) for row in rows}
+    waiting = [row for row in rows if lengths[row]]
     found = []
-    for shape, those in fitting.items():
-        packs = fill_packs(episodes, those, shape.width, shape.members)
+    for shape in shapes:
+        here = [row for row in waiting if lengths[row] <= shape.width]
+        later = [row for row in waiting if lengths[row] > shape.width]
+        packs = fill_packs(episodes, here, shape.width, shape.members)
+        if later:  # a micro-batch that would not be full: its rows fill the gaps between longer ones
+            whole = len(packs) // shape.rows * shape.rows
+            later += [int(row) for pack in packs[whole:] for row in pack.rows]
+            packs = packs[:whole]
         found += [fill(packs[start : start + shape.rows], shape) for start in range(0, len(packs), shape.rows)]
+        waiting = later
     return found
 
 

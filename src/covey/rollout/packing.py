@@ -189,6 +189,8 @@ def fill_packs(
 ) -> list[Pack]:
     """The same where a pack costs all of its tokens, used or not: a prefix is repeated wherever that fills a pack.
 
+    Large groups come first, and in each of them long rows.
+
     Args:
         episodes: all N episodes of the batch.
         rows: row numbers to pack; None = all N.
@@ -198,15 +200,17 @@ def fill_packs(
     Raises:
         ValueError: the first token of an episode is marked as sampled, or a sequence is longer than a pack.
     """
-    groups = [(same, [_suffix_len(episodes[row]) for row in same]) for same in _by_prefix(episodes, rows)]
-    groups.sort(key=lambda group: -sum(group[1]))
+    groups = _by_prefix(episodes, rows)
+    needed = {row: _suffix_len(episodes[row]) for same in groups for row in same}
     bins: list[_Bin] = []
-    for same, lengths in groups:
+    for group in sorted(groups, key=lambda same: -sum(needed[row] for row in same)):
+        same = sorted(group, key=lambda row: -needed[row])
+        lengths = [needed[row] for row in same]
         first = episodes[same[0]]
         prefix = first.token_ids[: first.prompt_length]
-        if len(prefix) + max(lengths) > tokens_per_pack:
+        if len(prefix) + lengths[0] > tokens_per_pack:
             raise ValueError(
-                f"row {same[int(np.argmax(lengths))]}: its {len(prefix) + max(lengths)} tokens are more than the "
+                f"row {same[0]}: its {len(prefix) + lengths[0]} tokens are more than the "
                 f"{tokens_per_pack} of a pack; raise tokens_per_pack"
             )
         done = 0
@@ -215,9 +219,7 @@ def fill_packs(
             # as many rows as possible; of packs that take equally many, the fullest
             count, target = max(open_ones, key=lambda one: (one[0], one[1].num_tokens), default=(0, _Bin()))
             whole = count == len(same) - done
-            if not whole and sum(lengths[done : done + count]) <= len(
-                prefix
-            ):  # the prefix would cost more than it fills
+            if not whole and sum(lengths[done : done + count]) <= len(prefix):  # it would fill less than it costs
                 target = _Bin()
                 count = _fitting(target, len(prefix), lengths[done:], tokens_per_pack, rows_per_pack)
                 bins.append(target)

@@ -1,0 +1,44 @@
+"""Micro-batches hold every sampled token once, whatever the lengths, in few shapes with little padding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from covey.jax.packing import Shape, pack_rows, shapes_for
+from covey.types import Episode
+
+
+def episode(prompt: np.ndarray, count: int, rng: np.random.Generator) -> Episode:
+    ids = np.concatenate([prompt, rng.integers(4, 97, count)])
+    sampled = np.arange(len(ids)) >= len(prompt)
+    return Episode(ids, sampled, np.zeros(len(ids), np.float32), "", "stop", 1)
+
+
+def test_shapes_are_those_that_a_run_may_need() -> None:
+    assert shapes_for(66, 1024) == [Shape(2, 384)]
+    assert shapes_for(900, 1024, multiple=4) == [Shape(8, 384), Shape(8, 512), Shape(4, 768), Shape(4, 1024)]
+    assert shapes_for(50, 40) == [Shape(1, 48), Shape(1, 64)]  # the budget is smaller than a sequence
+
+
+def test_lengths_of_all_kinds_fill_what_is_computed() -> None:
+    rng = np.random.default_rng(0)
+    episodes = []
+    for _ in range(12):
+        prompt = rng.integers(4, 97, int(rng.integers(20, 200)))
+        episodes += [episode(prompt, int(n), rng) for n in np.minimum(rng.geometric(1 / 150, 8), 800)]
+    shapes = shapes_for(1000, 1024)
+    parts = pack_rows(episodes, range(len(episodes)), shapes)
+    assert {part.shape for part in parts} <= set(shapes)
+    real = sum(pack.num_tokens for part in parts for pack in part.packs)
+    assert real > 0.8 * sum(part.shape.rows * part.shape.width for part in parts)
+    width = max(e.num_sampled for e in episodes)
+    ids = np.zeros((len(episodes), width), np.int64)
+    expected = np.zeros_like(ids)
+    for row, one in enumerate(episodes):
+        expected[row, : one.num_sampled] = one.token_ids[one.sampled]
+    for part in parts:
+        targets, place = part.arrays["targets"], part.arrays["place"]
+        at = np.take_along_axis(targets, place.reshape(len(place), -1), axis=1).reshape(len(part.rows), -1)
+        part.put(at, ids)
+        np.testing.assert_array_equal(part.take(expected), np.where(part.arrays["exists"].reshape(at.shape), at, 0))
+    np.testing.assert_array_equal(ids, expected)
