@@ -356,9 +356,19 @@ def test_state_goes_round(use_peft: bool) -> None:
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
 
 
+def assert_everyone_may_read(folder: Path) -> None:
+    """As far as the umask lets others read any new file."""
+    plain = folder / "plain"
+    plain.touch()
+    weights = list(folder.glob("*.safetensors"))
+    assert [file.stat().st_mode for file in weights] == [plain.stat().st_mode] * len(weights) != []
+    plain.unlink()
+
+
 def test_a_saved_adapter_is_peft_s_own_and_a_policy_starts_from_it(tmp_path: Path) -> None:
     policy = policy_of()
     policy.save_pretrained(tmp_path)
+    assert_everyone_may_read(tmp_path)
     start = policy.score(PACK).logp.detach()
     model = PeftModel.from_pretrained(tiny_model("llama"), str(tmp_path))
     torch.testing.assert_close(
@@ -375,6 +385,7 @@ def test_a_saved_model_is_plain_transformers(tmp_path: Path) -> None:
     policy = policy_of(use_peft=False)
     policy.save_pretrained(tmp_path)
     assert NAME_PREFIX not in (tmp_path / "config.json").read_text()
+    assert_everyone_may_read(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(model(torch.arange(4, 9)[None]).logits, tiny_model("llama")(torch.arange(4, 9)[None]).logits)
 

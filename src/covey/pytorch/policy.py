@@ -431,6 +431,9 @@ class Policy:
         else:
             self._lm.save_pretrained(str(path))
         self.tokenizer.save_pretrained(str(path))
+        usual = next(Path(path).glob("*config.json")).stat().st_mode
+        for file in Path(path).glob("*.safetensors"):
+            file.chmod(usual)  # safetensors lets nobody but the owner read, not even a server of another user
 
 
 def _pick(hidden: Tensor, index: Tensor) -> Tensor:
