@@ -102,8 +102,10 @@ def _mix(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> j
     many, heads, group, length, size = q.shape
     scores = (q.reshape(many, heads, group * length, size) @ keys) / math.sqrt(size)
     scores = scores.astype(jnp.promote_types(q.dtype, jnp.float32)).reshape(many, heads, group, length, -1)
-    weights = jax.nn.softmax(jnp.where(seen, scores, _NEVER), axis=-1).astype(q.dtype)
-    return (weights.reshape(many, heads, group * length, -1) @ values).reshape(q.shape)
+    scores = jnp.where(seen, scores, _NEVER)
+    mass = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    mixed = (mass.astype(q.dtype).reshape(many, heads, group * length, -1) @ values).reshape(q.shape)
+    return mixed / jnp.sum(mass, axis=-1, keepdims=True).astype(q.dtype)  # fewer numbers than weights to divide
 
 
 def _seen(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
