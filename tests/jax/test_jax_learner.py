@@ -107,6 +107,10 @@ def test_steps_of_adamw_are_those_of_pytorch() -> None:
         np.testing.assert_allclose(moved[name], value.numpy(), atol=2e-4)
     assert ours.steps == 3
     assert ours.optim_step(1.0) == 0.0  # no gradient was accumulated
+    none = np.zeros(0, np.int64)  # as where all groups are tied
+    ours.forward_backward(make_batch(), none, make_objective("grpo"), temperature=1.0, max_completion_length=12)
+    assert ours.optim_step(1.0) == 0.0
+    assert ours.steps == 3
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing() -> None:

@@ -1,6 +1,6 @@
 """The JAX learner: log-probabilities, gradients of a whole optimiser step, and AdamW from Optax.
 
-A step is cut into micro-batches of one shape (`covey.jax.packing`), which is compiled once. Token weights carry the
+A step is cut into micro-batches of few shapes (`covey.jax.packing`), each compiled once. Token weights carry the
 denominators of the whole step (`covey.algorithms.aggregation`), so the cut changes memory and time, never the gradient.
 """
 
@@ -166,7 +166,7 @@ class Learner:
             found.append({name: np.asarray(value, np.float64) for name, value in metrics.items()})
             part.put(np.asarray(current), logp)
             part.put(np.ones(current.shape, np.bool_), scored)
-        self._gradient = total
+        self._gradient = total if found else None  # no row, no step
         return Gradients({name: float(value) for name, value in add_metrics(found).items()}, logp, scored)
 
     def _gradient_of(
