@@ -126,23 +126,16 @@ class MicroBatch:
         return bits
 
 
-def size_up(number: int) -> int:
-    """The next of 0, 8, 16, 24, 32, 48, 64, 96, 128, 192, ...: at most half more than asked for, from 16 on."""
+def size_up(number: int, first: int = 8) -> int:
+    """The next of 0, 8, 16, 24, 32, 48, 64, 96, 128, ...: at most half more than asked for, from 16 on.
+
+    With another `first`, its multiples in the same way: 1, 2, 3, 4, 6, 8, 12, 16, ...
+    """
     if number <= 0:
         return 0
-    size = 8
+    size = first
     while size < number:
-        if size + size // 2 >= number and size >= 16:
-            return size + size // 2
-        size *= 2
-    return size
-
-
-def members(number: int) -> int:
-    """A count rounded up: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    size = 1
-    while size < number:
-        if size + size // 2 >= number and size >= 2:
+        if size + size // 2 >= number and size >= 2 * first:
             return size + size // 2
         size *= 2
     return size
@@ -162,7 +155,7 @@ def pack_rows(episodes: Sequence[Episode], rows: Sequence[int], shapes: Sequence
         shapes: those of `shapes_for`.
     """
     lengths = {row: sequence_length(episodes[row]) for row in rows}
-    waiting = [row for row in rows if lengths[row]]
+    waiting = list(rows)
     found = []
     for shape in shapes:
         here = [row for row in waiting if lengths[row] <= shape.width]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jax.sharding import Mesh
 
 from covey.errors import GenerationError
-from covey.jax.packing import members, size_up
+from covey.jax.packing import size_up
 from covey.jax.sharding import DATA
 
 _CHUNK, _CHUNKS = 64, 8
@@ -60,7 +60,7 @@ class Room:
                 f"{positions * bytes_per_token / 2**30:.3g} GiB; raise sampling.kv_cache_gb, or lower "
                 "sampling.max_completion_length"
             )
-        slots = members(rows)
+        slots = size_up(rows, first=1)
         while slots > fitting:
-            slots = members(slots // 2)
+            slots = size_up(slots // 2, first=1)
         return cls(-(-slots // spread) * spread, positions, min(size_up(prompt), positions))
