@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -279,6 +280,8 @@ def test_other_values() -> None:
     assert decode(encode(2**200)) == 2**200
     assert decode(encode(-(2**62))) == -(2**62)
     assert math.isnan(decode(encode(math.nan)))
+    assert decode(encode(set(range(50_000)))) == set(range(50_000))
+    colliding = [n * sys.hash_info.modulus for n in range(2, 2000)]
     for tree in (
         {"x": []},
         {"d": [[[], 1]]},
@@ -287,7 +290,8 @@ def test_other_values() -> None:
         {"i": "zz"},
         {"a": 1, "b": 2},
         {},
-        {"s": list(range(20000))},
+        encode(set(colliding)),
+        encode(dict.fromkeys(colliding)),
     ):
         with pytest.raises(codec.CodecError):
             decode(tree)

@@ -6,12 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
+import attacks
 import pytest
+from attacks import HONEST, SECRET
 
 from covey.errors import RewardError
 from covey.rewards import sandbox
@@ -21,16 +25,32 @@ from jails import needs_jail
 
 pytestmark = needs_jail
 
-SECRET = "the-expected-value-4711"
-HONEST = f"def f(x):\n    return {SECRET!r} if x == 1 else x"
 CALLS = CallTests("f", (((1,), SECRET), ((2,), 2)))
-ASSERTS = AssertTests((f"assert f(1) == {SECRET!r}", "assert f(2) == 2"), entry_points=("f",))
+ASSERTS = AssertTests(
+    (f"assert f(1) == {SECRET!r}", "assert f(2) == 2", "assert all(map(f, [2]))", "assert not any(map(f, [0]))"),
+    entry_points=("f",),
+)
+REFUSE = "from jail import confine\nconfine.build_root = lambda place: 'not allowed here'\nfrom jail import zygote\n"
 
 
-@pytest.fixture(scope="module")
-def harness() -> Iterator[TestHarness]:
-    with TestHarness(Limits(seconds=2.0, memory_mb=192, files_mb=4, output_mb=1), workers=2) as harness:
+@pytest.fixture(scope="module", params=["namespace", "landlock"])
+def harness(request: pytest.FixtureRequest) -> Iterator[TestHarness]:
+    limits = Limits(seconds=1.5, memory_mb=192, files_mb=16, output_mb=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "landlock":
+            patch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))
+        harness = TestHarness(limits, workers=2)
+    with harness:
+        assert harness._sandbox.protections.files == request.param
         yield harness
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the same user."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
 
 
 def both(harness: TestHarness, code: str) -> tuple[TestResult, TestResult]:
@@ -38,92 +58,30 @@ def both(harness: TestHarness, code: str) -> tuple[TestResult, TestResult]:
     return calls, asserts
 
 
-ATTACKS = {
-    "infinite loop": ("while True: pass", {"timeout"}),
-    "infinite loop when called": ("def f(x):\n    while True: pass", {"timeout"}),
-    "sleep": ("import time\ntime.sleep(100)", {"timeout"}),
-    "fork bomb": ("import os\nwhile True:\n    os.fork()", {"error"}),
-    "fork bomb that ignores errors": (
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        {"timeout"},
-    ),
-    "threads": (
-        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
-        {"error", "memory", "timeout"},
-    ),
-    "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**7))", {"memory"}),
-    "memory bomb by arithmetic": ("x = 9**9**9", {"memory", "timeout"}),
-    "output flood": ("while True: print('x' * 10000)", {"error"}),
-    "output flood to errors": ("import sys\nwhile True: sys.stderr.write('x' * 10000)", {"error"}),
-    "disk fill": ("f = open('big', 'wb')\nwhile True: f.write(b'x' * 10**6)", {"error"}),
-    "disk fill by many": ("i = 0\nwhile True:\n    open(str(i), 'wb').write(b'x' * 10**6)\n    i += 1", {"error"}),
-    "os._exit": ("import os\nos._exit(0)", {"error"}),
-    "os._exit in a call": ("import os\ndef f(x): os._exit(0)", {"error"}),
-    "sys.exit": ("import sys\nsys.exit(0)", {"error"}),
-    "sys.exit in a call": ("import sys\ndef f(x): sys.exit(0)", {"error"}),
-    "crash": ("import ctypes\nctypes.string_at(0)", {"error"}),
-    "endless recursion": (
-        "import sys\nsys.setrecursionlimit(10**9)\ndef g(): g()\ng()",
-        {"error", "memory", "timeout"},
-    ),
-    "deep value": (
-        "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
-        {"error", "wrong_answer"},
-    ),
-    "endless iterator": ("import itertools\ndef f(x): return itertools.count()", {"error", "wrong_answer"}),
-    "endless generator": ("def f(x):\n    while True: yield 1", {"error"}),
-    "huge text": ("def f(x): return 'x' * 10**8", {"error", "memory"}),
-    "huge number": ("def f(x): return 10**(10**7)", {"error", "wrong_answer", "memory", "timeout"}),
-    "equal to everything": ("class E:\n    def __eq__(self, o): return True\ndef f(x): return E()", {"wrong_answer"}),
-    "a list that is equal to everything": (
-        "class E(list):\n    def __eq__(self, o): return True\ndef f(x): return E()",
-        {"wrong_answer"},
-    ),
-    "a text that is equal to everything": (
-        "class E(str):\n    def __eq__(self, o): return True\n    __hash__ = str.__hash__\ndef f(x): return E('?')",
-        {"wrong_answer"},
-    ),
-    "patched builtins": (
-        "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\n"
-        "builtins.isinstance = lambda *a: True\n"
-        "builtins.len = lambda x: 0\nbuiltins.bool = lambda x: True\ndef f(x): return None",
-        {"wrong_answer", "error", "timeout"},
-    ),
-    "patched unittest": (
-        "import unittest\nunittest.TestCase.assertEqual = print\ndef f(x): return None",
-        {"wrong_answer"},
-    ),
-    "success on standard output": ("print('2 of 2 tests passed')\nprint('{\"result\": \"passed\"}')", {"error"}),
-    "forged answers": (
-        "import os, json, struct\nb = json.dumps({'done': True, 'result': 'passed', 'value': None}).encode()\n"
-        "os.write(3, struct.pack('!I', len(b)) + b)\ndef f(x): return None",
-        {"wrong_answer", "error"},
-    ),
-    "noise on the channel": ("import os\nos.write(3, b'\\xff' * 1000)", {"cheat"}),
-    "noise that is no message": ("import os, struct\nos.write(3, struct.pack('!I', 4) + b'[[[[')", {"cheat"}),
-    "closed channel": ("import os\nos.close(3)\ndef f(x): return 1", {"error"}),
-    "ptrace": ("import ctypes\nctypes.CDLL(None).ptrace(16, 1, 0, 0)", {"cheat"}),
-    "killing the parent": ("import os\nos.kill(os.getppid(), 9)", {"error"}),
-    "killing everybody": ("import os\nos.kill(-1, 9)", {"error"}),
-    "a daemon": ("import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()", {"error"}),
-    "a program": ("import subprocess\nsubprocess.Popen(['sleep', '100'])", {"error"}),
-    "exec": ("import os\nos.execv('/bin/sh', ['sh', '-c', 'echo hi'])", {"error"}),
-    "network": ("import socket\nsocket.create_connection(('127.0.0.1', 80), 1)", {"error"}),
-    "a file outside": ("open('/etc/passwd').read()", {"error"}),
-    "writing outside": ("open('/usr/evil', 'w')", {"error"}),
-    "mount": ("import ctypes\nif ctypes.CDLL(None).mount(b'/', b'/work', None, 4096, None): raise OSError", {"error"}),
-    "new namespaces": ("import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError", {"error"}),
-}
-
-
-@pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_scores_nothing(harness: TestHarness, name: str) -> None:
-    code, allowed = ATTACKS[name]
-    began = time.monotonic()
-    for result in both(harness, code):
-        assert (result.score, result.fraction) == (0.0, 0.0), result
-        assert result.status in allowed, result
-    assert time.monotonic() - began < 8
+@pytest.mark.parametrize("name", attacks.EVERYWHERE)
+def test_an_attack_scores_nothing(
+    harness: TestHarness, name: str, victim: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("before")
+    file.chmod(0o640)
+    before, null = (path.stat() for path in (file, Path("/dev/null")))
+    allowed = attacks.EVERYWHERE[name][1]
+    began, used = time.monotonic(), time.thread_time()
+    for result in both(harness, attacks.source(name, pid=victim.pid, file=str(file))):
+        assert result.score == 0.0, result
+        assert not any(outcome.status == "passed" for outcome in result.outcomes[:2]), result
+        assert result.status in (allowed or {"wrong_answer", "error", "cheat", "timeout"}), result
+        assert "THROUGH" not in result.printed
+        for outcome in result.outcomes:
+            outcome.text.encode()  # any file can hold it
+    assert time.monotonic() - began < 12
+    assert time.thread_time() - used < 1  # nothing that a program says is worth much work on this side
+    assert victim.poll() is None
+    assert file.read_text() == "before"
+    after, still = (path.stat() for path in (file, Path("/dev/null")))
+    assert (after.st_mode, after.st_mtime, after.st_nlink) == (before.st_mode, before.st_mtime, before.st_nlink)
+    assert (still.st_mode, still.st_mtime) == (null.st_mode, null.st_mtime)
     for result in both(harness, HONEST):  # and the next program is not disturbed
         assert result.score == 1.0, result
 
@@ -160,14 +118,6 @@ def test_what_a_program_can_find_does_not_hold_the_expected_result(harness: Test
         assert results[1].score == 1.0, results[1]
 
 
-def test_a_symlink_leads_nowhere(harness: TestHarness, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.write_text("before")
-    code = f"import os\nos.symlink({str(target)!r}, 'link')\nopen('link', 'w').write('after')"
-    assert {result.status for result in both(harness, code)} == {"error"}
-    assert target.read_text() == "before"
-
-
 def test_a_server_on_this_machine_is_not_reached(harness: TestHarness) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -178,42 +128,130 @@ def test_a_server_on_this_machine_is_not_reached(harness: TestHarness) -> None:
             server.accept()
 
 
-def test_nothing_is_left_behind() -> None:
-    before = set(os.listdir("/tmp"))
-    with TestHarness(Limits(seconds=0.5)) as harness:
-        pid = harness._sandbox._process.pid
+def folders() -> set[str]:
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("covey-jail")}
+
+
+def test_nothing_is_left_behind(harness: TestHarness) -> None:
+    before = folders()
+    with TestHarness(Limits(seconds=0.5)) as own:
+        top = own._sandbox._process.pid
+        first = children(top)
         for code in ("while True: pass", "open('x', 'w').write('y')", "import os\nos.fork()"):
-            both(harness, code)
-        assert children(pid) == []
-    assert not Path(f"/proc/{pid}").exists()
-    assert {name for name in set(os.listdir("/tmp")) - before if name.startswith("covey-jail")} == set()
+            both(own, code)
+        assert children(top) == first
+        assert not any(children(int(pid)) for pid in first)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (top, *first))
+    assert folders() == before
 
 
 def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def test_the_jail_ends_with_its_owner(tmp_path: Path) -> None:
-    script = "import time\nfrom covey.rewards.sandbox import Sandbox\n"
-    script += "jail = Sandbox()\nprint(jail._process.pid, flush=True)\ntime.sleep(60)"
+@pytest.mark.parametrize("mode", ["namespace", "landlock"])
+def test_the_jail_ends_with_its_owner(mode: str) -> None:
+    script = "import time\nfrom covey.rewards import sandbox\n"
+    if mode == "landlock":
+        script += f"sandbox._START = sandbox._START.replace('from jail import zygote\\n', {REFUSE!r})\n"
+    script += "jail = sandbox.Sandbox()\nprint(jail._process.pid, flush=True)\ntime.sleep(60)"
+    before = folders()
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     pid = int(owner.stdout.readline())
+    processes = [pid, *map(int, children(pid))]
     owner.kill()
     owner.wait()
     owner.stdout.close()
     for _ in range(50):
-        if not Path(f"/proc/{pid}").exists():
+        if not any(Path(f"/proc/{pid}").exists() for pid in processes) and folders() <= before:
             break
         time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
+    assert folders() <= before
+
+
+def test_a_folder_whose_jail_was_killed_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))
+    before = folders()
+    jail = Sandbox()
+    (left,) = folders() - before
+    jail._process.kill()
+    jail.close()
+    assert left in folders()
+    with Sandbox():
+        assert left not in folders()
+    assert folders() <= before
 
 
 def test_a_jail_that_died_is_started_anew() -> None:
-    with TestHarness() as harness:
+    with TestHarness(workers=4) as harness:
         harness._sandbox._process.kill()
         harness._sandbox._process.wait()
         assert harness.run(HONEST, CALLS).score == 1.0
+        # in the middle of a step: all is scored, and by one new jail
+        killed = harness._sandbox
+        timer = threading.Timer(0.3, killed._process.kill)
+        timer.start()
+        slow = "import time\n" + HONEST.replace("return", "time.sleep(0.05)\n    return")
+        results = harness.run_all([(slow, CALLS), (slow, ASSERTS)] * 6)
+        timer.join()
+        assert [result.score for result in results] == [1.0] * 12
+        assert harness._sandbox is not killed
+
+
+def test_a_program_in_whose_time_the_jail_ends_twice_is_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(self: Sandbox, number: int) -> tuple[int, int]:
+        self._process.kill()
+        raise sandbox.JailEndedError("the jail has ended")
+
+    with TestHarness() as harness:
+        monkeypatch.setattr(Sandbox, "end", end)
+        result = harness.run("import os\nos._exit(1)", ASSERTS)
+        monkeypatch.undo()
+        assert [outcome.status for outcome in result.outcomes] == ["error"] * 4
+        assert harness.run(HONEST, CALLS).score == 1.0
+
+
+def test_threads_are_counted(harness: TestHarness) -> None:
+    code = (
+        "import threading\ndone = threading.Event()\nthreads = []\n"
+        "def f(x):\n    try:\n        while True:\n            threads.append(threading.Thread(target=done.wait))\n"
+        "            threads[-1].start()\n    except RuntimeError:\n        return len(threads)"
+    )
+    small = "import threading\nthreading.stack_size(1 << 16)\n" + code
+    assert harness.run(small, CallTests("f", (((1,), 64),))).score == 1.0
+
+
+def test_a_large_answer_costs_its_program_the_test_and_this_side_nothing(harness: TestHarness) -> None:
+    """The value that is expected bounds what is read: 8 MB of empty lists took 6 s and 390 MiB here."""
+    forged = attacks.source("a large nested forgery", pid=0, file="")
+    began = time.thread_time()
+    tracemalloc.start()
+    try:
+        result = harness.run(forged, CALLS)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result.outcomes[0].status == "wrong_answer"
+    assert "bytes, the expected value has" in result.outcomes[0].text
+    assert time.thread_time() - began < 1
+    assert peak < 40 << 20
+    # a large value that is expected is read
+    large = list(range(50_000))
+    assert (
+        harness.run("def f(n): return [float(i) for i in range(n)]", CallTests("f", (((50_000,), large),))).score == 1
+    )
+
+
+def test_sets_come_in_the_same_order_in_each_jail() -> None:
+    code = "import random\ndef f():\n    names = {str(i) for i in range(50)}\n"
+    code += "    return repr([{None, 'a', len, object}, names, random.random()])"
+    found = set()
+    for _ in range(3):
+        with TestHarness() as harness:
+            found.add(harness.run(code, CallTests("f", (((), ""),))).outcomes[0].text)
+    assert len(found) == 1
 
 
 def test_protections_are_told_and_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,21 +268,33 @@ def test_protections_are_told_and_demanded(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_namespaces_landlock_keeps_files_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("x")
-    refuse = (
-        "from jail import confine\nconfine.build_root = lambda place: 'not allowed here'\nfrom jail import zygote\n"
-    )
-    monkeypatch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", refuse))
+    monkeypatch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))
+    before = folders()
     with TestHarness(Limits(seconds=2)) as harness:
         assert "Landlock" in harness.protections
-        for code in (f"open({str(secret)!r})", "open('/etc/passwd')", f"import os\nos.listdir({str(tmp_path)!r})"):
+        for code in ("open('/etc/passwd')", f"import os\nos.listdir({str(tmp_path)!r})"):
             assert {result.status for result in both(harness, code)} == {"error"}
         assert harness.run("open('mine', 'w').write('1')\n" + HONEST, CALLS).score == 1.0
         assert harness.run("import socket\nsocket.socket()", CALLS).status == "error"
-        place = Path(harness._sandbox._place)
-        assert list(place.iterdir()) == []  # scratch directories are gone
-    assert not place.exists()
+        (place,) = folders() - before
+        assert os.listdir(Path(tempfile.gettempdir()) / place) == []  # scratch directories are gone
+    assert folders() == before
+
+
+def test_without_a_supervisor_there_are_no_threads_and_no_new_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that have no user notification."""
+    none = "from jail import seccomp\nseccomp.supervise = lambda *, files: None\n"
+    for start in (none, REFUSE + none):
+        monkeypatch.undo()
+        monkeypatch.setattr(
+            sandbox, "_START", sandbox._START.replace("from jail import zygote\n", start + "from jail import zygote\n")
+        )
+        with TestHarness(Limits(seconds=2)) as harness:
+            assert harness.run(HONEST, ASSERTS).score == 1.0
+            thread = "import threading\ndef f(x): threading.Thread(target=print).start()"
+            assert "can't start new thread" in harness.run(thread, CALLS).outcomes[0].text
+            made = harness.run("import os\nos.mkdir('x')\nopen('y', 'w')\n" + HONEST, CALLS)
+            assert made.status == ("error" if start.startswith(REFUSE) else "passed"), made
 
 
 def test_many_threads_share_a_jail(harness: TestHarness) -> None:

@@ -21,10 +21,9 @@ from typing import Literal
 
 ActionFormat = Literal["tags", "text", "tool", "choice"]
 
-_TAGS = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
-_TOOL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _LONGEST = 1000
 """An action of more characters is none: worlds need not cope with a whole essay."""
+_LONGEST_CALL = 20_000
 
 
 def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
@@ -57,9 +56,15 @@ def _normal(text: str) -> str:
     return " ".join(text.casefold().split()).strip("\"'`*. !>")
 
 
-def _between_tags(text: str) -> str | None:
-    found = _TAGS.findall(text)
-    return str(found[-1]) if found else None
+def _between_tags(text: str, tag: str = "action") -> str | None:
+    """What stands before the last closing tag that has an opening one, from the nearest of these on. One pass."""
+    found = start = None
+    for mark in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
+        if not mark[1]:
+            start = mark.end()
+        elif start is not None:
+            found, start = text[start : mark.start()], None
+    return found
 
 
 def _first_line(text: str) -> str | None:
@@ -68,9 +73,12 @@ def _first_line(text: str) -> str | None:
 
 def _tool_call(text: str) -> str | None:
     """`arguments.action`, or the call's name followed by its arguments: `go(direction="north")` is `go north`."""
-    tagged = _TOOL.findall(text)
+    tagged = _between_tags(text, "tool_call")
+    written = text if tagged is None else tagged
+    if len(written) > _LONGEST_CALL:
+        return None
     try:
-        call = json.loads(tagged[-1] if tagged else text)
+        call = json.loads(written)
         if isinstance(call, list):  # some models list their calls; one is done at a time
             call = call[-1] if call else {}
         arguments = call.get("arguments", call.get("parameters", {}))

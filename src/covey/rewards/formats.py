@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
@@ -62,12 +62,31 @@ def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json") 
             kind.check_schema(schema)
         except jsonschema.SchemaError as error:
             raise ConfigError(f"schema: {error.message}; give a JSON schema") from None
-        validator = kind(schema)
+        # jsonschema's own compares each item with each other one where they cannot be sorted
+        validator = jsonschema.validators.extend(kind, {"uniqueItems": _unique_items})(schema)
 
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         return [float(_is_json(completion_text(completion), validator)) for completion in completions]
 
     return named(reward, name, ())
+
+
+def _unique_items(validator: Any, wanted: bool, items: Any, schema: Any) -> Iterator[Any]:
+    if wanted and validator.is_type(items, "array"):
+        texts = [json.dumps(_plain(item), sort_keys=True) for item in items]
+        if len(set(texts)) < len(texts):
+            import jsonschema
+
+            yield jsonschema.ValidationError("items are not unique")
+
+
+def _plain(value: Any) -> Any:
+    """The same text for values that JSON schema calls equal: 1 and 1.0, not 1 and true."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _is_json(text: str, validator: Any) -> bool:

@@ -8,11 +8,16 @@ Tests and expected results never enter the process that runs the program. What i
 compared in the harness (`CallTests`, `ProgramTests`) or in a second confined process that runs the test code
 (`AssertTests`). So patching `assert`, `==` or `unittest`, leaving early, printing or forging a message of success, and
 reading memory, files or the stack find nothing to work on.
+
+Whatever a program does, it is worth 0 at worst and the others are scored. A value is read here only if it is not much
+longer than the expected one; longer ones are wrong unread.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import json
 import math
 import os
 import re
@@ -21,25 +26,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 from covey.errors import RewardError
 from covey.rewards.jail import codec
-from covey.rewards.sandbox import Confined, Limits, ProcessEndedError, Sandbox
+from covey.rewards.sandbox import Confined, JailEndedError, Limits, ProcessEndedError, Sandbox, parse_message
 
 Status = Literal["passed", "wrong_answer", "error", "timeout", "memory", "syntax", "cheat"]
 _REASONS: Mapping[str, Status] = {
     "timeout": "timeout",
-    "memory": "memory",
     "forbidden": "cheat",
     "protocol": "cheat",
     "output": "error",
     "exit": "error",
 }
-_FENCE = re.compile(
-    r"^[ \t]*(?:```|~~~)[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*(?:```|~~~)[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
-)
+_LANGUAGE = re.compile(r"(?:```|~~~)[ \t]*([\w+-]*)")
+_LONGEST_NUMBER = 400
+_MOST_OF_ANSWER = 16 << 10
+_TIMES_EXPECTED = 8
+"""A right answer's text is at most this many times as long as the expected one: 1.0000001 for 1."""
 _STARTS = re.compile(
     r"^(?:def |class |import |from \w[\w.]* import |@|async def |(?:if|for|while|with) [^\n]*:[ \t]*$|try:|#|"
     r"[A-Za-z_][\w.]* ?[-+*/]?= ?\S|"
@@ -144,7 +151,8 @@ class TestResult:
     @property
     def fraction(self) -> float:
         """Share of tests that passed; 0 for a program that tried to cheat."""
-        return 0.0 if self.status == "cheat" or not self.outcomes else self.passed / len(self.outcomes)
+        cheated = any(outcome.status == "cheat" for outcome in self.outcomes)
+        return 0.0 if cheated or not self.outcomes else self.passed / len(self.outcomes)
 
     def __str__(self) -> str:
         failed = [f"test {i + 1}: {o.status}: {o.text}" for i, o in enumerate(self.outcomes) if o.status != "passed"]
@@ -158,17 +166,25 @@ class TestHarness:
         limits: of each program, all of its tests together.
         workers: programs at once; None = the machine's cores.
         unprotected: see `Sandbox`.
+        packages: that programs may import; see `Sandbox`.
 
     Raises:
-        RewardError: the host does not offer the minimum of protections.
+        RewardError: the host does not offer the minimum of protections, or a package is not installed.
     """
 
     __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
 
-    def __init__(self, limits: Limits | None = None, *, workers: int | None = None, unprotected: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        workers: int | None = None,
+        unprotected: bool = False,
+        packages: Sequence[str] = (),
+    ) -> None:
         self._limits = limits or Limits()
-        self._unprotected = unprotected
-        self._sandbox = Sandbox(unprotected=unprotected)
+        self._start = partial(Sandbox, unprotected=unprotected, packages=packages)
+        self._sandbox = self._start()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="covey-harness")
 
@@ -184,13 +200,18 @@ class TestHarness:
             RewardError: the tests themselves are broken, or the jail does not run.
         """
         code = extract_code(completion)
-        match tests:
-            case CallTests():
-                return self._run_calls(code, tests)
-            case AssertTests():
-                return self._run_asserts(code, tests)
-            case ProgramTests():
-                return self._run_program(code, tests)
+        ended = ""
+        for _ in range(
+            2
+        ):  # the jail may have been killed from outside; a program in whose time it ends twice is worth 0
+            sandbox = self._sandbox
+            try:
+                return self._run(sandbox, code, tests)
+            except JailEndedError as error:
+                ended = str(error)
+                self._replace(sandbox)
+        count = len(tests.tests if isinstance(tests, AssertTests) else tests.cases)
+        return TestResult((Outcome("error", ended),) * count)
 
     def run_all(self, jobs: Sequence[tuple[str, Tests]]) -> list[TestResult]:
         """`run` for each (completion, tests), in order."""
@@ -209,61 +230,68 @@ class TestHarness:
     ) -> None:
         self.close()
 
-    def _spawn(self) -> Confined:
-        """A confined process; the jail is started anew if it has died."""
-        try:
-            return self._sandbox.spawn(self._limits)
-        except RewardError:
-            with self._lock:
-                self._sandbox.close()
-                self._sandbox = Sandbox(unprotected=self._unprotected)
-            return self._sandbox.spawn(self._limits)
+    def _replace(self, ended: Sandbox) -> None:
+        """Start the jail anew, unless another thread has done so."""
+        with self._lock:
+            if self._sandbox is ended:
+                ended.close()
+                self._sandbox = self._start()
 
-    def _run_calls(self, code: str, tests: CallTests) -> TestResult:
-        encode = codec.Encoder(_no_handle)
-        with self._spawn() as process:
+    def _run(self, sandbox: Sandbox, code: str, tests: Tests) -> TestResult:
+        match tests:
+            case CallTests():
+                return self._run_calls(sandbox, code, tests)
+            case AssertTests():
+                return self._run_asserts(sandbox, code, tests)
+            case ProgramTests():
+                return self._run_program(sandbox, code, tests)
+
+    def _run_calls(self, sandbox: Sandbox, code: str, tests: CallTests) -> TestResult:
+        requests = [(_call(tests.entry_point, arguments), expected) for arguments, expected in tests.cases]
+        with sandbox.spawn(self._limits) as process:
             outcomes: list[Outcome] = []
             try:
                 failed = _load(process, code)
-                for arguments, expected in tests.cases if failed is None else ():
-                    process.send({"name": tests.entry_point, "arguments": encode((list(arguments), {}))})
-                    outcomes.append(_judge(process.receive(), expected, tests.tolerance))
+                for request, expected in requests if failed is None else ():
+                    process.send_bytes(request)
+                    outcomes.append(_judge(process.receive_bytes(), expected, tests.tolerance))
             except ProcessEndedError as ended:
                 failed = _outcome(ended)
             return TestResult(_filled(outcomes, len(tests.cases), failed), process.printed)
 
-    def _run_asserts(self, code: str, tests: AssertTests) -> TestResult:
-        remote = {name: name for name in (*_free_names(tests), *tests.entry_points)} | dict(tests.aliases)
+    def _run_asserts(self, sandbox: Sandbox, code: str, tests: AssertTests) -> TestResult:
+        names = (*_free_names(tests.setup, tests.tests), *tests.entry_points)
+        remote = {name: name for name in names} | dict(tests.aliases)
         with ExitStack() as stack:
-            candidate = stack.enter_context(self._spawn())
+            candidate = stack.enter_context(sandbox.spawn(self._limits))
             outcomes: list[Outcome] = []
             try:
                 failed = _load(candidate, tests.prefix + code)
                 if failed is None:
-                    tester = stack.enter_context(self._spawn())
+                    tester = stack.enter_context(sandbox.spawn(self._limits))
                     failed = _relay(tester, candidate, tests, remote, outcomes)
             except ProcessEndedError as ended:
                 failed = _outcome(ended)
             return TestResult(_filled(outcomes, len(tests.tests), failed), candidate.printed)
 
-    def _run_program(self, code: str, tests: ProgramTests) -> TestResult:
+    def _run_program(self, sandbox: Sandbox, code: str, tests: ProgramTests) -> TestResult:
         outcomes = []
         printed = ""
         for stdin, expected in tests.cases:
-            with self._spawn() as process:
+            with sandbox.spawn(self._limits) as process:
                 try:
                     process.send({"role": "program", "code": code, "stdin": stdin})
                     answer = process.receive()
                     failed = _failure(answer)
                     if failed is None and answer.get("exit") != 0:
-                        failed = Outcome("error", f"exit code {answer.get('exit')!r:.20}")
+                        failed = Outcome("error", f"exit code {codec.shown(answer.get('exit'))[:20]}")
                 except ProcessEndedError as ended:
                     # leaving by os._exit(0) is the program's right: what it printed counts
                     failed = None if ended.reason == "exit" and process.stop() == (0, 0) else _outcome(ended)
                 output = process.all_printed.decode("utf-8", "replace")
                 printed = printed or process.printed
             if failed is None and not same_output(output, expected, tests.tolerance):
-                failed = Outcome("wrong_answer", f"printed {output!r:.200}, not {expected!r:.200}")
+                failed = Outcome("wrong_answer", f"printed {output[:200]!r:.200}, not {expected[:200]!r:.200}")
             outcomes.append(failed or Outcome("passed"))
         return TestResult(tuple(outcomes), printed)
 
@@ -272,12 +300,32 @@ def extract_code(text: str) -> str:
     """The program in a completion: its last fenced Python block that is not empty, else its last fenced block, else the
     text from the first line on that looks like Python, else the text.
     """
-    blocks = [(match[1].lower(), match[2]) for match in _FENCE.finditer(text)]
-    python = [body for language, body in blocks if language in ("python", "py", "python3") and body.strip()]
+    blocks = list(_fenced(text))
+    python = [body for language, body in blocks if language in ("python", "py", "python3")]
     if python or blocks:
         return python[-1] if python else blocks[-1][1]
     start = _STARTS.search(text)
     return text[start.start() :] if start else text
+
+
+def _fenced(text: str) -> Iterator[tuple[str, str]]:
+    """(language, body) of each fenced block that is not empty, the last one to the text's end if nothing closes it.
+
+    One pass over the lines.
+    """
+    language: str | None = None
+    body: list[str] = []
+    lines = text.split("\n") if "```" in text or "~~~" in text else []
+    for line in (*(line + "\n" for line in lines[:-1]), *lines[-1:], "```"):
+        bare = line.strip(" \t\r\n")
+        if language is not None and bare in ("```", "~~~"):
+            if any(part.strip() for part in body):
+                yield language, "".join(body)
+            language, body = None, []
+        elif language is not None:
+            body.append(line)
+        elif found := _LANGUAGE.match(bare):
+            language = found[1].lower()
 
 
 def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
@@ -287,8 +335,7 @@ def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
         return True
     if tolerance <= 0 or len(lines) != len(wanted):
         return False
-    pairs = [(a.split(), b.split()) for a, b in zip(lines, wanted, strict=True)]
-    return all(len(a) == len(b) and all(map(_close_words, a, b, [tolerance] * len(a))) for a, b in pairs)
+    return all(a == b or _close_lines(a.split(), b.split(), tolerance) for a, b in zip(lines, wanted, strict=True))
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
@@ -326,6 +373,14 @@ def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, .
     raise RewardError(f"the test code defines no {function}(candidate)", function="TestHarness")
 
 
+def _call(name: str, arguments: Sequence[Any]) -> bytes:
+    try:
+        tree = codec.Encoder(_no_handle)((list(arguments), {}))
+    except codec.CodecError as error:
+        raise RewardError(f"the arguments of a call are {error}", function="TestHarness") from None
+    return json.dumps({"name": name, "arguments": tree}).encode("utf-8", "surrogatepass")
+
+
 def _load(process: Confined, code: str) -> Outcome | None:
     process.send({"role": "candidate", "code": code})
     return _failure(process.receive())
@@ -336,20 +391,24 @@ def _relay(
 ) -> Outcome | None:
     """Pass the tests' calls to the candidate and its answers back, until the tests are done."""
     tester.send({"role": "tester", "setup": tests.setup, "tests": list(tests.tests), "remote": dict(remote)})
+    ready = False
     while True:
         try:
-            message = tester.receive()
+            message = tester.receive_bytes()
         except ProcessEndedError as ended:
-            if ended.reason in ("exit", "jail"):
-                raise RewardError(f"the test code does not run: {tester.printed[-300:] or ended}") from None
-            raise
-        if "call" in message:
-            candidate.send(message["call"])
-            tester.send(candidate.receive())
-        elif "result" in message:
-            outcomes.append(Outcome(message["result"], message["text"]))
-        else:
+            if ready or ended.reason != "exit":  # what a program answered may be too much for the tester
+                raise
+            raise RewardError(f"the test code does not run: {tester.printed[-300:] or ended}") from None
+        kind, body = message[:1], message[1:]
+        if kind == b"C":
+            candidate.send_bytes(body)
+            tester.send_bytes(candidate.receive_bytes())
+        elif kind == b"R":
+            result = parse_message(body)
+            outcomes.append(Outcome(result["result"], _clean(result["text"])))
+        elif kind == b"D":
             return None
+        ready = True
 
 
 def _failure(answer: Mapping[str, Any]) -> Outcome | None:
@@ -358,10 +417,22 @@ def _failure(answer: Mapping[str, Any]) -> Outcome | None:
     if status is None:
         return None
     known: Status = status if status in ("syntax", "memory", "error") else "error"
-    return Outcome(known, str(answer.get("text"))[:500])
+    return Outcome(known, _clean(str(answer.get("text"))[:500]))
 
 
-def _judge(answer: Mapping[str, Any], expected: Any, tolerance: float) -> Outcome:
+def _clean(text: str) -> str:
+    """Text that any file can hold: a program can name half of a character."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _judge(body: bytes, expected: Any, tolerance: float) -> Outcome:
+    try:
+        length = len(json.dumps(codec.Encoder(lambda value: 0, materialise=False)(expected)))
+    except codec.CodecError as error:
+        raise RewardError(f"an expected result is {error}", function="TestHarness") from None
+    if len(body) > _MOST_OF_ANSWER + _TIMES_EXPECTED * length:
+        return Outcome("wrong_answer", f"returned {len(body)} bytes, the expected value has {length}")
+    answer = parse_message(body)
     failed = _failure(answer)
     if failed is not None:
         return failed
@@ -371,14 +442,12 @@ def _judge(answer: Mapping[str, Any], expected: Any, tolerance: float) -> Outcom
             found = list(found)
         if same_value(found, expected, tolerance):
             return Outcome("passed")
-    except (codec.CodecError, RecursionError, TypeError, OverflowError) as error:
-        return Outcome("wrong_answer", f"returned what cannot be compared: {error}"[:500])
-    return Outcome("wrong_answer", f"returned {found!r:.200}, not {expected!r:.200}")
+    except Exception as error:  # whatever a value does that nobody vouches for, it is not the expected one
+        return Outcome("wrong_answer", _clean(f"returned what cannot be compared: {error}"[:500]))
+    return Outcome("wrong_answer", _clean(f"returned {codec.shown(found)}, not {codec.shown(expected)}"))
 
 
 def _outcome(ended: ProcessEndedError) -> Outcome:
-    if ended.reason == "jail":
-        raise RewardError(f"the jail does not work: {ended}", function="TestHarness")
     return Outcome(_REASONS[ended.reason], str(ended))
 
 
@@ -402,23 +471,34 @@ def _no_handle(value: Any) -> int:
     raise RewardError(f"an argument of type {type(value).__name__} is no plain value", function="TestHarness")
 
 
+def _close_lines(a: list[str], b: list[str], tolerance: float) -> bool:
+    return len(a) == len(b) and all(_close_words(x, y, tolerance) for x, y in zip(a, b, strict=True))
+
+
 def _close_words(a: str, b: str, tolerance: float) -> bool:
     if a == b:
         return True
+    if len(a) > _LONGEST_NUMBER:
+        return False
     try:
         return math.isclose(float(a), float(b), rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
 
 
-def _free_names(tests: AssertTests) -> set[str]:
+@lru_cache(maxsize=4096)
+def _free_names(setup: str, tests: tuple[str, ...]) -> frozenset[str]:
     """Names that the tests use and nothing trusted defines: these are the candidate's."""
     used: set[str] = set()
-    bound: set[str] = set(dir(__builtins__)) if not isinstance(__builtins__, dict) else set(__builtins__)
-    for source in (tests.setup, *tests.tests):
-        for name, is_use in _names(ast.parse(source)):
+    bound: set[str] = set(dir(builtins))
+    for source in (setup, *tests):
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise RewardError(f"the test code is no Python: {error}: {source!r:.200}", function="TestHarness") from None
+        for name, is_use in _names(tree):
             (used if is_use else bound).add(name)
-    return used - bound
+    return frozenset(used - bound)
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:

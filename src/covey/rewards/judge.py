@@ -173,13 +173,13 @@ class JudgeReward:
     def _post(self, body: dict[str, Any], until: float) -> tuple[httpx.Response, bytes]:
         """One request. A reply that trickles in ends at the deadline too: a client's time limits are for each read."""
         left = until - time.monotonic()
-        began, text = time.monotonic(), b""
+        began, text = time.monotonic(), bytearray()
         with self._client.stream("POST", "chat/completions", json=body, timeout=min(left, self._timeout)) as response:
             for chunk in response.iter_bytes():
                 text += chunk
                 if time.monotonic() - began > min(left, self._timeout) or len(text) > _MAX_REPLY:
                     raise httpx.ReadTimeout(f"a reply that takes longer than {self._timeout:g} s or {_MAX_REPLY} bytes")
-        return response, text
+        return response, bytes(text)
 
 
 def _cached(path: Path | None) -> str | None:

@@ -7,7 +7,7 @@
             process.receive()                                        # {"names": ["f"]}
 
 A `Sandbox` is one small process (`jail.zygote`) that forks the confined ones, in about 3 ms each. It and all that it
-has started end with this process.
+has started end with this process. Nothing that a confined process does can raise anything here but `ProcessEndedError`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import socket
 import struct
 import subprocess
@@ -26,6 +25,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,8 @@ from typing import Any, Self
 
 from covey.errors import RewardError
 from covey.rewards.jail import frames
+from covey.rewards.packages import modules_of
+from covey.rewards.supervisor import Supervisor
 
 _JAIL = Path(__file__).parent / "jail"
 _START = """
@@ -41,11 +43,18 @@ place = sys.argv[1]
 spec = importlib.util.spec_from_file_location("jail", place + "/__init__.py", submodule_search_locations=[place])
 sys.modules["jail"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules["jail"])
+import json
 from jail import zygote
-zygote.main(int(sys.argv[2]), sys.argv[3])
+zygote.main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 _START_SECONDS = 30.0
 _OUTPUT_KEPT = 64 << 10
+_MOST_TEXT = 64 << 10
+"""Bytes of a message that is read here; longer ones are only passed on."""
+# the same environment on every machine, or sets and numbers would come out differently
+_ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"} | {  # else 64 MiB for each thread
+    f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +66,14 @@ class Limits:
         memory_mb: address space in MiB, Python itself (about 30) included.
         files_mb: MiB of files in its scratch directory.
         output_mb: MiB that it may print.
+        threads: at once, the first one included.
     """
 
     seconds: float = 5.0
     memory_mb: int = 256
     files_mb: int = 16
     output_mb: int = 1
+    threads: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,7 @@ class ProcessEndedError(Exception):
     """A confined process is gone or was stopped.
 
     Attributes:
-        reason: "timeout", "output", "memory", "forbidden", "protocol" or "exit".
+        reason: "timeout", "output", "forbidden", "protocol" or "exit".
     """
 
     def __init__(self, reason: str, text: str) -> None:
@@ -106,38 +117,46 @@ class ProcessEndedError(Exception):
         self.reason = reason
 
 
+class JailEndedError(RewardError):
+    """The process that forks confined ones is gone, and with it all that it has started; start another `Sandbox`."""
+
+
 class Sandbox:
     """See the module docstring.
 
     Args:
         unprotected: run even where the minimum of protections is missing. Code can then read and change files.
+        packages: installed distributions that programs may import besides the standard library, such as "numpy".
 
     Raises:
         RewardError: the host does not offer the minimum, or the zygote does not start.
     """
 
-    def __init__(self, *, unprotected: bool = False) -> None:
+    def __init__(self, *, unprotected: bool = False, packages: Sequence[str] = ()) -> None:
+        modules, paths, readable = modules_of(packages)
+        order = {"temporary": tempfile.gettempdir(), "modules": modules, "paths": paths, "readable": readable}
         self._lock = threading.Lock()
-        self._place = tempfile.mkdtemp(prefix="covey-jail-")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile() as errors:
-            command = [sys.executable, "-I", "-S", "-B", "-c", _START, str(_JAIL), str(theirs.fileno()), self._place]
+            # not -I, which would ignore PYTHONHASHSEED; nothing else of Python's variables is in this environment
+            arguments = [_START, str(_JAIL), str(theirs.fileno()), json.dumps(order)]
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-s", "-P", "-S", "-B", "-c", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={"LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
+                env=_ENVIRONMENT,
+                cwd="/",
                 start_new_session=True,
             )
             theirs.close()  # so that the end of the other side is seen here
             self._control = ours
-            self._close = weakref.finalize(self, _close, self._process, ours, self._place)
+            self._close = weakref.finalize(self, _close, self._process, ours)
             ours.settimeout(_START_SECONDS)
             try:
                 found = self._reply()["protections"]
-            except (OSError, ValueError, KeyError) as error:
+            except (JailEndedError, KeyError) as error:
                 self.close()
                 errors.seek(0)
                 said = errors.read().decode("utf-8", "replace").strip()[-500:]
@@ -151,30 +170,38 @@ class Sandbox:
             )
 
     def spawn(self, limits: Limits) -> Confined:
-        """A confined process that waits for its role."""
+        """A confined process that waits for its role; its time begins now.
+
+        Raises:
+            JailEndedError: see there.
+            RewardError: the host cannot start or confine another process.
+        """
         mine, channel = socket.socketpair()
         output, printed = os.pipe()
         numbers = {"memory": limits.memory_mb << 20, "seconds": limits.seconds, "file_bytes": limits.files_mb << 20}
         try:
-            with self._lock:
-                fds = array.array("i", [channel.fileno(), printed])
-                message = json.dumps({"spawn": numbers}).encode()
-                self._control.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-                number = int(self._reply()["number"])
-        except OSError as error:
+            fds = array.array("i", [channel.fileno(), printed])
+            reply = self._ask({"spawn": numbers}, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+        except BaseException:
             mine.close()
             os.close(output)
-            raise RewardError(f"the jail has ended: {error}") from None
+            raise
         finally:
             channel.close()
             os.close(printed)
-        return Confined(self, number, mine, output, limits)
+        if "refused" in reply:
+            mine.close()
+            os.close(output)
+            raise RewardError(f"the jail cannot start a process: {reply['refused']}")
+        return Confined(self, int(reply["number"]), mine, output, limits)
 
     def end(self, number: int) -> tuple[int, int]:
-        """Kill a process if it still runs; the signal and the exit code that it ended with."""
-        with self._lock:
-            self._control.send(json.dumps({"end": number}).encode())
-            ended = self._reply()["ended"]
+        """Kill a process if it still runs; the signal and the exit code that it ended with.
+
+        Raises:
+            JailEndedError: see there.
+        """
+        ended = self._ask({"end": number})["ended"]
         return int(ended["signal"]), int(ended["code"])
 
     def close(self) -> None:
@@ -189,10 +216,24 @@ class Sandbox:
     ) -> None:
         self.close()
 
+    def _ask(
+        self, request: dict[str, Any], ancillary: Sequence[tuple[int, int, array.array[int]]] = ()
+    ) -> dict[str, Any]:
+        with self._lock:
+            try:
+                self._control.sendmsg([json.dumps(request).encode()], ancillary)
+            except OSError as error:
+                raise JailEndedError(f"the jail has ended: {error}") from None
+            return self._reply()
+
     def _reply(self) -> dict[str, Any]:
-        data = self._control.recv(65536)
+        try:
+            data = self._control.recv(65536)
+        except OSError as error:
+            self._control.close()  # a late answer would be taken for that to the next request
+            raise JailEndedError(f"the jail does not answer: {error}") from None
         if not data:
-            raise OSError("its process is gone")
+            raise JailEndedError("the jail has ended: its process is gone")
         message: dict[str, Any] = json.loads(data)
         return message
 
@@ -203,15 +244,21 @@ class Confined:
     def __init__(self, sandbox: Sandbox, number: int, channel: socket.socket, output: int, limits: Limits) -> None:
         self._sandbox, self._number, self._channel, self._output = sandbox, number, channel, output
         self._limits = limits
-        self._deadline = time.monotonic() + limits.seconds
         self._received = bytearray()
         self._printed = bytearray()
         self._ended: tuple[int, int] | None = None
-        channel.setblocking(False)
+        self._supervisor: Supervisor | None = None
         os.set_blocking(output, False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ)
         self._selector.register(output, selectors.EVENT_READ)
+        try:
+            self._await_confinement()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        channel.setblocking(False)
+        self._deadline = time.monotonic() + limits.seconds
 
     @property
     def printed(self) -> str:
@@ -230,11 +277,13 @@ class Confined:
 
         Raises:
             ProcessEndedError: the process does not take it.
+            ValueError: it is too long.
         """
-        body = json.dumps(message).encode("utf-8", "surrogatepass")
-        if len(body) > frames.MAX_BYTES:
-            raise ProcessEndedError("protocol", f"a message of {len(body)} bytes")
-        data = memoryview(struct.pack("!I", len(body)) + body)
+        self.send_bytes(json.dumps(message).encode("utf-8", "surrogatepass"))
+
+    def send_bytes(self, body: bytes) -> None:
+        """Send a message as it is; see `send`."""
+        data = memoryview(frames.framed(body))
         while data:
             try:
                 data = data[self._channel.send(data) :]
@@ -244,11 +293,18 @@ class Confined:
                 raise self._gone() from None
 
     def receive(self) -> dict[str, Any]:
-        """The next message.
+        """The next message, read; one that is no JSON object, or a long one, is "protocol".
 
         Raises:
             ProcessEndedError: none came in time, or the process did something that ends it.
         """
+        body = self.receive_bytes()
+        if len(body) > _MOST_TEXT:
+            raise ProcessEndedError("protocol", f"a message of {len(body)} bytes")
+        return parse_message(body)
+
+    def receive_bytes(self) -> bytes:
+        """The next message as it is; see `receive`."""
         while True:
             if len(self._received) >= 4:
                 (length,) = struct.unpack("!I", self._received[:4])
@@ -257,10 +313,10 @@ class Confined:
                 if len(self._received) >= 4 + length:
                     body = bytes(self._received[4 : 4 + length])
                     del self._received[: 4 + length]
-                    return _message(body)
+                    return body
             self._wait(selectors.EVENT_READ)
             try:
-                part = self._channel.recv(1 << 20)
+                part = self._channel.recv(1 << 18)
             except BlockingIOError:
                 continue
             except OSError:
@@ -281,14 +337,34 @@ class Confined:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):
+        try:
             self.stop()
-        self._selector.close()
-        self._channel.close()
-        os.close(self._output)
+        except JailEndedError:
+            self._ended = (9, 0)
+        finally:
+            self._selector.close()
+            self._channel.close()
+            os.close(self._output)
+            if self._supervisor is not None:
+                self._supervisor.close()
+
+    def _await_confinement(self) -> None:
+        """Until the process says that it is confined. Code nobody vouches for comes after that."""
+        self._channel.settimeout(_START_SECONDS)
+        try:
+            word, fds, _, _ = socket.recv_fds(self._channel, 1, 1)
+            if fds:
+                self._supervisor = Supervisor(fds[0], threads=self._limits.threads)
+                self._selector.register(fds[0], selectors.EVENT_READ)
+                word = self._channel.recv(1)
+        except OSError as error:
+            raise JailEndedError(f"a process that was started does not answer: {error}") from None
+        if word != b"R":
+            self.stop()  # raises where it is the jail that has ended
+            raise RewardError(f"the jail cannot confine a process: {self.printed.strip()[-500:] or 'it is gone'}")
 
     def _wait(self, events: int) -> None:
-        """Until the channel is ready; reads what is printed meanwhile."""
+        """Until the channel is ready; meanwhile reads what is printed and answers for what may be had too often."""
         self._selector.modify(self._channel, events)
         while True:
             left = self._deadline - time.monotonic()
@@ -299,6 +375,8 @@ class Confined:
                 self._drain()
                 if len(self._printed) > self._limits.output_mb << 20:
                     raise ProcessEndedError("output", f"more than {self._limits.output_mb} MiB printed")
+            if self._supervisor is not None and self._supervisor.listener in ready and not self._supervisor.answer():
+                self._selector.unregister(self._supervisor.listener)
             if self._channel in ready:
                 return
 
@@ -322,23 +400,25 @@ class Confined:
             return ProcessEndedError("forbidden", "a system call that no honest program makes")
         if signal_number == 24:  # SIGXCPU
             return ProcessEndedError("timeout", f"longer than {self._limits.seconds:g} s of processor time")
-        if code == 120:
-            return ProcessEndedError("jail", self.printed[-500:])
         how = f"killed by signal {signal_number}" if signal_number else f"it ended itself with exit code {code}"
         return ProcessEndedError("exit", how)
 
 
-def _close(process: subprocess.Popen[bytes], control: socket.socket, place: str) -> None:
+def _close(process: subprocess.Popen[bytes], control: socket.socket) -> None:
     control.close()
     try:
         process.wait(5)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    shutil.rmtree(place, ignore_errors=True)
 
 
-def _message(body: bytes) -> dict[str, Any]:
+def parse_message(body: bytes) -> dict[str, Any]:
+    """A message of a confined process.
+
+    Raises:
+        ProcessEndedError: it is none ("protocol").
+    """
     try:
         message = json.loads(body.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):

@@ -8,13 +8,14 @@ hostile class stays where it is. Anything else is a `Handle`, a number that mean
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_DEPTH = 60
 MAX_ITEMS = 200_000
-MAX_ENTRIES = 10_000
-"""Of all sets and dictionaries in a value that is read: a hostile sender can choose keys whose hashes collide."""
+MAX_COLLISIONS = 1000
+"""Of keys in one set or dictionary that is read: a hostile sender can choose keys that all have one hash."""
 _ITERATORS: tuple[type, ...] = (
     type(iter([])),
     type(iter(())),
@@ -25,6 +26,10 @@ _ITERATORS: tuple[type, ...] = (
     enumerate,
     reversed,
 )
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = _SHORT.maxfrozenset = _SHORT.maxdict = 50
 
 
 class CodecError(Exception):
@@ -79,6 +84,8 @@ class Encoder:
             return {"d": [[self._encode(k, depth + 1), self._encode(v, depth + 1)] for k, v in pairs]}
         if self._materialise and (isinstance(value, _ITERATORS) or _is_lazy(value)):
             return {"l": [self._encode(item, depth + 1) for item in _bounded(value)]}
+        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+            return self._encode(value.tolist(), depth)
         return {"h": self._handle(value)}
 
 
@@ -91,7 +98,6 @@ class Decoder:
 
     def __init__(self, handle: Callable[[int], Any]) -> None:
         self._handle = handle
-        self._entries = MAX_ENTRIES
 
     def __call__(self, tree: Any) -> Any:
         """Decode one value.
@@ -99,7 +105,6 @@ class Decoder:
         Raises:
             CodecError: the tree is not what an encoder makes.
         """
-        self._entries = MAX_ENTRIES
         try:
             return self._decode(tree, 0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
@@ -113,10 +118,6 @@ class Decoder:
         if isinstance(tree, list):
             return [self._decode(item, depth + 1) for item in tree]
         ((kind, body),) = tree.items()
-        if kind in "szd":
-            self._entries -= len(body)
-            if self._entries < 0:
-                raise CodecError(f"sets and dictionaries of more than {MAX_ENTRIES} entries")
         if kind == "i":
             return int(body, 16)
         if kind == "f":
@@ -128,10 +129,27 @@ class Decoder:
         if kind == "h":
             return self._handle(int(body))
         if kind == "d":
-            return {self._decode(k, depth + 1): self._decode(v, depth + 1) for k, v in body}
+            pairs = [(self._decode(k, depth + 1), self._decode(v, depth + 1)) for k, v in body]
+            _check_hashes([key for key, _ in pairs])
+            return dict(pairs)
         items = [self._decode(item, depth + 1) for item in body]
+        if kind in "sz":
+            _check_hashes(items)
         makers: dict[str, Callable[[list[Any]], Any]] = {"t": tuple, "s": set, "z": frozenset, "l": iter}
         return makers[kind](items)
+
+
+def shown(value: Any) -> str:
+    """A value in at most about 200 characters, whatever it is: a text of all of a number may be refused by Python."""
+    try:
+        return _SHORT.repr(value)[:200]
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    if len(keys) - len({hash(key) for key in keys}) > MAX_COLLISIONS:
+        raise CodecError(f"more than {MAX_COLLISIONS} keys of equal hash")
 
 
 def _is_lazy(value: Any) -> bool:

@@ -1,9 +1,10 @@
 """What a process can be kept from, as far as the host lets an ordinary user do it.
 
-Once for the zygote (`build_root`): a user namespace of its own with no network, no shared memory segments, and a file
-system that holds nothing but read-only system libraries and Python. Where namespaces are not to be had, Landlock
-limits each process to the same paths. For each confined process (`confine`): a scratch directory of bounded size,
-limits on memory, processor time, open files and file size, no privileges, and the filter of system calls.
+Once for the zygote (`build_root`): a user namespace of its own with no network, no shared memory segments, no process
+to be seen but its own, and a file system that holds nothing but read-only system libraries and Python. Where namespaces
+are not to be had, Landlock limits each process to the same paths. For each confined process (`confine`): a scratch
+directory of bounded size, limits on memory, processor time, open files and file size, no privileges, no signals to
+processes outside, and the filters of system calls.
 """
 
 from __future__ import annotations
@@ -16,18 +17,11 @@ import signal
 import struct
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from . import seccomp
 
-_NEWNS, _NEWUTS, _NEWIPC, _NEWUSER, _NEWNET, _NEWCGROUP = (
-    0x20000,
-    0x4000000,
-    0x8000000,
-    0x10000000,
-    0x40000000,
-    0x2000000,
-)
+_NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, *(1 << bit for bit in range(25, 31))
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = (
     1,
     2,
@@ -39,11 +33,31 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _
     1 << 18,
 )
 _MNT_DETACH = 2
+_MOUNT_SETATTR = 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _LANDLOCK = {"create": 444, "add": 445, "restrict": 446}
 _READ_ACCESS = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a directory
-_ALL_ACCESS = (1 << 13) - 1
+_ACCESS_BITS = (0, 13, 14, 15, 15, 16)
+"""How many kinds of access each version of Landlock knows; later ones know what the last here does."""
+_SCOPES = 1 << 0 | 1 << 1  # abstract sockets and signals stay within
+_NO_RANDOM_ADDRESSES = 0x40000
+_MOST_FILES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def fix_addresses() -> None:
+    """Start this program anew with addresses that are the same each time, where the host allows it.
+
+    Sets of objects that are hashed by their address, None among them, would have another order in each jail.
+    """
+    now = _libc.personality(0xFFFFFFFF)
+    if now >= 0 and not now & _NO_RANDOM_ADDRESSES and _libc.personality(now | _NO_RANDOM_ADDRESSES) >= 0:
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def end_with_parent() -> None:
+    """Be killed when the process that started this one ends."""
+    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def system_paths() -> list[str]:
@@ -56,40 +70,43 @@ def system_paths() -> list[str]:
         "/lib64",
         "/usr/lib",
         "/usr/lib64",
+        "/usr/share/zoneinfo",
     ]
     real = {os.path.realpath(path) for path in paths if path and os.path.isdir(path)}
     return sorted(path for path in real if not any(path != other and path.startswith(other + "/") for other in real))
 
 
-def build_root(place: str) -> str | None:
-    """Move this process into a file system and namespaces of its own.
+def build_root(readable: list[str]) -> str | None:
+    """Move this process into a file system and namespaces of its own; it goes on as their first process.
 
     Args:
-        place: an empty directory to build in.
+        readable: what can be read there, at the same paths.
 
     Returns:
         None, or why it was not possible; then nothing has changed that matters.
     """
     uid, gid = os.getuid(), os.getgid()
+    place = "/proc"  # any directory: what is mounted on it is seen by this process alone
     flags = _NEWUSER | _NEWNS | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP
     try:
-        _call("unshare", flags)
+        _call("unshare", flags | _NEWPID)
         _write("/proc/self/setgroups", "deny")
         _write("/proc/self/uid_map", f"1000 {uid} 1")
         _write("/proc/self/gid_map", f"1000 {gid} 1")
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-        for path in system_paths():
+        for path in readable:
             _bind(path, place + path)
-        for name in ("null", "zero", "urandom"):
+        for name in ("null", "zero", "random", "urandom"):
             _bind(f"/dev/{name}", f"{place}/dev/{name}")
+        os.symlink("/work/.stdin", place + "/dev/stdin")
         os.mkdir(place + "/work")
         for link in ("/lib", "/lib64", "/usr/lib64"):  # they may be links into /usr
             if os.path.islink(link) and not os.path.lexists(place + link):
                 os.makedirs(os.path.dirname(place + link), exist_ok=True)
                 os.symlink(os.readlink(link), place + link)
         os.chdir(place)
-        _call("pivot_root" if hasattr(_libc, "pivot_root") else "", b".", b".")
+        _call("pivot_root", b".", b".")
         _call("umount2", b".", _MNT_DETACH)
         os.chdir("/")
         _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
@@ -98,21 +115,33 @@ def build_root(place: str) -> str | None:
     return None
 
 
-def confine(*, rooted: bool, scratch: str, memory: int, seconds: float, file_bytes: int, syscalls: bool) -> None:
+def confine(
+    *,
+    rooted: bool,
+    scratch: str,
+    readable: list[str],
+    memory: int,
+    seconds: float,
+    file_bytes: int,
+    syscalls: bool,
+    listening: Callable[[int], None],
+) -> None:
     """Confine this process for good. What it needs later must be imported and open already.
 
     Args:
         rooted: `build_root` worked in its parent.
         scratch: a directory of its own, used where `rooted` is false.
+        readable: what can be read besides it, likewise.
         memory: bytes of address space.
         seconds: of processor time.
-        file_bytes: of all files in the scratch directory where `rooted`, else of each.
-        syscalls: install the filter of system calls.
+        file_bytes: of all files in the scratch directory.
+        syscalls: install the filters of system calls.
+        listening: is given the listener for threads and, where not `rooted`, new files; then it is closed here.
 
     Raises:
         OSError: the host refuses something.
     """
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with_parent()
     if rooted:
         _call("unshare", _NEWNS)
         _mount(
@@ -134,32 +163,47 @@ def confine(*, rooted: bool, scratch: str, memory: int, seconds: float, file_byt
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if not rooted:
-        _landlock(system_paths(), [scratch])
+    if rooted:
+        _landlock((), ())
+    else:
+        _landlock(readable, [scratch])
     _drop_capabilities()
     _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     if syscalls:
-        seccomp.install()
+        listener = seccomp.supervise(files=not rooted)
+        if listener is not None:
+            listening(listener)
+            os.close(listener)
+        seccomp.install(rooted=rooted, supervised=listener is not None)
 
 
-def landlock_supported() -> bool:
-    """Whether the kernel can limit a process to paths."""
-    return bool(_libc.syscall(_LANDLOCK["create"], None, 0, 1) >= 1)
+def share_file_bytes() -> None:
+    """Without a file system of its own nothing bounds all files together: each may have its share of what they may."""
+    bound, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bound // _MOST_FILES, bound // _MOST_FILES))
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; 0 = it has none."""
+    return max(int(_libc.syscall(_LANDLOCK["create"], None, 0, 1)), 0)
 
 
 def _landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
-    attribute = struct.pack("Q", _ALL_ACCESS)
+    """Limit this process to paths, if any are given, and its signals to itself where the kernel can."""
+    version = landlock_version()
+    every = (1 << _ACCESS_BITS[min(version, len(_ACCESS_BITS) - 1)]) - 1 if writable else 0
+    attribute = struct.pack("QQQ", every, 0, _SCOPES) if version >= 6 else struct.pack("Q", every)
+    if not every and version < 6:
+        return
     ruleset = _syscall(_LANDLOCK["create"], attribute, len(attribute), 0)
-    for paths, access in (
-        (readable, _READ_ACCESS),
-        (("/dev/null", "/dev/zero", "/dev/urandom"), 1 << 1 | 1 << 2),
-        (writable, _ALL_ACCESS),
-    ):
+    devices = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom") if writable else ()
+    for paths, access in ((readable, _READ_ACCESS), (devices, 1 << 1 | 1 << 2), (writable, every)):
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                file_access = access if os.path.isdir(path) else access & (1 << 0 | 1 << 1 | 1 << 2)
                 try:
-                    _syscall(_LANDLOCK["add"], ruleset, 1, struct.pack("=Qi", access, fd), 0)
+                    _syscall(_LANDLOCK["add"], ruleset, 1, struct.pack("=Qi", file_access, fd), 0)
                 finally:
                     os.close(fd)
     _syscall(_LANDLOCK["restrict"], ruleset, 0)
@@ -178,9 +222,13 @@ def _bind(source: str, target: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, None, _MS_BIND | (_MS_REC if os.path.isdir(source) else 0))
-    if not source.startswith("/dev/"):
-        # flags that the mount has already cannot be taken away in a user namespace: keep the strict ones
-        _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
+    # A device can be written to all the same, but its mode and its times are kept.
+    kept = _MS_NOEXEC if source.startswith("/dev/") else _MS_NODEV
+    attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | kept, 0, 0, 0)  # these have the flags' numbers
+    if (
+        _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, len(attributes)) < 0
+    ):  # with what is below
+        _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept)
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:

@@ -16,12 +16,29 @@ def send(channel: int, message: dict[str, Any]) -> None:
     Raises:
         ValueError: it is too long.
     """
-    body = json.dumps(message).encode("utf-8", "surrogatepass")
-    if len(body) > MAX_BYTES:
-        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_BYTES}")
-    data = memoryview(struct.pack("!I", len(body)) + body)
+    send_bytes(channel, json.dumps(message).encode("utf-8", "surrogatepass"))
+
+
+def send_bytes(channel: int, body: bytes) -> None:
+    """Send one message as it is.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    data = memoryview(framed(body))
     while data:
         data = data[os.write(channel, data) :]
+
+
+def framed(body: bytes) -> bytes:
+    """A message with its length before it.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_BYTES}")
+    return struct.pack("!I", len(body)) + body
 
 
 def receive(channel: int) -> dict[str, Any] | None:

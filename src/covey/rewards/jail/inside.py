@@ -5,22 +5,28 @@
     tester      run tests, whose calls to the candidate go out as messages and come back as plain values
 
 A candidate never sees a test or an expected result: only arguments come in and only values go out. So it can patch,
-print, exit or search its memory as it likes; what it says is compared elsewhere.
+print, exit, write to its channel or search its memory as it likes; what it says is a value, compared elsewhere. Nothing
+of a verdict is ever taken from it: whether a test passed is known by whether its statement came to its end.
+
+A tester's messages begin with a letter: `S` set up, `C` a call for the candidate, `R` a result, `D` done.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import json
+import linecache
 import os
 import sys
 import traceback
 from types import ModuleType
 from typing import Any
 
-from . import codec, frames
+from . import codec, confine, frames
 
 _MAX_TEXT = 500
+_FILE = "solution.py"
 
 
 def open_streams() -> None:
@@ -31,25 +37,51 @@ def open_streams() -> None:
     )
 
 
-def main(channel: int) -> None:
-    """Play the role that the first message names."""
+def main(channel: int, *, rooted: bool) -> None:
+    """Play the role that the first message names; `rooted`: in a file system of its own."""
     message = frames.receive(channel)
     if message is None:
         return
+    _provide_input(message.get("stdin", "").encode("utf-8", "surrogatepass"), rooted=rooted)
+    if not rooted:
+        confine.share_file_bytes()
     roles = {"candidate": _candidate, "program": _program, "tester": _tester}
     roles[message["role"]](channel, message)
+
+
+def _provide_input(data: bytes, *, rooted: bool) -> None:
+    """Standard input is a file. `/dev/stdin` leads to it: by its name, else through the descriptor."""
+    if not data:
+        return
+    fd = os.open(".stdin", os.O_RDWR | os.O_CREAT, 0o600)
+    if not rooted:
+        os.unlink(".stdin")
+    while data:
+        data = data[os.write(fd, data) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    os.dup2(fd, 0)
+    os.close(fd)
+    open_streams()
+
+
+def _module(name: str, code: str) -> ModuleType:
+    """An empty module that can be found by its name, as dataclasses, type hints and pickling need it."""
+    module = ModuleType(name)
+    module.__file__ = _FILE
+    sys.modules[name] = module
+    linecache.cache[_FILE] = (len(code), None, code.splitlines(keepends=True), _FILE)
+    return module
 
 
 # ---------------------------------------------------------------- candidate
 
 
 def _candidate(channel: int, message: dict[str, Any]) -> None:
-    module = ModuleType("solution")
+    module = _module("solution", message["code"])
     failed = _load(message["code"], module.__dict__)
+    frames.send(channel, failed or {})
     if failed is not None:
-        frames.send(channel, failed)
         return
-    frames.send(channel, {"names": [name for name in module.__dict__ if isinstance(name, str)]})
     objects: list[Any] = []
 
     def keep(value: Any) -> int:
@@ -93,18 +125,18 @@ def _answer(
 def _load(code: str, names: dict[str, Any]) -> dict[str, Any] | None:
     """Run a module's code; what went wrong, or None."""
     try:
-        exec(compile(code, "solution.py", "exec", dont_inherit=True), names)
+        exec(compile(code, _FILE, "exec", dont_inherit=True), names)
     except BaseException as error:
         return _describe(error)
     return None
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
-    if isinstance(error, SyntaxError) and error.filename == "solution.py":
+    if isinstance(error, SyntaxError) and error.filename == _FILE:
         return {"failed": "syntax", "text": f"line {error.lineno}: {error.msg}"[:_MAX_TEXT]}
     if isinstance(error, MemoryError):
         return {"failed": "memory", "text": "out of memory"}
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "solution.py"]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == _FILE]
     where = f" (line {lines[-1]})" if lines else ""
     try:
         text = f"{type(error).__name__}: {error}{where}"
@@ -118,21 +150,12 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _program(channel: int, message: dict[str, Any]) -> None:
-    """Run code as `__main__`. Its input lies in a file that has no name; its output goes where the parent listens."""
-    fd = os.open("input", os.O_RDWR | os.O_CREAT, 0o600)
-    os.unlink("input")
-    data = message["stdin"].encode("utf-8", "surrogatepass")
-    while data:
-        data = data[os.write(fd, data) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    os.dup2(fd, 0)
-    os.close(fd)
-    open_streams()
-    module = ModuleType("__main__")
-    sys.modules["__main__"] = module
+    """Run code as `__main__`; its output goes where the parent listens, and what it says to standard error nowhere."""
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+    module = _module("__main__", message["code"])
     code, outcome = 0, None
     try:
-        exec(compile(message["code"], "solution.py", "exec", dont_inherit=True), module.__dict__)
+        exec(compile(message["code"], _FILE, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
@@ -156,6 +179,10 @@ class _Ended(BaseException):
     """The candidate is gone."""
 
 
+class _Forged(BaseException):
+    """The candidate wrote what is no message."""
+
+
 class _Remote:
     """Something that lives in the candidate. It can be called, asked for attributes and passed back, not compared."""
 
@@ -172,12 +199,17 @@ class _Remote:
 
 
 class _Caller:
-    """Sends a tester's calls out."""
+    """Sends a tester's calls out.
+
+    Attributes:
+        failure: the exception raised last for a call that failed, and how that is told.
+    """
 
     def __init__(self, channel: int) -> None:
         self._channel = channel
         self._encode = codec.Encoder(self._known)
         self._decode = codec.Decoder(lambda number: _Remote(self, {"on": number}, number))
+        self.failure: tuple[BaseException | None, str] = (None, "")
 
     def ask(self, request: dict[str, Any], positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         answer = self._exchange(request | {"arguments": self._encode((list(positional), named))})
@@ -190,15 +222,18 @@ class _Caller:
         return _Remote(self, {"on": number, "name": name}) if isinstance(found, _Remote) else found
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        frames.send(self._channel, {"call": request})
-        answer = frames.receive(self._channel)
+        frames.send_bytes(self._channel, b"C" + json.dumps(request).encode("utf-8", "surrogatepass"))
+        try:
+            answer = frames.receive(self._channel)
+        except (ValueError, RecursionError):
+            raise _Forged from None
         if answer is None:
             raise _Ended
+        if not isinstance(answer, dict):
+            raise _Forged
         if "failed" in answer:
-            kind = getattr(builtins, str(answer.get("kind")), None)
-            fits = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, AssertionError)
-            error: Exception = (kind if fits else RemoteError)(str(answer.get("text")))  # type: ignore[misc]
-            error.add_note(str(answer["failed"]))
+            error = _kind(answer.get("kind"))(str(answer.get("text"))[:_MAX_TEXT])
+            self.failure = (error, _told(answer["failed"]))
             raise error
         return answer
 
@@ -206,6 +241,29 @@ class _Caller:
         if isinstance(value, _Remote) and value._number is not None:
             return int(value._number)
         raise codec.CodecError(f"an argument of type {type(value).__name__} cannot be handed to the solution")
+
+
+def _kind(name: Any) -> type[Exception]:
+    """The builtin exception that a failed call raises in the test.
+
+    Not those that mean something to the test's own machinery: a failed comparison, or the end of an iteration, which
+    would let `all(map(f, values))` pass.
+    """
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        return RemoteError
+    if issubclass(kind, AssertionError | StopIteration | StopAsyncIteration | MemoryError):
+        return RemoteError
+    try:
+        kind("")
+    except Exception:  # one that wants more than a text, such as UnicodeDecodeError
+        return next((base for base in kind.__mro__ if base in (ValueError, LookupError)), RemoteError)
+    return kind
+
+
+def _told(status: Any) -> str:
+    """How a candidate may say that a call failed; never that a test passed."""
+    return status if status in ("syntax", "memory") else "error"
 
 
 def _overwrite(old: Any, new: Any) -> None:
@@ -224,22 +282,25 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
     exec(compile(message["setup"], "setup.py", "exec", dont_inherit=True), names)
     for alias, name in message["remote"].items():
         names[alias] = _Remote(caller, {"name": name})
+    frames.send_bytes(channel, b"S")
     for test in message["tests"]:
         try:
             _run_test(test, names)
-            result = {"status": "passed", "text": ""}
+            status, text = "passed", ""
         except AssertionError as error:
-            result = {"status": "wrong_answer", "text": str(error) or test}
+            status, text = "wrong_answer", str(error) or test
         except _Ended:
             return
+        except _Forged:
+            status, text = "cheat", "a message that is none"
         except MemoryError:
-            result = {"status": "memory", "text": "out of memory"}
+            status, text = "memory", "out of memory"
         except BaseException as error:
-            remote = getattr(error, "__notes__", None)  # how the call that raised it failed
-            text = str(error) if remote else f"{type(error).__name__}: {error}"
-            result = {"status": remote[0] if remote else "error", "text": text}
-        frames.send(channel, {"result": result["status"], "text": result["text"][:_MAX_TEXT]})
-    frames.send(channel, {"done": True})
+            failed, told = caller.failure
+            status, text = (told, str(error)) if error is failed else ("error", f"{type(error).__name__}: {error}")
+        result = {"result": status, "text": text[:_MAX_TEXT]}
+        frames.send_bytes(channel, b"R" + json.dumps(result).encode())
+    frames.send_bytes(channel, b"D")
 
 
 def _run_test(test: str, names: dict[str, Any]) -> None:
@@ -259,4 +320,4 @@ def _explained(left: ast.expr, right: ast.expr) -> ast.stmt:
 
 def _compare(left: Any, right: Any, text: str) -> None:
     if not left == right:
-        raise AssertionError(f"{text} gave {left!r:.200}, not {right!r:.200}")
+        raise AssertionError(f"{text} gave {codec.shown(left)}, not {codec.shown(right)}")

@@ -5,22 +5,28 @@ What it is told are limits; each child gets a socket of its own, whose other end
 
     in     {"spawn": {memory, seconds, file_bytes}} with two file descriptors: the child's channel and its output
            {"end": number}
-    out    {"number": n}, {"ended": {number, signal, code}}, and first of all {"protections": {...}}
+    out    {"number": n}, {"ended": {number, signal, code}}, {"refused": why}, and first of all {"protections": {...}}
 
-When its own channel closes it kills what it has started and ends.
+A child that is confined says so on its channel before it reads from it: `L` with the listener for what it may have too
+often (see `seccomp.supervise`) if there is one, then `R`. When its own channel closes the zygote kills what it has
+started, removes its folder and ends; a folder whose zygote was killed is removed by the next one.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
+import fcntl
 import gc
 import json
 import os
+import random
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from . import confine, inside, seccomp
@@ -31,23 +37,72 @@ _COMMON = (
     "itertools json math numbers operator queue random re statistics string struct sys textwrap time traceback "
     "types typing unicodedata dataclasses encodings.idna abc contextlib"
 )
+_FOLDER = "covey-jail-"
 
 
-def main(fd: int, place: str) -> None:
-    """Serve until the channel closes. `place` is an empty directory, removed by whoever made it."""
+def main(fd: int, order: dict[str, Any]) -> None:
+    """Serve until the channel closes.
+
+    Args:
+        fd: of the channel.
+        order: `temporary`, a folder for scratch directories where there is no file system of its own; `modules`, which
+            are imported besides the standard library's; `paths`, where they lie and what else can be read.
+    """
+    confine.fix_addresses()
     control = socket.socket(fileno=fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in _COMMON.split():
         __import__(name)
-    refused = confine.build_root(place)
-    filtered, landlock = seccomp.supported(), refused is not None and confine.landlock_supported()
+    sys.path += order["paths"]
+    for name in order["modules"]:
+        __import__(name)
+    del sys.path[len(sys.path) - len(order["paths"]) :]
+    readable = sorted({*confine.system_paths(), *order["readable"]})
+    refused = confine.build_root(readable)
+    if refused is None:
+        _become_first(control)
+    filtered = seccomp.supported()
+    if filtered:
+        seccomp.prepare(rooted=refused is None)
+    landlock = confine.landlock_version() > 0
+    scratch = "" if refused is None else _folder(order["temporary"])
     _send(control, {"protections": {"root": refused or True, "syscalls": filtered, "landlock": landlock}})
     gc.collect()
     gc.freeze()
-    _serve(control, place, rooted=refused is None, filtered=filtered)
+    try:
+        _serve(control, scratch, {"rooted": refused is None, "readable": readable, "syscalls": filtered})
+    finally:
+        if scratch:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _serve(control: socket.socket, place: str, *, rooted: bool, filtered: bool) -> None:
+def _become_first(control: socket.socket) -> None:
+    """Go on as the first process of the new process namespace; this one waits for it."""
+    pid = os.fork()
+    if pid:
+        control.close()
+        os.waitpid(pid, 0)
+        os._exit(0)
+    confine.end_with_parent()
+
+
+def _folder(temporary: str) -> str:
+    """A folder that is locked while this process lives; those that nobody locks any more are removed."""
+    for left in Path(temporary).glob(_FOLDER + "*"):
+        with contextlib.suppress(OSError, RecursionError):
+            fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(fd).st_uid == os.getuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left)
+            finally:
+                os.close(fd)
+    folder = tempfile.mkdtemp(prefix=_FOLDER, dir=temporary)
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_EX)
+    return folder
+
+
+def _serve(control: socket.socket, folder: str, confinement: dict[str, Any]) -> None:
     children: dict[int, tuple[int, str]] = {}
     count = 0
     while True:
@@ -60,20 +115,24 @@ def _serve(control: socket.socket, place: str, *, rooted: bool, filtered: bool) 
             for _, _, body in ancillary:
                 fds.frombytes(body[: len(body) - len(body) % fds.itemsize])
             count += 1
-            scratch = place if rooted else tempfile.mkdtemp(dir=place)
-            pid = os.fork()
-            if pid == 0:
-                _child(control, fds[0], fds[1], request["spawn"], scratch, rooted=rooted, filtered=filtered)
+            try:
+                scratch = tempfile.mkdtemp(dir=folder) if folder else ""
+                pid = os.fork()
+            except OSError as error:
+                _send(control, {"refused": str(error)})
+            else:
+                if pid == 0:
+                    _child(control, fds[0], fds[1], confinement | request["spawn"] | {"scratch": scratch})
+                children[count] = (pid, scratch)
+                _send(control, {"number": count})
             for fd in fds:
                 os.close(fd)
-            children[count] = (pid, scratch)
-            _send(control, {"number": count})
         else:
             number = request["end"]
             pid, scratch = children.pop(number)
             os.kill(pid, signal.SIGKILL)  # it has ended or must end; until it is waited for the number is its own
             _, status = os.waitpid(pid, 0)
-            if not rooted:
+            if scratch:
                 shutil.rmtree(scratch, ignore_errors=True)
             killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
             code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0
@@ -83,17 +142,7 @@ def _serve(control: socket.socket, place: str, *, rooted: bool, filtered: bool) 
         os.waitpid(pid, 0)
 
 
-def _child(
-    control: socket.socket,
-    channel_fd: int,
-    output_fd: int,
-    limits: dict[str, Any],
-    scratch: str,
-    *,
-    rooted: bool,
-    filtered: bool,
-) -> None:
-    code = 120
+def _child(control: socket.socket, channel_fd: int, output_fd: int, limits: dict[str, Any]) -> None:
     try:
         control.close()
         os.setsid()
@@ -103,15 +152,25 @@ def _child(
         os.dup2(output_fd, 2)
         channel = os.dup2(channel_fd, 3)
         os.closerange(4, 1024)
-        confine.confine(rooted=rooted, scratch=scratch, syscalls=filtered, **limits)
+        with socket.socket(fileno=os.dup(channel)) as speaking:
+            confine.confine(**limits, listening=lambda listener: _hand_over(speaking, listener))
         inside.open_streams()
         sys.argv = ["solution.py"]
-        code = 0
-        inside.main(channel)
+        random.seed(0)  # so that the same program does the same again
+        os.write(channel, b"R")
     except BaseException as error:
-        os.write(2, f"jail: {type(error).__name__}: {error}\n".encode())
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(1)
+    try:
+        inside.main(channel, rooted=limits["rooted"])
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
-        os._exit(code)
+        os._exit(0)
+
+
+def _hand_over(channel: socket.socket, listener: int) -> None:
+    socket.send_fds(channel, [b"L"], [listener])
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:

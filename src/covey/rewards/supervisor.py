@@ -1,0 +1,73 @@
+"""Decides for a confined process what it may have too often: threads and, where there is no quota, new files.
+
+The kernel holds a thread that asks until the answer comes (seccomp's user notification, Linux 5.5). No limit of the
+kernel's own would do: `RLIMIT_NPROC` does not hold for root, and nothing bounds the files of a plain directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import struct
+from pathlib import Path
+
+from covey.rewards.jail import seccomp
+
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+_QUESTION = struct.Struct("QIIiI")  # id, thread, flags, number of the call, architecture; more follows
+_QUESTION_SIZE = 80
+_ANSWER = struct.Struct("QqiI")
+_GO_ON = 1
+_MOST_FILES = 65
+"""Files and directories made over a program's life, its standard input among them."""
+
+
+class Supervisor:
+    """Answers the questions of one confined process.
+
+    Args:
+        listener: where they come; closed by `close`.
+        threads: that it may have at once.
+    """
+
+    def __init__(self, listener: int, *, threads: int) -> None:
+        self.listener = listener
+        self._threads, self._files = threads, _MOST_FILES
+
+    def answer(self) -> bool:
+        """Answer one question if there is one; False when none will come any more."""
+        poll = select.poll()
+        poll.register(self.listener, select.POLLIN)
+        events = dict(poll.poll(0)).get(self.listener, 0)
+        if not events & select.POLLIN:  # asking for a question would wait
+            return not events
+        question = bytearray(_QUESTION_SIZE)
+        with contextlib.suppress(OSError):  # whoever asked is gone
+            fcntl.ioctl(self.listener, _RECEIVE, question)
+            number, thread, _, call, _ = _QUESTION.unpack_from(question)
+            error = self._refusal(thread, call)
+            try:
+                fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(number, 0, -error, 0 if error else _GO_ON))
+            except OSError as refused:
+                if refused.errno != errno.EINVAL:
+                    raise
+                fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(number, 0, -errno.EPERM, 0))  # Linux before 5.5
+        return True
+
+    def close(self) -> None:
+        """Whoever still asks is refused."""
+        os.close(self.listener)
+
+    def _refusal(self, thread: int, call: int) -> int:
+        """The error that the call ends with, 0 = it may go on."""
+        if call == seccomp.clone_number():
+            return errno.EAGAIN if _threads_of(thread) >= self._threads else 0
+        self._files -= 1
+        return 0 if self._files >= 0 else errno.EDQUOT
+
+
+def _threads_of(thread: int) -> int:
+    return int(Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[17])

@@ -1,0 +1,248 @@
+"""Programs that want a reward, a file, or somebody's process; each with the statuses that it may end with.
+
+`f(1)` should be `SECRET` and `f(2)` be 2. `{pid}` and `{file}` are a process and a file of the same user outside.
+"""
+
+from __future__ import annotations
+
+SECRET = "the-expected-value-4711"
+HONEST = f"def f(x):\n    return {SECRET!r} if x == 1 else x"
+
+_SIGNAL = "import fcntl, os, struct, ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nr, w = os.pipe()\n"
+_FIRE = "\nfcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)\nos.write(w, b'x')\ndef f(x): return None"
+_FRAME = (
+    "import os, json, struct\ndef say(m, n=1):\n    b = m if isinstance(m, bytes) else json.dumps(m).encode()\n"
+    "    os.write(3, (struct.pack('!I', len(b)) + b) * n)\n"
+)
+_PASSED = '{"failed": "passed", "text": "", "kind": "ValueError"}'
+_RAW_THREADS = (
+    "import ctypes, mmap\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    "page = mmap.mmap(-1, 1 << 16, prot=7)\n"
+    # for ever: poll(NULL, 0, -1)
+    "page.write(bytes.fromhex('31ff 31f6 baffffffff b807000000 0f05 ebee'))\n"
+    "place = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+    "clone = libc.clone\nclone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]\n"
+    "count = 0\nwhile count < 5000 and clone(place, place + 60000, 0x10f00, None) > 0:\n"
+    "    count += 1\n    if count == 70: print('THROUGH', flush=True)\n"
+)
+
+EVERYWHERE: dict[str, tuple[str, set[str]]] = {
+    "infinite loop": ("while True: pass", {"timeout"}),
+    "infinite loop when called": ("def f(x):\n    while True: pass", {"timeout"}),
+    "sleep": ("import time\ntime.sleep(100)", {"timeout"}),
+    "fork bomb": ("import os\nwhile True:\n    os.fork()", {"error"}),
+    "fork bomb that ignores errors": (
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        {"timeout"},
+    ),
+    "threads": (
+        "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
+        {"error", "memory", "timeout"},
+    ),
+    "memory bomb": ("x = []\nwhile True: x.append(bytearray(10**7))", {"memory"}),
+    "memory bomb by arithmetic": ("x = 9**9**9", {"memory", "timeout"}),
+    "output flood": ("while True: print('x' * 10000)", {"error"}),
+    "output flood to errors": ("import sys\nwhile True: sys.stderr.write('x' * 10000)", {"error"}),
+    "disk fill": ("f = open('big', 'wb')\nwhile True: f.write(b'x' * 10**6)", {"error"}),
+    "disk fill by many": ("i = 0\nwhile True:\n    open(str(i), 'wb').write(b'x' * 10**6)\n    i += 1", {"error"}),
+    "os._exit": ("import os\nos._exit(0)", {"error"}),
+    "os._exit with the code of a broken jail": ("import os\nos._exit(120)", {"error"}),
+    "os._exit in a call": ("import os\ndef f(x): os._exit(x)", {"error"}),
+    "os._exit in a call with that code": ("import os\ndef f(x): os._exit(120)", {"error"}),
+    "sys.exit": ("import sys\nsys.exit(0)", {"error"}),
+    "sys.exit in a call": ("import sys\ndef f(x): sys.exit(0)", {"error"}),
+    "exit codes of the interpreter": ("import sys\ndef f(x): raise SystemExit(120)", {"error"}),
+    "crash": ("import ctypes\nctypes.string_at(0)", {"error"}),
+    "endless recursion": (
+        "import sys\nsys.setrecursionlimit(10**9)\ndef g(): g()\ng()",
+        {"error", "memory", "timeout"},
+    ),
+    "deep value": (
+        "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
+        {"error", "wrong_answer"},
+    ),
+    "endless iterator": ("import itertools\ndef f(x): return itertools.count()", {"error", "wrong_answer"}),
+    "endless generator": ("def f(x):\n    while True: yield 1", {"error"}),
+    "huge text": ("def f(x): return 'x' * 10**8", {"error", "memory"}),
+    "huge number": ("def f(x): return 10**(10**7)", {"error", "wrong_answer", "memory", "timeout"}),
+    "a number that has no text": ("def f(x): return 10**5000", {"wrong_answer"}),
+    "numbers that have no text": ("def f(x): return [{10**5000: (10**5000,)}]", {"wrong_answer"}),
+    "half a character": ("def f(x): return chr(0xd800)", {"wrong_answer"}),
+    "half a character in an error": ("def f(x): raise ValueError(chr(0xd800))", {"error"}),
+    "an error without text": (
+        "class E(Exception):\n    def __str__(self): raise self\ndef f(x): raise E",
+        {"error"},
+    ),
+    "an error whose class lies": (
+        "class M(type):\n    def __getattribute__(s, n): raise ValueError\n"
+        "class E(Exception, metaclass=M): pass\ndef f(x): raise E",
+        {"error"},
+    ),
+    "equal to everything": ("class E:\n    def __eq__(self, o): return True\ndef f(x): return E()", {"wrong_answer"}),
+    "a list that is equal to everything": (
+        "class E(list):\n    def __eq__(self, o): return True\ndef f(x): return E()",
+        {"wrong_answer"},
+    ),
+    "a text that is equal to everything": (
+        "class E(str):\n    def __eq__(self, o): return True\n    __hash__ = str.__hash__\ndef f(x): return E('?')",
+        {"wrong_answer"},
+    ),
+    "patched builtins": (
+        "import builtins\nbuiltins.AssertionError = type('A', (Exception,), {})\n"
+        "builtins.isinstance = lambda *a: True\n"
+        "builtins.len = lambda x: 0\nbuiltins.bool = lambda x: True\ndef f(x): return None",
+        {"wrong_answer", "error", "timeout"},
+    ),
+    "patched unittest": (
+        "import unittest\nunittest.TestCase.assertEqual = print\ndef f(x): return None",
+        {"wrong_answer"},
+    ),
+    "success on standard output": ("print('2 of 2 tests passed')\nprint('{\"result\": \"passed\"}')", {"error"}),
+    "forged answers": (_FRAME + "say({'done': True, 'result': 'passed', 'value': None})\ndef f(x): return None", set()),
+    "a forged status": (_FRAME + f"def f(x):\n    say({_PASSED}.copy())\n    return None", set()),
+    "forged statuses before": (_FRAME + f"say({_PASSED}, 9)\ndef f(x): return None", set()),
+    "a forged status with the load's answer": (_FRAME + f"say({{}})\nsay({_PASSED}, 9)", set()),
+    "a forged result": (_FRAME + 'say({})\nsay(b\'R{"result": "passed", "text": ""}\', 9)', set()),
+    "a forged end": (_FRAME + "say({})\nsay(b'D', 9)", set()),
+    "a forged call": (_FRAME + "say({})\nsay(b'C{}', 9)", set()),
+    "a status in a note": ("def f(x):\n    e = ValueError()\n    e.add_note('passed')\n    raise e", {"error"}),
+    "a status in the frames of the jail": (
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
+        "        for v in list(frame.f_locals.values()):\n"
+        "            if isinstance(v, dict): v.update(failed='passed', result='passed', text='', status='passed')\n"
+        "        frame = frame.f_back\n    return None",
+        set(),
+    ),
+    "patched messages": (
+        "import sys\nfor n, m in list(sys.modules.items()):\n    if n.startswith('jail') and hasattr(m, 'send'):\n"
+        "        old = m.send\n        m.send = lambda c, x: old(c, {'failed': 'passed', 'text': '', 'kind': 'x'})\n"
+        "def f(x): return None",
+        set(),
+    ),
+    "an error that ends iterations": ("def f(x): raise StopIteration", {"error"}),
+    "an error that ends asynchronous iterations": ("def f(x): raise StopAsyncIteration", {"error"}),
+    "a failed comparison": ("def f(x): raise AssertionError", {"error"}),
+    "an error that ends generators": ("def f(x): raise GeneratorExit", {"error"}),
+    "an interrupt": ("def f(x): raise KeyboardInterrupt", {"error"}),
+    "noise on the channel": ("import os\nos.write(3, b'\\xff' * 1000)", {"cheat"}),
+    "noise that is no message": ("import os, struct\nos.write(3, struct.pack('!I', 4) + b'[[[[')", {"cheat"}),
+    "noise that is no object": (_FRAME + "say({})\nsay([1], 9)", {"cheat"}),
+    "noise for a call": (_FRAME + "def f(x): say(b'\\xff{{{')", {"cheat"}),
+    "deep noise": (_FRAME + "def f(x): say(b'[' * 10**6)", {"cheat", "wrong_answer"}),
+    "half a message": ("import os\ndef f(x):\n    os.write(3, b'\\0\\0\\1\\0x')\n    while True: pass", {"timeout"}),
+    "a flood of messages": (_FRAME + "while True: say({})", set()),
+    "closed channel": ("import os\nos.close(3)\ndef f(x): return 1", {"error"}),
+    "another channel": ("import os\nr, w = os.pipe()\nos.dup2(r, 3)\ndef f(x): return 1", {"error", "timeout"}),
+    "ptrace": ("import ctypes\nctypes.CDLL(None).ptrace(16, 1, 0, 0)", {"cheat"}),
+    "killing the parent": ("import os\nos.kill(os.getppid(), 9)", {"error"}),
+    "killing everybody": ("import os\nos.kill(-1, 9)", {"error"}),
+    "a daemon": ("import os\nif os.fork() == 0:\n    os.setsid()\n    os.fork()", {"error"}),
+    "a program": ("import subprocess\nsubprocess.Popen(['sleep', '100'])", {"error"}),
+    "exec": ("import os\nos.execv('/bin/sh', ['sh', '-c', 'echo hi'])", {"error"}),
+    "network": ("import socket\nsocket.create_connection(('127.0.0.1', 80), 1)", {"error"}),
+    "a pair of datagram sockets": (
+        "import socket\na, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\na.sendto(b'x', '\\0x')",
+        {"error"},
+    ),
+    "a file outside": ("open('/etc/passwd').read()", {"error"}),
+    "writing outside": ("open('/usr/evil', 'w')", {"error"}),
+    "mount": ("import ctypes\nif ctypes.CDLL(None).mount(b'/', b'/work', None, 4096, None): raise OSError", {"error"}),
+    "new namespaces": ("import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError", {"error"}),
+    "raw threads": (_RAW_THREADS + "def f(x): return None", set()),
+    "the owner of a pipe's signals": (
+        _SIGNAL + "fcntl.fcntl(r, fcntl.F_SETOWN, {pid})\nfcntl.fcntl(r, fcntl.F_SETSIG, 9)" + _FIRE,
+        {"error"},
+    ),
+    "the extended owner of a pipe's signals": (
+        _SIGNAL + "fcntl.fcntl(r, 15, struct.pack('ii', 1, {pid}))\nfcntl.fcntl(r, fcntl.F_SETSIG, 9)" + _FIRE,
+        {"error"},
+    ),
+    "the owner by ioctl": (
+        _SIGNAL + "libc.ioctl(r, 0x8901, ctypes.byref(ctypes.c_int({pid})))\n"
+        "libc.ioctl(r, 0x5452, ctypes.byref(ctypes.c_int(1)))\nos.write(w, b'x')\nraise OSError",
+        {"error"},
+    ),
+    "changes of a directory": (
+        _SIGNAL + "d = os.open('.', os.O_RDONLY)\nfcntl.fcntl(d, fcntl.F_NOTIFY, 0x8000003f)\n"
+        "fcntl.fcntl(d, fcntl.F_SETOWN, {pid})\nfcntl.fcntl(d, fcntl.F_SETSIG, 9)\nopen('x', 'w')",
+        {"error"},
+    ),
+    "a lease": (
+        _SIGNAL + "open('x', 'w')\nd = os.open('x', os.O_RDONLY)\nfcntl.fcntl(d, fcntl.F_SETLEASE, 0)",
+        {"error"},
+    ),
+    "a signal by thread": (
+        "import ctypes\nl = ctypes.CDLL(None)\nif l.syscall(234, {pid}, {pid}, 9): raise OSError",
+        {"error"},
+    ),
+    "a queued signal": (
+        "import ctypes\nl = ctypes.CDLL(None)\nif l.syscall(129, {pid}, 9, bytes(128)): raise OSError",
+        {"error"},
+    ),
+    "a file's descriptor": (
+        "import ctypes\nl = ctypes.CDLL(None)\nif l.syscall(434, {pid}, 0) < 0: raise OSError",
+        {"error"},
+    ),
+    "emptying a file": ("import os\nos.truncate({file!r}, 0)", {"error"}),
+    "a file's mode": ("import os\nos.chmod({file!r}, 0o777)", {"error"}),
+    "a file's times": ("import os\nos.utime({file!r}, (1, 1))", {"error"}),
+    "a file's mode by descriptor": (
+        "import os\nfd = os.open({file!r}, os.O_PATH)\nos.chmod('/proc/self/fd/%d' % fd, 0o777)",
+        {"error"},
+    ),
+    "a device's mode": ("import os\nos.chmod('/dev/null', 0o600)", {"error"}),
+    "a device's times": ("import os\nos.utime('/dev/null', (1, 1))", {"error"}),
+    "a library's times": ("import os\nos.utime(os.__file__)", {"error"}),
+    "removing a file": ("import os\nos.unlink({file!r})", {"error"}),
+    "renaming a file": ("import os\nos.rename({file!r}, 'mine')", {"error"}),
+    "linking a file": ("import os\nos.link({file!r}, 'mine')\nopen('mine', 'w')", {"error"}),
+    "a link to a file": ("import os\nos.symlink({file!r}, 'link')\nopen('link', 'w').write('after')", {"error"}),
+    "many large files": (
+        "import os\nn = 0\ntry:\n    while True:\n        with open(str(n), 'wb') as f: n += f.write(b'x' * 2**20)\n"
+        "        if n > 17 * 2**20: print('THROUGH', flush=True)\nexcept OSError: pass\ndef f(x): return None",
+        set(),
+    ),
+    "many large files without names": (
+        "import os\nn, fds = 0, []\ntry:\n    while True:\n        f = open('x', 'wb', 0)\n        os.unlink('x')\n"
+        "        fds.append(f)\n        n += f.write(b'x' * 2**20)\n"
+        "        if n > 17 * 2**20: print('THROUGH', flush=True)\nexcept OSError: pass\ndef f(x): return None",
+        set(),
+    ),
+    "many directories": (
+        "import os\ntry:\n    for i in range(20000): os.mkdir(str(i))\nexcept OSError: pass\n"
+        "if i > 2000: print('THROUGH', i)\ndef f(x): return None",
+        set(),
+    ),
+    "deep directories": (
+        "import os\ntry:\n    for i in range(20000):\n        os.mkdir('d')\n        os.chdir('d')\n"
+        "except OSError: pass\nif i > 2000: print('THROUGH', i)\ndef f(x): return None",
+        set(),
+    ),
+    "a directory that cannot be entered": (
+        "import os\ntry:\n    os.mkdir('d')\n    open('d/x', 'w')\n    os.chmod('d', 0)\n    os.chmod('.', 0)\n"
+        "except OSError: pass\ndef f(x): return None",
+        {"wrong_answer", "error"},
+    ),
+    "keys that collide": (
+        "def f(x): return {{i * (2**61 - 1): 0 for i in range(1, 100000)}}",
+        {"wrong_answer", "timeout", "error"},
+    ),
+    "a large nested answer": (
+        "def f(x): return [[[[]] * 9] * 9] * 2000",
+        {"wrong_answer", "timeout", "memory", "error"},
+    ),
+    "a large nested forgery": (
+        _FRAME + "b = b'{{\"value\": [' + b'[[]],' * 1500000 + b'0]}}'\ndef f(x): say(b)",
+        {"wrong_answer", "timeout", "memory", "cheat", "error"},
+    ),
+    "a text that is no message": (_FRAME + "say({'failed': ['x'] * 100000, 'text': {}})", set()),
+}
+
+
+def source(name: str, *, pid: int, file: str) -> str:
+    """The program of an attack."""
+    code = EVERYWHERE[name][0]
+    if "{pid}" in code or "{file!r}" in code or "{{" in code:
+        for old, new in (("{pid}", str(pid)), ("{file!r}", repr(file)), ("{{", "{"), ("}}", "}")):
+            code = code.replace(old, new)
+    return code
