@@ -63,7 +63,7 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
     ),
     "endless iterator": ("import itertools\ndef f(x): return itertools.count()", {"error", "wrong_answer"}),
     "endless generator": ("def f(x):\n    while True: yield 1", {"error"}),
-    "huge text": ("def f(x): return 'x' * 10**8", {"error", "memory"}),
+    "huge text": ("def f(x): return 'x' * 10**8", {"error", "memory", "timeout"}),
     "huge number": ("def f(x): return 10**(10**7)", {"error", "wrong_answer", "memory", "timeout"}),
     "a number that has no text": ("def f(x): return 10**5000", {"wrong_answer"}),
     "numbers that have no text": ("def f(x): return [{10**5000: (10**5000,)}]", {"wrong_answer"}),
@@ -146,7 +146,10 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
     ),
     "a file outside": ("open('/etc/passwd').read()", {"error"}),
     "writing outside": ("open('/usr/evil', 'w')", {"error"}),
-    "mount": ("import ctypes\nif ctypes.CDLL(None).mount(b'/', b'/work', None, 4096, None): raise OSError", {"error"}),
+    "mount": (
+        "import ctypes\nif ctypes.CDLL(None).mount(b'/', b'/solution', None, 4096, None): raise OSError",
+        {"error"},
+    ),
     "new namespaces": ("import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError", {"error"}),
     "raw threads": (_RAW_THREADS + "def f(x): return None", set()),
     "the owner of a pipe's signals": (

@@ -16,7 +16,7 @@ from covey.rewards.sandbox import Limits
 from jails import needs_jail
 
 pytestmark = needs_jail
-REFUSE = "from jail import confine\nconfine.build_root = lambda place: 'not allowed here'\nfrom jail import zygote\n"
+REFUSE = "from jail import confine\nconfine.enter_namespaces = lambda: 'not allowed here'\nfrom jail import zygote\n"
 
 PROGRAMS = {
     "a dataclass": """\

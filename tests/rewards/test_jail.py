@@ -30,7 +30,7 @@ ASSERTS = AssertTests(
     (f"assert f(1) == {SECRET!r}", "assert f(2) == 2", "assert all(map(f, [2]))", "assert not any(map(f, [0]))"),
     entry_points=("f",),
 )
-REFUSE = "from jail import confine\nconfine.build_root = lambda place: 'not allowed here'\nfrom jail import zygote\n"
+REFUSE = "from jail import confine\nconfine.enter_namespaces = lambda: 'not allowed here'\nfrom jail import zygote\n"
 
 
 @pytest.fixture(scope="module", params=["namespace", "landlock"])
@@ -92,7 +92,7 @@ SEARCHES = {
     "    return ' '.join(found)",
     "the garbage collector": "import gc\ndef f(x): return ' '.join(o for o in gc.get_objects() if isinstance(o, str))"
     " + ' '.join(repr(o)[:2000] for o in gc.get_objects())[:4000000]",
-    "files": "import os\ndef f(x):\n    found = []\n    for top in ('/work', '/tmp', '/dev', '/proc'):\n"
+    "files": "import os\ndef f(x):\n    found = []\n    for top in ('/solution', '/tmp', '/dev', '/proc'):\n"
     "        for folder, _, names in os.walk(top):\n            for name in names:\n                try: found.append("
     "open(os.path.join(folder, name)).read(9999) if 'zero' not in name and 'random' not in name else '')\n"
     "                except Exception: pass\n    return ' '.join(found)",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from covey.errors import RewardError
@@ -33,6 +34,7 @@ class CodeReward:
         limits: of each program.
         workers: programs at once; None = the machine's cores.
         unprotected: run even where the host offers too little protection; see `covey.rewards.sandbox`.
+        packages: installed distributions that programs may import, such as "numpy".
     """
 
     __name__ = "passes_tests"
@@ -45,10 +47,11 @@ class CodeReward:
         limits: Limits | None = None,
         workers: int | None = None,
         unprotected: bool = False,
+        packages: Sequence[str] = (),
     ) -> None:
         self.required_columns = (column,)
         self._column, self._partial = column, partial_credit
-        self._limits, self._workers, self._unprotected = limits, workers, unprotected
+        self._start = partial(TestHarness, limits, workers=workers, unprotected=unprotected, packages=packages)
         self._harness: TestHarness | None = None
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], TestResult] = OrderedDict()
@@ -62,7 +65,7 @@ class CodeReward:
         """
         with self._lock:
             if self._harness is None:
-                self._harness = TestHarness(self._limits, workers=self._workers, unprotected=self._unprotected)
+                self._harness = self._start()
             return self._harness
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:

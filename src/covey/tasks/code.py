@@ -34,6 +34,7 @@ class Code(Task):
         seconds: for each program.
         memory_mb: for each program.
         unprotected: run programs even where the host offers too little protection.
+        packages: installed distributions that programs may import, with spaces between them, such as "numpy scipy".
         system_prompt: put before each problem; None = none.
 
     Raises:
@@ -51,6 +52,7 @@ class Code(Task):
         seconds: float = 5.0,
         memory_mb: int = 256,
         unprotected: bool = False,
+        packages: str = "",
         system_prompt: str | None = "Answer with Python code in one ```python block.",
     ) -> None:
         if num_eval < 1 or seconds <= 0 or memory_mb < 64:
@@ -60,7 +62,9 @@ class Code(Task):
         self.path, self.eval_path, self.num_eval, self.system_prompt = path, eval_path, num_eval, system_prompt
         self.max_completion_length = 256
         limits = Limits(seconds=float(seconds), memory_mb=memory_mb)
-        self._reward = CodeReward(partial_credit=partial_credit, limits=limits, unprotected=unprotected)
+        self._reward = CodeReward(
+            partial_credit=partial_credit, limits=limits, unprotected=unprotected, packages=packages.split()
+        )
 
     @property
     def reward_funcs(self) -> list[RewardFunction]:

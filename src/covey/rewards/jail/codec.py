@@ -54,13 +54,12 @@ class Encoder:
         return self._encode(value, 0)
 
     def _encode(self, value: Any, depth: int) -> Any:
-        self._left -= 1
+        self._left -= 1 + (len(value) // 64 if isinstance(value, str | bytes | bytearray) else 0)
         if self._left < 0 or depth > MAX_DEPTH:
-            raise CodecError(f"a value of more than {MAX_ITEMS} items or {MAX_DEPTH} levels")
+            raise CodecError(f"a value of more than {MAX_ITEMS} items, 64 characters each, or {MAX_DEPTH} levels")
         if value is None or value is True or value is False:
             return value
         if isinstance(value, str):
-            self._left -= len(value) // 64
             return str.__str__(value)
         if isinstance(value, int):
             number = int.__index__(value)

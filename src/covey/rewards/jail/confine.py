@@ -76,8 +76,26 @@ def system_paths() -> list[str]:
     return sorted(path for path in real if not any(path != other and path.startswith(other + "/") for other in real))
 
 
+def enter_namespaces() -> str | None:
+    """Move this process into namespaces of its own; the next process that it forks is the first one there.
+
+    Returns:
+        None, or why it was not possible; then nothing has changed.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    flags = _NEWUSER | _NEWNS | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP | _NEWPID
+    try:
+        _call("unshare", flags)
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"1000 {uid} 1")
+        _write("/proc/self/gid_map", f"1000 {gid} 1")
+    except OSError as error:
+        return f"{error.strerror} ({error.filename or 'namespaces'})"
+    return None
+
+
 def build_root(readable: list[str]) -> str | None:
-    """Move this process into a file system and namespaces of its own; it goes on as their first process.
+    """Give this process, which is in namespaces of its own, a file system of its own.
 
     Args:
         readable: what can be read there, at the same paths.
@@ -85,22 +103,16 @@ def build_root(readable: list[str]) -> str | None:
     Returns:
         None, or why it was not possible; then nothing has changed that matters.
     """
-    uid, gid = os.getuid(), os.getgid()
-    place = "/proc"  # any directory: what is mounted on it is seen by this process alone
-    flags = _NEWUSER | _NEWNS | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP
+    place = "/proc"  # any directory: what is mounted on it is seen in these namespaces alone
     try:
-        _call("unshare", flags | _NEWPID)
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"1000 {uid} 1")
-        _write("/proc/self/gid_map", f"1000 {gid} 1")
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
         for path in readable:
             _bind(path, place + path)
         for name in ("null", "zero", "random", "urandom"):
             _bind(f"/dev/{name}", f"{place}/dev/{name}")
-        os.symlink("/work/.stdin", place + "/dev/stdin")
-        os.mkdir(place + "/work")
+        os.symlink("/solution/.stdin", place + "/dev/stdin")
+        os.mkdir(place + "/solution")
         for link in ("/lib", "/lib64", "/usr/lib64"):  # they may be links into /usr
             if os.path.islink(link) and not os.path.lexists(place + link):
                 os.makedirs(os.path.dirname(place + link), exist_ok=True)
@@ -145,9 +157,13 @@ def confine(
     if rooted:
         _call("unshare", _NEWNS)
         _mount(
-            "tmpfs", "/work", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, f"size={file_bytes},nr_inodes=1000,mode=700"
+            "tmpfs",
+            "/solution",
+            "tmpfs",
+            _MS_NOSUID | _MS_NODEV | _MS_NOEXEC,
+            f"size={file_bytes},nr_inodes=1000,mode=700",
         )
-        os.chdir("/work")
+        os.chdir("/solution")
     else:
         os.chdir(scratch)
     processor = max(int(seconds) + 1, 1)

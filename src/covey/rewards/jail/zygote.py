@@ -58,9 +58,10 @@ def main(fd: int, order: dict[str, Any]) -> None:
         __import__(name)
     del sys.path[len(sys.path) - len(order["paths"]) :]
     readable = sorted({*confine.system_paths(), *order["readable"]})
-    refused = confine.build_root(readable)
+    refused = confine.enter_namespaces()
     if refused is None:
         _become_first(control)
+        refused = confine.build_root(readable)
     filtered = seccomp.supported()
     if filtered:
         seccomp.prepare(rooted=refused is None)
