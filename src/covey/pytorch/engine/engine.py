@@ -69,7 +69,8 @@ class Engine:
         self._session: Session | None = None
         self._version = _NO_VERSION
         self._runner, why = choose_runner(model, self._dtype, self._device)
-        _LOG.info("sampling with the %s runner (%s)", self._runner.name, why)
+        if why:
+            _LOG.warning("sampling with the %s runner, which is slower than the fast one: %s", self._runner.name, why)
         self._cache = KVCache(self._runner.layer_shapes, kv_cache_bytes, self._dtype, self._device)
         self._version = 0
 
