@@ -1,4 +1,4 @@
-"""Which tokens are left out of the loss, and why.
+"""Which tokens are left out of the loss, or of its surrogate, and why.
 
 A mask function returns True where a token (or row) is *kept*. `combine_masks` applies several and records for
 each reason the tokens that it excluded; the reason of a mask is its name in `MASK_REASONS`.
