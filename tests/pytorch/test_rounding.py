@@ -14,6 +14,7 @@ from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 from covey.errors import ModelError
 from covey.pytorch import Policy
 from covey.pytorch.engine import Engine, choose, fast_runner
+from covey.pytorch.engine import engine as engine_module
 from covey.pytorch.fused import decoder
 from covey.pytorch.rounding import computing_in, unexplained
 from covey.types import Request, SamplingSettings
@@ -161,11 +162,17 @@ def test_the_learners_mistake_is_caught_in_each_precision(
     assert "model's own layers" in caplog.text
 
 
-def test_nothing_is_said_where_the_fast_ways_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_where_the_fast_ways_are_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: False)
     with caplog.at_level(logging.WARNING, logger="covey"):
         policy = Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4)
         Engine(policy.model)
     assert caplog.text == ""
+    monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: True)
+    Engine(policy.model)
+    assert "sampling in torch.bfloat16, for which this processor has no instructions" in caplog.text
 
 
 def test_what_rounding_explains_by_hand() -> None:

@@ -65,6 +65,15 @@ def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     )
 
 
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """True on a processor that multiplies numbers of this half precision as float32, one conversion after another."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return asked is not None and not asked()
+
+
 def _probe_sequences(model: nn.Module) -> list[Any]:
     config: Any = bare_model(model).config
     vocab = getattr(config.get_text_config(), "vocab_size", 0) or 2
