@@ -51,6 +51,23 @@ def test_the_learners_fast_way_is_taken_in_each_precision(family: str, dtype: to
     assert (policy.fused_obstacle is None) == (family in FAST)
 
 
+def confident(family: str) -> Any:
+    """With logits as large as a trained model's: improbable tokens differ by more than half a nat from rounding alone."""
+    model: Any = tiny_model(family, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_improbable_tokens_do_not_decide(family: str) -> None:
+    engine = Engine(confident(family), dtype=torch.bfloat16)
+    assert engine.runner == ("fast" if family in FAST else "general")
+    policy = Policy.load(confident(family).bfloat16(), tiny_tokenizer(), lora_r=4)
+    assert policy.prefix_sharing_obstacle is None
+    assert (policy.fused_obstacle is None) == (family in FAST)
+
+
 def _named(value: Any) -> str:
     return value if isinstance(value, str) else str(value.__name__)
 
