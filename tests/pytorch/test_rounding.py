@@ -52,7 +52,7 @@ def test_the_learners_fast_way_is_taken_in_each_precision(family: str, dtype: to
 
 
 def confident(family: str) -> Any:
-    """With logits as large as a trained model's: improbable tokens differ by more than half a nat from rounding alone."""
+    """With logits as large as a trained model's: improbable tokens differ by half a nat from rounding alone."""
     model: Any = tiny_model(family, tie_word_embeddings=False)
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
