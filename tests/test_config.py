@@ -402,6 +402,7 @@ def test_toml_values() -> None:
         ({"phases": [3]}, "schedule.phases[0]=3: a phase is a table"),
         ({"phases": 3}, "schedule.phases=3: must be list of table"),
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "defined by its sequence ratio"),
+        ({"adv_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "an estimator of its own"),
         ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
         ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
         ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),

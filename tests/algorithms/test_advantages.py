@@ -181,11 +181,15 @@ def test_several_rewards_by_hand() -> None:
     summed = multi_reward_advantages(parts, [2.0, 0.1], [0] * 4, epsilon=0.0)
     # 3 3 2: mean 8/3, sample std sqrt(1/3)
     np.testing.assert_allclose(summed, np.array([1, 1, -2, 0]) / 3 / math.sqrt(1 / 3), atol=1e-12)
-    np.testing.assert_allclose(
-        multi_reward_advantages(parts, [2.0, 0.1], [0] * 4, aggregation="normalize_then_sum", epsilon=0.0),
-        [2 * s - 0.1, -2 * s + 0.1, 0.0, 0.0],
-        atol=1e-12,
-    )
+    # x, -x and 0, then normalised over the batch: the sample std of x -x 0 is x
+    for scale in ("group", "batch", "none"):
+        np.testing.assert_allclose(
+            multi_reward_advantages(
+                parts, [2.0, 0.1], [0] * 4, aggregation="normalize_then_sum", scale=scale, epsilon=0.0
+            ),
+            [1.0, -1.0, 0.0, 0.0],
+            atol=1e-12,
+        )
 
 
 def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first() -> None:
@@ -195,6 +199,14 @@ def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first()
     assert together[2] - together[3] < 0.01
     assert apart[2] - apart[3] > 1.0
     assert np.std(apart, ddof=1) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_what_differs_in_more_rewards_weighs_more() -> None:
+    """GDPO, equations 4 to 6: one reward differs in the first group, both do in the second."""
+    parts = [[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
+    found = multi_reward_advantages(parts, [1.0, 1.0], [0, 0, 1, 1], aggregation="normalize_then_sum", epsilon=1e-12)
+    # sums -a a -2a 2a with a = sqrt(1/2); their sample std is sqrt(10 a^2 / 3)
+    np.testing.assert_allclose(found, np.array([-1, 1, -2, 2]) / math.sqrt(10 / 3))
 
 
 def test_the_signature_of_the_agents_document() -> None:

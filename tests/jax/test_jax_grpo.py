@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from jax_cases import END, PROMPTS, Bigram, even_share, make_trainer, moved, small_transformer, table_logp
 
 from covey.algorithms import (
@@ -28,6 +29,7 @@ from covey.algorithms import (
 )
 from covey.errors import ConfigError, RewardError
 from covey.jax import GRPOConfig, GRPOTrainer, jax_reward
+from loss_reference import Completed, reference_loss
 
 BATCH = {"prompts": PROMPTS}
 
@@ -85,6 +87,14 @@ VARIANTS += [
     {"loss_type": "bnpo", "off_policy_mask_threshold": 0.0},
     {"loss_type": "bnpo", "reference_drift_threshold": 0.0, "reference_drift_reduction": "sum"},
     {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
+    {"loss_type": "gspo", "kl_estimator": "k3", "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 0.0},
+    {
+        "loss_type": "grpo",
+        "kl_estimator": "k3_unbiased",
+        "top_entropy_quantile": 0.4,
+        "importance_sampling_correction": "sequence_mask",
+        "importance_sampling_cap": 1.5,
+    },
     {"loss_type": "bnpo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_cap": 1.1},
 ]
 
@@ -93,6 +103,31 @@ VARIANTS += [
 def float64() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
+
+
+def by_the_reference(
+    config: GRPOConfig, settings: dict[str, Any], record: dict[str, Any], *arrays: np.ndarray[Any, Any]
+) -> dict[str, float]:
+    """`loss_reference` on the rows of a record, which knows nothing of `covey.algorithms`."""
+    logp, ref, old, before, entropy, advantages = map(np.asarray, arrays)
+    exists, finished = np.asarray(record["mask"]), np.asarray(record["finished"])
+    sequences = []
+    for row in range(len(exists)):
+        parts = (torch.tensor(x[row, exists[row]]) for x in (logp, old, ref, entropy))
+        trainer = torch.tensor(before[row, exists[row]])
+        dropped = config.mask_truncated_completions and not finished[row]
+        sequences.append(Completed(*parts, float(advantages[row]), trainer, dropped))
+    names = {
+        "off_policy_mask_threshold": "off_policy",
+        "top_entropy_quantile": "quantile",
+        "reference_drift_threshold": "drift",
+        "reference_drift_reduction": "drift_reduction",
+        "importance_sampling_correction": "correction",
+        "importance_sampling_cap": "cap",
+    }
+    options = {names.get(name, name): value for name, value in settings.items()}
+    options = {"kl_estimator": config.kl_estimator, **options}
+    return reference_loss(sequences, beta=0.2, max_length=5, **options)[1]
 
 
 @pytest.mark.usefixtures("float64")
@@ -134,14 +169,23 @@ def test_every_variant_equals_the_numpy_reference(settings: dict[str, Any]) -> N
     entropy = -np.sum(np.exp(rows[0]) * rows[0], -1)[at]
     if config.mask_truncated_completions:
         mask = mask & np.asarray(record["finished"])[:, None]
+    acting = mask
     if config.off_policy_mask_threshold is not None:
-        mask = mask & off_policy_mask(logp, old, advantages, mask, config.off_policy_mask_threshold)
+        acting = acting & off_policy_mask(logp, old, advantages, mask, config.off_policy_mask_threshold)
+    if config.top_entropy_quantile < 1:
+        acting = acting & top_entropy_mask(entropy, mask, config.top_entropy_quantile)
     if config.reference_drift_threshold is not None:
         mask = mask & reference_drift_mask(logp, ref, mask, 0.0, "sum")
-    if config.top_entropy_quantile < 1:
-        mask = mask & top_entropy_mask(entropy, mask, config.top_entropy_quantile)
     if any(key in settings for key in ("mask_truncated_completions", "off_policy_mask_threshold")):
-        assert 0 < mask.sum() < np.asarray(record["mask"]).sum()
+        assert 0 < (mask & acting).sum() < np.asarray(record["mask"]).sum()
+    _, metrics = jax.jit(trainer.loss_and_metrics)({"params": {"table": jnp.asarray(tables[0])}}, record)
+    assert float(metrics["mask_ratio"]) == pytest.approx((mask & acting).any(axis=1).mean())
+    if config.kl_estimator != "exact":
+        by_loops = by_the_reference(config, settings, record, logp, ref, old, before, entropy, advantages)
+        assert float(ours) == pytest.approx(by_loops["loss"], rel=1e-10)
+        for name in ("kl", "entropy", "ratio/mean", "policy_loss"):
+            assert float(metrics[name]) == pytest.approx(by_loops[name.split("/")[0]], rel=1e-9), name
+    advantages = np.where(acting, advantages[:, None], 0.0)
     names = ("epsilon", "epsilon_high", "delta")
     overrides = {name: settings[name] for name in names if name in settings}
     objective = make_objective(
@@ -149,7 +193,8 @@ def test_every_variant_equals_the_numpy_reference(settings: dict[str, Any]) -> N
     )
     factor = None
     if config.importance_sampling_correction is not None:
-        factor, old = mismatch_correction(before, old, mask, "sequence_truncate", 1.1), before
+        mode, cap = config.importance_sampling_correction, config.importance_sampling_cap
+        factor, old = mismatch_correction(before, old, mask, mode, cap), before
     weights = token_weights(mask, count_step(mask), objective.aggregation, 5)
     exact = exact_kl(rows[0], rows[1])[at]
     expected = policy_loss(

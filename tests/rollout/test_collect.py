@@ -139,7 +139,8 @@ def test_dynamic_sampling_refills_tied_groups() -> None:
     assert asked == [3, 2, 1]
     assert len(rollout.groups) == 3
     assert not any(entry.is_tied for entry in rollout.groups)
-    assert rollout.discarded == 3
+    assert rollout.discarded == (tied, tied, tied)
+    assert rollout.whole.groups == (mixed, mixed, mixed, tied, tied, tied)
     assert (rollout.sampling_seconds, rollout.scoring_seconds, rollout.sampled_tokens) == (3.0, 1.5, 30)
 
 
@@ -150,6 +151,7 @@ def test_dynamic_sampling_is_bounded(first: list[float], kept: int) -> None:
         lambda count: Rollout(tuple(draws.pop(0)), 0.0, 0.0, 0), 4, DynamicSampling(max_tries=2)
     )
     assert len(rollout.groups) == kept  # a partial batch; if all are tied, the last try's, for its rewards
+    assert len(rollout.whole.groups) == 2
 
 
 def test_unscorable_completions_do_not_count_as_tied() -> None:

@@ -11,9 +11,10 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import RewardError
 from covey.observe.run_folder import RunFolder
 from covey.rollout.collect import Rollout
+from covey.rollout.playing import PlayStats
 from covey.tasks import WeightedOrder
 from covey.training.questions import QuestionHistory, count_answers, questions_of
-from covey.types import Group
+from covey.types import Group, Trajectory
 from fakes import fake_episode, fake_prompt
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
@@ -92,6 +93,63 @@ def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: 
     resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
     assert folder.read_answers() == lines
     assert resumed.questions.weights().tolist() == weights.tolist()
+
+
+def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions one and two are never answered: dynamic sampling throws them away, the numbers do not."""
+
+    def reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        hard = [prompt.split()[1] in ("one:", "two:") for prompt in prompts]
+        return [0.0 if no else float(text[:1].lower() < "n") for no, text in zip(hard, completions, strict=True)]
+
+    changes = {"max_steps": 4, "save_steps": 2, "dynamic_sampling": True, "prompt_weighting": "difficulty"}
+    args = GRPOConfig(**(settings | changes))
+    whole = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
+    sampled: list[list[Group]] = [[]]
+    collect = whole.collect
+
+    def spy(*arguments: Any, **options: Any) -> Rollout:
+        rollout = collect(*arguments, **options)
+        sampled[-1] += rollout.groups
+        return rollout
+
+    report = whole._report
+    monkeypatch.setattr(whole, "collect", spy)
+    monkeypatch.setattr(whole, "_report", lambda *rest: (report(*rest), sampled.append([])))
+    whole.train()
+    records = [record for record in whole.state.log_history if "loss" in record]
+    assert any(record.get("dynamic_sampling/discarded_groups", 0) > 0 for record in records)
+    folder = RunFolder.read(settings["output_dir"])
+    tokens = 0.0
+    for groups, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+        rewards = np.concatenate([group.rewards for group in groups])
+        episodes = [episode for group in groups for episode in group.episodes]
+        assert record["accuracy"] == record["reward"] == rewards.mean()
+        assert record["frac_reward_zero_std"] == np.mean([group.is_tied for group in groups])
+        assert record["completions/mean_length"] == np.mean([episode.num_sampled for episode in episodes])
+        tokens += sum(len(episode.token_ids) for episode in episodes)
+        assert record["num_tokens"] == tokens
+        assert sum(total for _, total in line["answers"].values()) == len(rewards)
+        assert sum(right for right, _ in line["answers"].values()) == rewards.sum()
+    weights = whole.questions.weights()
+    resumed = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
+    resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
+    assert resumed.questions.weights().tolist() == weights.tolist()
+    for name, value in whole.policy.state_dict().items():
+        assert resumed.policy.state_dict()[name].equal(value)
+
+
+def test_the_answers_of_agents_are_counted_by_episode() -> None:
+    """Two episodes of two and one turns: three rows to train on, two things to be right or wrong."""
+    episodes = tuple(fake_episode("x") for _ in range(3))
+    parts = (episodes[:2], episodes[2:])
+    played = tuple(Trajectory(part, (), success, "done") for part, success in zip(parts, (True, False), strict=True))
+    group = Group(fake_prompt(uid="a"), episodes, np.array([1.0, 0.0]), trajectories=played)
+    other = Group(fake_prompt(uid="b"), episodes, np.array([0.0, 0.0]), trajectories=played)
+    rollout = Rollout((group,), 0.0, 0.0, 3, discarded=(other,), played=PlayStats(turns=6, no_actions=3))
+    assert count_answers(rollout.whole, np.array([True, False, False, False])) == {"a": [1, 2], "b": [0, 2]}
+    assert rollout.metrics["agent/no_action_ratio"] == 0.5
+    assert rollout.metrics["agent/success"] == 0.5
 
 
 def test_difficulty_without_right_and_wrong_is_refused(settings: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ from covey.algorithms.kl import (
 )
 from covey.algorithms.masks import (
     MASK_REASONS,
+    SURROGATE_MASKS,
     combine_masks,
     compute_off_policy_mask,
     create_sampling_mask,
@@ -43,6 +44,7 @@ from covey.algorithms.masks import (
     restrict_to_support,
     top_entropy_mask,
     truncated_mask,
+    without_surrogate,
 )
 from covey.algorithms.mismatch import MISMATCH_MODES, mismatch_correction
 from covey.algorithms.objective import LossTerms, add_metrics, mean_metrics, policy_loss
@@ -70,6 +72,7 @@ __all__ = [
     "MISMATCH_MODES",
     "RATIOS",
     "SURROGATES",
+    "SURROGATE_MASKS",
     "VOCABULARY_KL",
     "Array",
     "LossTerms",
@@ -119,4 +122,5 @@ __all__ = [
     "token_weights",
     "top_entropy_mask",
     "truncated_mask",
+    "without_surrogate",
 ]

@@ -263,8 +263,8 @@ def combine_rewards(
         groups: `[N]`, needed for `normalize_then_sum` only.
         aggregation: `sum_then_normalize`: the weighted sum, for an advantage estimator to normalise.
             `normalize_then_sum`: each part is normalised in its groups first, so that a part with a wide
-            range does not drown the others (GDPO, arXiv 2601.05242). The sum then *is* an advantage: scale it
-            by `none` or `batch` (TRL's choice), or use `multi_reward_advantages`.
+            range does not drown the others (GDPO, arXiv 2601.05242, equations 4 and 5). The sum then *is* an
+            advantage but for its size, which `multi_reward_advantages` makes that of one reward.
         correction: see `group_advantages`.
         epsilon: see `group_advantages`.
 
@@ -312,8 +312,9 @@ def multi_reward_advantages(
 ) -> Array:
     """Advantages from the rewards of several functions, in one call.
 
-    `sum_then_normalize` applies the estimator to the weighted sum; `normalize_then_sum` sums the weighted
-    group-normalised parts and, with `scale="batch"`, divides by their std over the batch. Arguments as in
+    `sum_then_normalize` applies the estimator to the weighted sum. `normalize_then_sum` sums the weighted
+    group-normalised parts and normalises the sum over the batch (GDPO, arXiv 2601.05242, equations 4 to 6), whatever
+    `estimator` and `scale` say; the batch's mean is 0 already, since each group's is. Other arguments as in
     `combine_rewards`.
 
     Returns:
@@ -322,7 +323,7 @@ def multi_reward_advantages(
     settings: dict[str, Any] = {"correction": correction, "epsilon": epsilon}
     total = combine_rewards(parts, weights, groups, aggregation=aggregation, **settings)
     if aggregation == "normalize_then_sum":
-        return group_advantages(total, groups, scale="batch" if scale == "batch" else "none", **settings)
+        return group_advantages(total, groups, scale="batch", **settings)
     return lookup(ADVANTAGE_ESTIMATORS, estimator, "adv_estimator")(total, groups, scale=scale, **settings)
 
 

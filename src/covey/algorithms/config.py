@@ -97,8 +97,9 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     off_policy_mask_threshold: float | None = Field(
         default=None,
         ge=0,
-        description="Leave a completion with a negative advantage out of the loss when the mean over its "
-        "tokens of old - new log-probability, in nats, is above this (DeepSeek-V3.2); none = off.",
+        description="A completion with a negative advantage has no policy gradient when the mean over its tokens of "
+        "old - new log-probability, in nats, is above this; averages and its KL term stay (DeepSeek-V3.2, equation 8). "
+        "none = off.",
     )
     reference_drift_threshold: float | None = Field(
         default=None,
@@ -129,8 +130,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         default=1.0,
         gt=0,
         le=1,
-        description="Train only on this fraction of the tokens, the most uncertain ones; 1 = all, 0.2 in "
-        "arXiv 2506.01939.",
+        description="Only this fraction of the tokens, the most uncertain ones, has a policy gradient; averages are "
+        "still over all tokens, and so are KL and entropy terms. 1 = all, 0.2 in arXiv 2506.01939.",
     )
     importance_sampling_correction: MismatchCorrection | None = Field(
         default=None,
@@ -155,7 +156,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
         default="sum_then_normalize",
         description="With several reward functions: add their weighted rewards and then normalise per "
-        "group, or normalise each and then add.",
+        "group, or normalise each per group, add, and normalise the sum over the batch (GDPO; adv_estimator and "
+        "scale_rewards have no part in it).",
     )
     dynamic_sampling: bool = Field(
         default=False, description="Replace groups whose rewards are all equal by newly sampled ones (DAPO)."
@@ -178,6 +180,11 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
                 f"importance_sampling_level='token': loss_type {self.loss_type!r} is defined by its "
                 "sequence ratio; remove algorithm.importance_sampling_level, or set algorithm.loss_type to "
                 "'grpo'"
+            )
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.adv_estimator in ("dr_grpo", "rloo"):
+            raise ValueError(
+                f"adv_estimator={self.adv_estimator!r}: multi_objective_aggregation 'normalize_then_sum' (GDPO) is an "
+                "estimator of its own, which would not use it; remove one of the two settings"
             )
         if self.loss_type == "cispo" and self.epsilon_high is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which tokens are left out of the loss, and why.
+"""Which tokens are left out of the loss, or of its surrogate, and why.
 
 A mask function returns True where a token (or row) is *kept*. `combine_masks` applies several and records for
 each reason the tokens that it excluded; the reason of a mask is its name in `MASK_REASONS`.
@@ -42,6 +42,11 @@ MASK_REASONS: dict[str, str] = {
 }
 """Reason -> what it says about the token that it excluded."""
 
+SURROGATE_MASKS = frozenset({"off_policy_mask", "top_entropy_quantile"})
+"""Those that take the surrogate from a token and nothing else, as their papers print them: the KL term, the entropy
+bonus, every denominator and the ratio of its sequence are as without the mask. The surrogate is proportional to the
+advantage, so this is an advantage of 0 (`without_surrogate`)."""
+
 
 def combine_masks(base_mask: Array, keep: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Apply keep-masks and record what each excluded.
@@ -64,8 +69,21 @@ def combine_masks(base_mask: Array, keep: Mapping[str, Array]) -> tuple[Array, d
     return combined, excluded
 
 
+def without_surrogate(advantages: Array, base_mask: Array, keep: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+    """Advantages `[N, T]` that are 0 where a mask of `SURROGATE_MASKS` applies, and what each of these excludes.
+
+    Args:
+        advantages: `[N]` or `[N, T]`.
+        base_mask: see `combine_masks`.
+        keep: see `combine_masks`.
+    """
+    acting, excluded = combine_masks(base_mask, keep)
+    return masked(advantages, acting), excluded
+
+
 def off_policy_mask(logp: Array, old: Array, advantages: Array, mask: Array, threshold: float) -> Array:
-    """DeepSeek-V3.2 (arXiv 2512.02556): drop where A < 0 and the row's mean of `old - logp` > threshold.
+    """DeepSeek-V3.2 (arXiv 2512.02556), equation 8: the surrogate of a row counts unless A < 0 and the row's mean of
+    `old - logp` > threshold. See `SURROGATE_MASKS`.
 
     Args:
         logp: `[N, T]` under the current policy.
@@ -140,7 +158,10 @@ def truncated_mask(finish_reasons: Sequence[str]) -> NDArray[np.bool_]:
 
 
 def top_entropy_mask(entropy: Array, mask: Array, quantile: float) -> Array:
-    """Keep the most uncertain share of the step's tokens (arXiv 2506.01939).
+    """Keep the surrogate of the most uncertain share of the step's tokens (arXiv 2506.01939).
+
+    See `SURROGATE_MASKS`: the paper multiplies the surrogate by the indicator, and divides by the number of all tokens,
+    `1 / sum_i |o_i|`.
 
     Args:
         entropy: `[N, T]` entropy of the policy at each token, in nats, of the *whole* step: the quantile is

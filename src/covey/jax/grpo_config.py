@@ -51,13 +51,13 @@ class GRPOConfig:
         num_iterations: optimiser steps that `train` takes on each sampled batch.
         entropy_coef: weight of an entropy bonus.
         mask_truncated_completions: leave responses that hit the limit out of the loss.
-        off_policy_mask_threshold: DeepSeek-V3.2's mask, in nats; None = off.
+        off_policy_mask_threshold: DeepSeek-V3.2's mask of the surrogate, in nats; None = off.
         reference_drift_threshold: keep a response when policy - reference is below this, in nats; None = off.
         reference_drift_reduction: per_token_mean or sum.
         keep_sampling_mask: log-probabilities over the tokens that top_k, top_p and min_p left.
         validity_mask: leave short, answerless and repetitive responses out of the loss; needs `decode`.
         validity_min_length: in characters.
-        top_entropy_quantile: train on this share of the tokens, the most uncertain ones; 1 = all.
+        top_entropy_quantile: only this share of the tokens, the most uncertain ones, has a surrogate; 1 = all.
         importance_sampling_correction: see `covey.algorithms.MISMATCH_MODES`; None = off.
         importance_sampling_cap: its largest ratio.
         rows_per_pass: responses whose activations and logits are held at once; the backward pass recomputes the others.

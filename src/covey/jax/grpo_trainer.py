@@ -35,6 +35,7 @@ from covey.algorithms import (
     reference_drift_mask,
     token_weights,
     top_entropy_mask,
+    without_surrogate,
 )
 from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
@@ -402,18 +403,19 @@ class GRPOTrainer(Trainer):
             keep["validity_mask"] = record["valid"]
         base, _ = combine_masks(record["mask"], keep)
         # These look at the policy of this very pass, over the tokens that are left.
-        keep = {}
+        keep, acting = {}, {}
         if config.off_policy_mask_threshold is not None:
             threshold = config.off_policy_mask_threshold
-            keep["off_policy_mask"] = off_policy_mask(current, old, record["advantages"], base, threshold)
+            acting["off_policy_mask"] = off_policy_mask(current, old, record["advantages"], base, threshold)
         if config.reference_drift_threshold is not None:
             keep["reference_drift_mask"] = reference_drift_mask(
                 current, ref, base, config.reference_drift_threshold, config.reference_drift_reduction
             )
         if config.top_entropy_quantile < 1:
             entropy = jax.lax.stop_gradient(found.entropy)
-            keep["top_entropy_quantile"] = top_entropy_mask(entropy, base, config.top_entropy_quantile)
+            acting["top_entropy_quantile"] = top_entropy_mask(entropy, base, config.top_entropy_quantile)
         mask, _ = combine_masks(base, keep)
+        advantages, _ = without_surrogate(record["advantages"], base, acting)
         factor = None
         if config.importance_sampling_correction is not None:
             before = record["trainer_old"]
@@ -426,7 +428,7 @@ class GRPOTrainer(Trainer):
         terms = policy_loss(
             found.logp,
             old,
-            record["advantages"],
+            advantages,
             mask,
             weights,
             objective,
@@ -435,7 +437,8 @@ class GRPOTrainer(Trainer):
             entropy=found.entropy,
             correction=factor,
         )
-        return terms.loss, _metrics(record, terms.metrics, mask)
+        left, _ = combine_masks(mask, acting)
+        return terms.loss, _metrics(record, terms.metrics, left)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:
@@ -449,8 +452,8 @@ class GRPOTrainer(Trainer):
             raise self._reward_failure from error
 
 
-def _metrics(record: Batch, sums: Mapping[str, jax.Array], mask: jax.Array) -> Metrics:
-    """Means over active tokens, and what the rewards and lengths were."""
+def _metrics(record: Batch, sums: Mapping[str, jax.Array], left: jax.Array) -> Metrics:
+    """As `covey.observe.metric_names` defines them; `left` `[R, T]` are the tokens whose surrogate no mask takes."""
     tokens = jnp.maximum(sums["active_tokens"], 1)
     sampled = jnp.sum(record["mask"])
     found = {
@@ -458,7 +461,7 @@ def _metrics(record: Batch, sums: Mapping[str, jax.Array], mask: jax.Array) -> M
         "reward": jnp.nanmean(record["rewards"]),
         "completions/mean_length": sampled / record["mask"].shape[0],
         "completions/clipped_ratio": jnp.mean(~record["finished"]),
-        "mask_ratio": jnp.sum(mask) / jnp.maximum(sampled, 1),
+        "mask_ratio": jnp.mean(jnp.any(left, axis=1)),
         "sampling_steps": record["steps"] if "steps" in record else jnp.zeros((), jnp.int32),
     }
     names = {"ratio_sum": "ratio/mean", "kl_sum": "kl", "entropy_sum": "entropy"}

@@ -2,6 +2,10 @@
 
 Names are TRL's where the meaning is TRL's. A name with `<...>` is a family: `rewards/<function>/mean` stands
 for one metric for each reward function.
+
+*Trained tokens* are the sampled tokens of the completions that were run: those that no mask takes out of the loss, and
+with beta and entropy_coef at 0 only where an advantage is not 0. A tied group has no gradient then, so it is not run,
+and nothing is known of it that only the trainer could compute.
 """
 
 from __future__ import annotations
@@ -34,19 +38,21 @@ epoch | epochs | passes over the training data so far, with fraction
 num_tokens | tokens | prompt and sampled tokens of all steps so far, a prompt counted for each completion
 policy_version | | version of the weights that sampled this step's completions (the oldest, if several)
 phase | | position of the phase in schedule.phases, from 0
-loss | | loss of the whole step, KL and entropy terms included; its size says little, its gradient counts
+loss | | loss of the whole step, KL and entropy terms included, mean over the passes over it (as all that follows of
+    the update, extremes apart); its size says little, its gradient counts
 policy_loss | | the surrogate's part of the loss, without KL and entropy terms
 learning_rate | | learning rate of this step
-grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm
+grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm, mean over the passes over the step
 reward | | mean over completions of the weighted sum of rewards, without those that no function scored
-reward_std | | standard deviation of the reward within a group, mean over groups
+reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards), mean over groups
 accuracy | fraction | sampled completions that are right by the task's rule; without a task, those with
     reward 1 if all rewards are 0 or 1
 rewards/<function>/mean | | mean of this function's unweighted reward over the completions that it scored
 rewards/<function>/std | | standard deviation of the same over all completions of the step
 rewards/<function>/none | fraction | completions for which this function returned None
 frac_reward_none | fraction | completions that no reward function scored; they get advantage 0
-frac_reward_zero_std | fraction | groups whose rewards are all equal: nothing to learn from, advantage 0
+frac_reward_zero_std | fraction | groups whose rewards are all equal: advantage 0, unless turns or reward functions are
+    compared one by one
 completions/mean_length | tokens | mean number of sampled tokens of a completion, the end token included
 completions/min_length | tokens | the shortest completion
 completions/max_length | tokens | the longest completion
@@ -56,27 +62,31 @@ completions/no_answer_ratio | fraction | completions without an answer, right or
 completions/mean_terminated_length | tokens | mean length of the completions that ended by themselves
 completions/min_terminated_length | tokens | the shortest completion that ended by itself
 completions/max_terminated_length | tokens | the longest completion that ended by itself
-kl | nats | divergence from the reference by algorithm.kl_estimator, mean over unmasked sampled tokens
-entropy | nats | entropy of the policy's next-token distribution, mean over unmasked sampled tokens
-clip_ratio/low_mean | fraction | unmasked tokens held back by the lower clip
+kl | nats | divergence from the reference by algorithm.kl_estimator, mean over trained tokens
+entropy | nats | entropy of the policy's next-token distribution, mean over trained tokens
+clip_ratio/low_mean | fraction | trained tokens held back by the lower clip
     (ratio below 1 - epsilon, advantage negative)
-clip_ratio/high_mean | fraction | unmasked tokens held back by the upper clip
-    (ratio above 1 + epsilon_high, advantage positive)
-clip_ratio/region_mean | fraction | unmasked tokens held back by either clip
-clip_ratio/low_min | fraction | the smallest clip_ratio/low_mean among the updates of the step
-clip_ratio/high_max | fraction | the largest clip_ratio/high_mean among the updates of the step
-ratio/mean | | importance ratio exp(new - old log-probability), mean over unmasked sampled tokens
-ratio/min | | the smallest importance ratio
-ratio/max | | the largest importance ratio
+clip_ratio/high_mean | fraction | trained tokens held back by an upper limit (ratio above 1 + epsilon_high, advantage
+    positive; above delta, advantage negative; with cispo, above epsilon_max)
+clip_ratio/region_mean | fraction | trained tokens held back by either
+clip_ratio/low_min | fraction | the smallest clip_ratio/low_mean among the passes over the step
+clip_ratio/high_max | fraction | the largest clip_ratio/high_mean among the passes over the step
+ratio/mean | | importance ratio exp(new - old log-probability), by algorithm.importance_sampling_level, mean over
+    trained tokens; with algorithm.importance_sampling_correction old is the trainer's own before the first pass
+ratio/min | | the smallest importance ratio of a trained token in any pass
+ratio/max | | the largest importance ratio of a trained token in any pass
 sampling/sampling_logp_difference/mean | nats | absolute difference of log-probability between trainer and
-    sampler before the update, mean over sampled tokens; with the same weights unless schedule.max_staleness is above 0
-sampling/sampling_logp_difference/max | nats | the same, largest over sampled tokens
-sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of a token, before the cap
+    sampler before the update, mean over the tokens that the trainer scored: trained ones, or all unmasked ones where a
+    mask depends on the policy; with the same weights unless schedule.max_staleness is above 0
+sampling/sampling_logp_difference/max | nats | the same, largest over these tokens
+sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of one of these tokens, before the cap
 sampling/importance_sampling_ratio/mean | | mean of it
 sampling/importance_sampling_ratio/max | | largest of it
-mask_ratio | fraction | completions of which some token is left in the loss; only where a mask is on
-mask/<reason> | fraction | sampled tokens that this mask excluded from the loss
-dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling replaced
+mask_ratio | fraction | completions of which some token's surrogate is left in the loss; only where a mask is on
+mask/<reason> | fraction | sampled tokens that this mask excluded from the loss (off_policy_mask and
+    top_entropy_quantile: from its surrogate only)
+dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling sampled and did not train on; accuracy,
+    rewards and lengths of the step count them, what describes the update does not
 agent/success | fraction | episodes in which the agent solved its task
 agent/turns | turns | mean number of actions in an episode
 agent/no_action_ratio | fraction | turns that were no valid action

@@ -33,7 +33,7 @@ from covey.pytorch.loading import LoadedModel, load_model
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach_adapter, attach_lora, load_adapter, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
-from covey.pytorch.probe import check_scores, find_obstacle
+from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate, check_fits
 from covey.rollout.packing import Pack
 from covey.types import Support
@@ -93,10 +93,11 @@ class Policy:
             raise ModelError(f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model")
         _switch_dropout_off(self.model)
         self.eval()
-        check_scores(self.source, self._lm, self._probe_padded)
+        expected = Expected(self._lm)
+        check_scores(self.source, self._lm, self._probe_padded, expected)
         self.prefix_sharing_obstacle: str | None = "model.prefix_sharing is off"
         if prefix_sharing:
-            self.prefix_sharing_obstacle = find_obstacle(self._lm, self._probe_packed)
+            self.prefix_sharing_obstacle = find_obstacle(self._lm, self._probe_packed, expected)
             if self.prefix_sharing_obstacle is not None:
                 logger.warning(
                     "%s: prompts are not shared when scoring, which is slower: %s",
@@ -104,7 +105,9 @@ class Policy:
                     self.prefix_sharing_obstacle,
                 )
         self._fused: FusedDecoder | None = None
-        self.fused_obstacle = self._fuse(gradient_checkpointing) if fused_layers else "model.fused_layers is off"
+        self.fused_obstacle: str | None = "model.fused_layers is off"
+        if fused_layers:
+            self.fused_obstacle = self._fuse(gradient_checkpointing, expected)
         if gradient_checkpointing:
             self._checkpoint_layers()
         self.reference = Reference(
@@ -305,7 +308,7 @@ class Policy:
         at = pack.row * longest + pack.position_ids[pack.score_at]
         return _pick(out[0].flatten(0, 1), torch.from_numpy(at).to(device))
 
-    def _fuse(self, checkpoint: bool) -> str | None:
+    def _fuse(self, checkpoint: bool, expected: Expected) -> str | None:
         """Use the fused layers if they score as the model does; else say why not."""
         if self.prefix_sharing_obstacle is not None:
             return self.prefix_sharing_obstacle
@@ -313,23 +316,25 @@ class Policy:
             fused = FusedDecoder(self._lm, checkpoint=checkpoint)
 
             def score(pack: Pack) -> Tensor:
-                return self._probe(pack, fused.hidden(pack) if fused.serves(pack) else self._hidden_packed(pack))
+                return self._probe(fused.hidden(pack) if fused.serves(pack) else self._hidden_packed(pack))
 
-            check_scores(self.source, self._lm, score)
+            check_scores(self.source, self._lm, score, expected)
         except ModelError as obstacle:
-            logger.info("%s: the model's own layers are trained, which takes more memory: %s", self.source, obstacle)
+            logger.warning(
+                "%s: trained through the model's own layers, which takes more memory: %s", self.source, obstacle
+            )
             return str(obstacle)
         self._fused = fused
         return None
 
     def _probe_packed(self, pack: Pack, layout: PrefixLayout) -> Tensor:
-        return self._probe(pack, self._hidden_packed(pack, layout))
+        return self._probe(self._hidden_packed(pack, layout))
 
     def _probe_padded(self, pack: Pack) -> Tensor:
-        return self._probe(pack, self._hidden_padded(pack))
+        return self._probe(self._hidden_padded(pack))
 
-    def _probe(self, pack: Pack, hidden: Tensor) -> Tensor:
-        return score_tokens(hidden, torch.from_numpy(pack.targets).to(self.device), output_head(self._lm)).logp
+    def _probe(self, hidden: Tensor) -> Tensor:
+        return output_head(self._lm).logits(hidden).log_softmax(-1)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Every parameter that is trained, in the model's order."""

@@ -15,20 +15,35 @@ from transformers import PreTrainedModel
 
 from covey.errors import ModelError
 from covey.pytorch.prefix_attention import NAME_PREFIX, PLAIN_IMPLEMENTATIONS, PrefixLayout
+from covey.pytorch.rounding import computing_in, unexplained, wide
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode
 
-_TOLERANCE = {torch.float32: (1e-3, 1e-2), torch.float64: (1e-3, 1e-2)}
-_HALF_TOLERANCE = (0.1, 1.0)
-"""Largest mean and maximum difference of log-probabilities. A completion that does not see its prompt is off
-by about 1 on average; half precision alone by about 0.02."""
+
+class Expected:
+    """What a model's own code says about a small pack: log-probabilities over the vocabulary, `[S, V]`.
+
+    Attributes:
+        pack: two prompts with three and two continuations.
+        truth: in float32 or wider.
+        own: in the model's own precision.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.pack = _probe_pack(model)
+        dtype: torch.dtype = model.dtype
+        self.truth = _plain(model, self.pack, wide(dtype))
+        self.own = self.truth if wide(dtype) == dtype else _plain(model, self.pack, dtype)
+
+    def differs(self, found: Tensor) -> str:
+        """Why these cannot be the model's, or ""; see `covey.pytorch.rounding`."""
+        return unexplained(found, self.own, self.truth)
 
 
-def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Tensor]) -> None:
-    """Raise `ModelError` if scores from hidden states and head are not those of the model's logits."""
-    pack = _probe_pack(model)
+def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Tensor], expected: Expected) -> None:
+    """Raise `ModelError` if log-probabilities from hidden states and head are not those of the model's logits."""
     with torch.no_grad():
-        problem = _difference(model, score(pack), _expected(model, pack))
+        problem = expected.differs(score(expected.pack))
     if problem:
         raise ModelError(
             f"{source}: log-probabilities of {type(model).__name__} cannot be computed from hidden states "
@@ -36,12 +51,15 @@ def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Te
         )
 
 
-def find_obstacle(model: PreTrainedModel, score_packed: Callable[[Pack, PrefixLayout], Tensor]) -> str | None:
+def find_obstacle(
+    model: PreTrainedModel, score_packed: Callable[[Pack, PrefixLayout], Tensor], expected: Expected | None = None
+) -> str | None:
     """Switch a model to packed attention if it then scores as before.
 
     Args:
         model: changed to packed attention on success, unchanged otherwise.
-        score_packed: scores a pack through packed attention.
+        score_packed: a pack's log-probabilities `[S, V]` through packed attention.
+        expected: the model's own; None = ask it.
 
     Returns:
         None, or why the model cannot share prompts.
@@ -59,13 +77,12 @@ def find_obstacle(model: PreTrainedModel, score_packed: Callable[[Pack, PrefixLa
         return f"it has layers of type {', '.join(sorted(kinds))}"
     if not model._can_set_attn_implementation():
         return "it does not use transformers' attention interface"
-    pack = _probe_pack(model)
-    layout = PrefixLayout.from_blocks(pack.blocks, model.device)
     try:
+        expected = expected or Expected(model)
+        layout = PrefixLayout.from_blocks(expected.pack.blocks, model.device)
         with torch.no_grad():
-            expected = _expected(model, pack)
             model.set_attn_implementation(NAME_PREFIX + before)
-            reason = _difference(model, score_packed(pack, layout), expected) or _missing_windows(model, layout)
+            reason = expected.differs(score_packed(expected.pack, layout)) or _missing_windows(model, layout)
     except Exception as error:  # whatever an architecture does with what it does not expect
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -89,33 +106,23 @@ def _probe_pack(model: PreTrainedModel) -> Pack:
     return pack_episodes(episodes)[0]
 
 
-def _expected(model: PreTrainedModel, pack: Pack) -> Tensor:
-    """`[S]` log-probabilities from the model's own logits, a sequence at a time."""
+@torch.no_grad()
+def _plain(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> Tensor:
+    """`[S, V]` log-probabilities from the model's own logits in a precision, a sequence at a time."""
     parts = []
     row = 0
-    for block in pack.blocks:
-        prefix = pack.token_ids[block.start : block.start + block.prefix_len]
-        start = block.start + block.prefix_len
-        for length in block.suffix_lens:
-            tokens = np.concatenate([prefix, pack.token_ids[start : start + length]])
-            logits = model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
-            mine = pack.row == row
-            at = torch.from_numpy(pack.position_ids[pack.score_at[mine]]).to(model.device)
-            targets = torch.from_numpy(pack.targets[mine]).to(model.device)
-            logp = torch.log_softmax(logits[at].float(), dim=-1)
-            parts.append(logp.gather(1, targets[:, None])[:, 0])
-            start += length
-            row += 1
+    with computing_in(model, dtype):
+        for block in pack.blocks:
+            prefix = pack.token_ids[block.start : block.start + block.prefix_len]
+            start = block.start + block.prefix_len
+            for length in block.suffix_lens:
+                tokens = np.concatenate([prefix, pack.token_ids[start : start + length]])
+                logits = model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
+                at = torch.from_numpy(pack.position_ids[pack.score_at[pack.row == row]]).to(model.device)
+                parts.append(logits[at].to(wide(dtype)).log_softmax(-1))
+                start += length
+                row += 1
     return torch.cat(parts)
-
-
-def _difference(model: PreTrainedModel, scores: Tensor, expected: Tensor) -> str:
-    difference = (scores.float() - expected).abs()
-    mean, largest = float(difference.mean()), float(difference.max())
-    allowed_mean, allowed_largest = _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
-    if mean <= allowed_mean and largest <= allowed_largest:  # False for NaN
-        return ""
-    return f"log-probabilities of a small pack differ by {largest:.3g}, {mean:.3g} on average"
 
 
 def _missing_windows(model: PreTrainedModel, layout: PrefixLayout) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-import numpy as np
-
 from covey.errors import EpisodeError
 from covey.rollout.agents import Player
 from covey.rollout.collect import Rollout
 from covey.rollout.credit import CreditSettings, trajectory_rewards
-from covey.rollout.playing import PlayStats, TurnGenerator
-from covey.types import Group, Progress, Prompt, SamplingSettings, Trajectory
+from covey.rollout.playing import TurnGenerator
+from covey.types import Group, Progress, Prompt, SamplingSettings
 
 
 class AgentCollector:
@@ -67,7 +65,7 @@ class AgentCollector:
             raise EpisodeError(f"no episode got as far as a turn; the first one: {error}")
         sampled = sum(episode.num_sampled for group in groups for episode in group.episodes)
         stats = self._player.stats
-        return Rollout(groups, stats.seconds, 0.0, sampled, metrics=_metrics(everything, stats))
+        return Rollout(groups, stats.seconds, 0.0, sampled, played=stats)
 
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
         """Reset the worlds of the next call now, while something else goes on."""
@@ -76,18 +74,3 @@ class AgentCollector:
     def close(self) -> None:
         """End the environments' processes; they start anew when they are needed."""
         self._player.close()
-
-
-def _metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[str, float]:
-    """Defined in `covey.observe.metric_names`."""
-    turns = max(stats.turns, 1)
-    return {
-        "agent/success": float(np.mean([t.success for t in trajectories])),
-        "agent/turns": float(np.mean([len(t.turns) for t in trajectories])),
-        "agent/no_action_ratio": stats.no_actions / turns,
-        "agent/failed_ratio": stats.failures / len(trajectories),
-        "agent/cut_short_ratio": float(np.mean([t.ended in ("turns", "context") for t in trajectories])),
-        "agent/full_context_ratio": float(np.mean([t.ended == "context" for t in trajectories])),
-        "agent/cut_observations": float(stats.cut_observations),
-        "agent/waiting_share": stats.waiting_seconds / stats.seconds if stats.seconds else 0.0,
-    }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from covey.rollout.playing import PlayStats, play_metrics
 from covey.rollout.scoring import Scorer
 from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
 
@@ -23,16 +24,28 @@ class Rollout:
         sampling_seconds: wall time in the generator.
         scoring_seconds: wall time in the reward functions.
         sampled_tokens: tokens that the policy sampled, those of groups later discarded included.
-        discarded: groups that were sampled but carry no information (dynamic sampling only).
-        metrics: what else there is to tell of them (agents).
+        discarded: groups that were sampled but are not trained on (dynamic sampling only).
+        played: what playing cost (agents only).
     """
 
     groups: tuple[Group, ...]
     sampling_seconds: float
     scoring_seconds: float
     sampled_tokens: int
-    discarded: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    discarded: tuple[Group, ...] = ()
+    played: PlayStats | None = None
+
+    @property
+    def whole(self) -> Rollout:
+        """With the discarded groups after the others: all that says how good the policy is."""
+        return replace(self, groups=self.groups + self.discarded, discarded=())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What there is to tell of agents, discarded groups included."""
+        if self.played is None:
+            return {}
+        return play_metrics([t for group in self.whole.groups for t in group.trajectories], self.played)
 
 
 class Collector(Protocol):

@@ -33,11 +33,13 @@ def collect_informative_groups(collect: Callable[[int], Rollout], wanted: int, s
         tries.append(collect(wanted - len(kept)))
         kept.extend(group for group in tries[-1].groups if not group.is_tied)
     groups = tuple(kept) or tries[-1].groups
+    trained = {id(group) for group in groups}
+    played = [rollout.played for rollout in tries if rollout.played is not None]
     return Rollout(
         groups=groups,
         sampling_seconds=sum(rollout.sampling_seconds for rollout in tries),
         scoring_seconds=sum(rollout.scoring_seconds for rollout in tries),
         sampled_tokens=sum(rollout.sampled_tokens for rollout in tries),
-        discarded=sum(len(rollout.groups) for rollout in tries) - len(groups),
-        metrics={name: sum(r.metrics[name] for r in tries) / len(tries) for name in tries[-1].metrics},
+        discarded=tuple(group for rollout in tries for group in rollout.groups if id(group) not in trained),
+        played=sum(played[1:], played[0]) if played else None,
     )

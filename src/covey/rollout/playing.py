@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from covey.environments.actions import ActionFormat
-from covey.types import Completion, IntArray, Request, SamplingSettings
+from covey.types import Completion, IntArray, Request, SamplingSettings, Trajectory
 
 
 class TurnSession(Protocol):
@@ -69,7 +71,7 @@ class PlaySettings:
 
 @dataclass(slots=True)
 class PlayStats:
-    """What playing cost.
+    """What playing cost; that of several calls adds up.
 
     Attributes:
         seconds: of it all.
@@ -86,3 +88,21 @@ class PlayStats:
     no_actions: int = 0
     cut_observations: int = 0
     failures: int = 0
+
+    def __add__(self, other: PlayStats) -> PlayStats:
+        return PlayStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[str, float]:
+    """Defined in `covey.observe.metric_names`."""
+    turns = max(stats.turns, 1)
+    return {
+        "agent/success": float(np.mean([t.success for t in trajectories])),
+        "agent/turns": float(np.mean([len(t.turns) for t in trajectories])),
+        "agent/no_action_ratio": stats.no_actions / turns,
+        "agent/failed_ratio": stats.failures / len(trajectories),
+        "agent/cut_short_ratio": float(np.mean([t.ended in ("turns", "context") for t in trajectories])),
+        "agent/full_context_ratio": float(np.mean([t.ended == "context" for t in trajectories])),
+        "agent/cut_observations": float(stats.cut_observations),
+        "agent/waiting_share": stats.waiting_seconds / stats.seconds if stats.seconds else 0.0,
+    }

@@ -42,7 +42,7 @@ class Sampled:
         rollout: scored groups.
         phase: that they were sampled in.
         position: in the data, after them.
-        correct: `[N]` which completions are right, where that is known.
+        correct: which completions of `rollout.whole` are right, those that are trained on first, where that is known.
         logged: what the reward functions reported.
     """
 
@@ -54,13 +54,13 @@ class Sampled:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right completions."""
+        """Share of right completions, those of discarded groups included."""
         return None if self.correct is None else float(self.correct.mean())
 
     @property
     def answers(self) -> Answers:
-        """Right and all completions of each question."""
-        return count_answers(self.rollout, self.correct)
+        """Right and all completions of each question, the same."""
+        return count_answers(self.rollout.whole, self.correct)
 
     def ages(self, version: int) -> list[int]:
         """Optimiser steps between the weights that sampled each group and `version`."""

@@ -20,13 +20,18 @@ _FORGET = 0.5
 
 
 def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
-    """Right and all completions of each question of a step; empty where nothing says what is right."""
+    """Right and all completions of each question of a step, or episodes of agents; empty if nothing says what is right.
+
+    Args:
+        rollout: all groups that were sampled, those that dynamic sampling discarded included (`Rollout.whole`).
+        correct: one entry for each of their rewards.
+    """
     answers: Answers = {}
     if correct is None:
         return answers
     row = 0
     for group in rollout.groups:
-        number = len(group.episodes)
+        number = len(group.rewards)
         entry = answers.setdefault(group.prompt.uid, [0, 0])
         entry[0] += int(correct[row : row + number].sum())
         entry[1] += number

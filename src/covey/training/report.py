@@ -21,8 +21,12 @@ def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:
 
 
 def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
-    """Rewards and completion lengths of a step, named and defined as in `covey.observe.metric_names`."""
-    groups = rollout.groups
+    """Rewards and completion lengths of a step, named and defined as in `covey.observe.metric_names`.
+
+    Groups that dynamic sampling discarded are counted: without them every number would be of the groups that were
+    chosen for their rewards.
+    """
+    groups = rollout.whole.groups
     rewards = np.concatenate([group.rewards for group in groups])
     scored = rewards[~np.isnan(rewards)]
     episodes = [episode for group in groups for episode in group.episodes]
@@ -46,7 +50,7 @@ def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
         metrics["completions/max_terminated_length"] = float(ended.max())
     metrics |= rollout.metrics
     if rollout.discarded:
-        metrics["dynamic_sampling/discarded_groups"] = float(rollout.discarded)
+        metrics["dynamic_sampling/discarded_groups"] = float(len(rollout.discarded))
     for name in groups[0].reward_parts:
         values = np.concatenate([group.reward_parts[name] for group in groups])
         found = values[~np.isnan(values)]

@@ -233,7 +233,7 @@ class GRPOTrainer:
             rollout = collect_informative_groups(collect, wanted, tries)
         else:
             rollout = collect(wanted)
-        correct = correct_completions(rollout, self.data.is_correct)
+        correct = correct_completions(rollout.whole, self.data.is_correct)
         if correct is None and args.data.prompt_weighting == "difficulty":
             raise RewardError(
                 "data.prompt_weighting='difficulty' needs to know which completions are right, but there is no task "
@@ -306,7 +306,7 @@ class GRPOTrainer:
 
     def _count(self, sampled: Sampled, seconds: float) -> None:
         state, rollout = self.state, sampled.rollout
-        prompt_tokens = sum(int((~e.sampled).sum()) for group in rollout.groups for e in group.episodes)
+        prompt_tokens = sum(int((~e.sampled).sum()) for group in rollout.whole.groups for e in group.episodes)
         state.global_step += 1
         state.data_position = sampled.position
         state.epoch = sampled.position / len(self.prompts)
@@ -327,7 +327,7 @@ class GRPOTrainer:
             **memory_metrics(),
             "step_time": seconds,
         }
-        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout, self.data.has_answer)
+        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.whole, self.data.has_answer)
         if sampled.accuracy is not None:
             metrics["accuracy"] = sampled.accuracy
         metrics |= sampled.logged.metrics

@@ -17,9 +17,10 @@ from covey.algorithms import (
     off_policy_mask,
     reference_drift_mask,
     top_entropy_mask,
+    without_surrogate,
 )
 from covey.rollout.learning import Correction, Gradients, Learner, rows_with_gradient
-from covey.types import Batch
+from covey.types import Batch, BoolArray
 
 _EXTREMES = ("min", "mean", "max")
 
@@ -95,7 +96,7 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
         return result
 
     if settings.masks_by_policy:
-        # Such a mask enters the denominators of the step, so it is taken over all its rows, tied groups too.
+        # Such a mask is taken over all rows of the step, tied groups too.
         rows = np.flatnonzero(batch.mask.any(axis=1))
     reference = None
     if settings.needs_reference:
@@ -103,14 +104,16 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
     referenced = time.perf_counter()
 
     trainer_old = None
+    passes: list[dict[str, float]] = []
     for iteration in range(settings.num_iterations):
         masked = batch
         if settings.masks_by_policy:
             masked, current = _mask_by_policy(learner, batch, rows, settings, reference)
-            # Of all rows: one that is masked in the first pass may take part in a later one.
-            trainer_old = current if trainer_old is None else trainer_old
+            if iteration == 0:
+                trainer_old = current  # of all rows: one that is masked in the first pass may take part in a later one
+                result.metrics |= _mismatch_metrics(batch, current, batch.mask, settings)
         rows_now = rows_with_gradient(masked, settings.objective)
-        result.batch = masked
+        result.batch = replace(masked, advantages=batch.advantages)
         if len(rows_now) == 0:
             result.skipped = "" if result.optimizer_steps else _why_nothing(masked)
             break
@@ -125,19 +128,15 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
             correction=settings.correction,
         )
         norm = learner.optim_step(learning_rate)
-        if iteration == 0:
-            trainer_old = gradients.logp if trainer_old is None else trainer_old
-            result.metrics |= _mismatch_metrics(batch, gradients, settings)
-        lowest = result.metrics.get("clip_ratio/low_min", np.inf)
-        highest = result.metrics.get("clip_ratio/high_max", 0.0)
-        result.metrics |= _loss_metrics(gradients) | {"grad_norm": norm}
-        result.metrics["clip_ratio/low_min"] = min(lowest, result.metrics["clip_ratio/low_mean"])
-        result.metrics["clip_ratio/high_max"] = max(highest, result.metrics["clip_ratio/high_mean"])
+        if iteration == 0 and trainer_old is None:
+            trainer_old = gradients.logp
+            result.metrics |= _mismatch_metrics(batch, gradients.logp, gradients.scored, settings)
+        passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
         if not np.isfinite(norm):
             result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken"
             break
         result.optimizer_steps += 1
-    result.metrics |= _mask_metrics(batch, result.batch)
+    result.metrics |= _of_all_passes(passes) | _mask_metrics(batch, result.batch)
     result.metrics.setdefault("loss", 0.0)
     result.metrics.setdefault("grad_norm", 0.0)
     result.metrics["time/reference"] = referenced - began
@@ -155,13 +154,15 @@ def _mask_by_policy(
     """Masks that depend on the policy are taken over the whole step, before the pass that they act on.
 
     Returns:
-        The masked batch, and the policy's log-probabilities `[N, T]` of the rows.
+        The batch as this pass trains on it, with advantages of 0 where a mask takes the surrogate, and the policy's
+        log-probabilities `[N, T]` of the rows.
     """
     want_entropy = settings.top_entropy_quantile < 1
     current, entropy = learner.scores(batch, rows, temperature=settings.temperature, entropy=want_entropy)
     keep: dict[str, Any] = {}
+    acting: dict[str, Any] = {}
     if settings.off_policy_mask_threshold is not None:
-        keep["off_policy_mask"] = off_policy_mask(
+        acting["off_policy_mask"] = off_policy_mask(
             current, batch.old_logprobs, batch.advantages, batch.mask, settings.off_policy_mask_threshold
         )
     if settings.reference_drift_threshold is not None:
@@ -174,16 +175,19 @@ def _mask_by_policy(
             settings.reference_drift_reduction,
         )
     if entropy is not None:
-        keep["top_entropy_quantile"] = top_entropy_mask(entropy, batch.mask, settings.top_entropy_quantile)
+        acting["top_entropy_quantile"] = top_entropy_mask(entropy, batch.mask, settings.top_entropy_quantile)
     mask, excluded = combine_masks(batch.mask, keep)
-    reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in excluded.items()}
-    return replace(batch, mask=np.asarray(mask), excluded=reasons), current
+    advantages, quiet = without_surrogate(batch.advantages, batch.mask, acting)
+    reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in (excluded | quiet).items()}
+    return replace(batch, advantages=advantages, mask=np.asarray(mask), excluded=reasons), current
 
 
 def _why_nothing(batch: Batch) -> str:
+    masks = [name for name, tokens in batch.excluded.items() if tokens.any()]
     if not batch.mask.any():
-        reasons = ", ".join(name for name, tokens in batch.excluded.items() if tokens.any()) or "no sampled token"
-        return f"nothing to train on: every token is masked ({reasons})"
+        return f"nothing to train on: every token is masked ({', '.join(masks) or 'no sampled token'})"
+    if masks:
+        return f"nothing to train on: every token is masked ({', '.join(masks)}) or of a group whose rewards are equal"
     return "nothing to train on: the rewards in every group are equal, so no completion is better than another"
 
 
@@ -206,11 +210,26 @@ def _loss_metrics(gradients: Gradients) -> dict[str, float]:
     return found
 
 
-def _mismatch_metrics(batch: Batch, gradients: Gradients, settings: UpdateSettings) -> dict[str, float]:
+def _of_all_passes(passes: list[dict[str, float]]) -> dict[str, float]:
+    """Means over the passes; extremes are those of any."""
+    if not passes:
+        return {}
+    found = {name: float(np.mean([each[name] for each in passes])) for name in passes[0]}
+    found["clip_ratio/low_min"] = min(each["clip_ratio/low_mean"] for each in passes)
+    found["clip_ratio/high_max"] = max(each["clip_ratio/high_mean"] for each in passes)
+    return found | {
+        "ratio/min": min(each["ratio/min"] for each in passes),
+        "ratio/max": max(each["ratio/max"] for each in passes),
+    }
+
+
+def _mismatch_metrics(
+    batch: Batch, logp: NDArray[np.float32], scored: BoolArray, settings: UpdateSettings
+) -> dict[str, float]:
     """Sampler against trainer: the first pass runs before any optimiser step, under the weights that sampled unless
     the batch is stale.
     """
-    signed = np.where(gradients.scored, gradients.logp - batch.old_logprobs, 0.0)[gradients.scored]
+    signed = (logp - batch.old_logprobs)[scored]
     if signed.size == 0:
         return {}
     found = {
@@ -230,5 +249,6 @@ def _mask_metrics(before: Batch, after: Batch) -> dict[str, float]:
     total = max(int(exists.sum()), 1)
     metrics = {f"mask/{name}": float(tokens.sum() / total) for name, tokens in after.excluded.items()}
     if after.excluded:
-        metrics["mask_ratio"] = float(after.mask.any(axis=1).mean())
+        left = exists & ~np.any(list(after.excluded.values()), axis=0)
+        metrics["mask_ratio"] = float(left.any(axis=1).mean())
     return metrics

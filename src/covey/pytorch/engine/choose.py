@@ -1,8 +1,8 @@
 """Choose how to run a model: the first runner that accepts it *and* computes what the model itself computes.
 
-The check is a short forward pass: two prompts prefilled together, then three more tokens each, against the
-model's own logits. It costs a few hundred token-steps once, and means that an unusual model runs slowly
-rather than wrongly.
+The check is a short forward pass: three prompts prefilled together, then three tokens more each, against its own
+logits in float32; `covey.pytorch.rounding` says which differences are those of the precision. It costs a few hundred
+token-steps once, and means that an unusual model runs slowly rather than wrongly.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from covey.pytorch.engine.fast_runner import FastRunner
 from covey.pytorch.engine.general_runner import AttentionRunner, RecomputeRunner
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model
 from covey.pytorch.engine.runner import Runner, Step
+from covey.pytorch.rounding import computing_in, unexplained, wide
 
-_PROMPTS = (7, 4)
+_PROMPTS = (7, 4, 6)
 _MORE = 3
-_TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
-_HALF_TOLERANCE = 0.5
 _Build = Callable[[nn.Module, torch.dtype, torch.device], Runner]
 _KINDS: dict[str, _Build] = {
     "fast": FastRunner,
@@ -37,33 +36,42 @@ _KINDS: dict[str, _Build] = {
 
 
 def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[Runner, str]:
-    """The first runner that reproduces the model, loaded, and why the earlier ones were passed over.
+    """The first runner that reproduces the model, loaded, and why those before it were passed over, "" if none was.
 
     Raises:
-        ModelError: none does.
+        ModelError: none does, or the model's own logits are not finite.
     """
     weights = EffectiveWeights(model)
     sequences = _probe_sequences(model)
-    expected = _reference(model, sequences)
-    own = next(model.parameters()).dtype
-    tolerance = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE), _TOLERANCE.get(own, _HALF_TOLERANCE))
+    truth = _reference(model, sequences, wide(dtype))
+    own = truth if wide(dtype) == dtype else _reference(model, sequences, dtype)
     refusals: list[str] = []
     for name, build in _KINDS.items():
         try:
             runner = build(model, dtype, device)
             runner.load(weights)
             with torch.inference_mode():
-                difference = _difference(_run(runner, sequences, dtype, device), expected)
+                found = _run(runner, sequences, dtype, device)
         except (ModelError, TypeError, AttributeError, KeyError, RuntimeError, ValueError) as refusal:
             refusals.append(f"not {name}: {str(refusal).splitlines()[0] if str(refusal) else repr(refusal)}")
             continue
-        if difference <= tolerance:
-            return runner, "; ".join(refusals) or f"log-probabilities within {difference:.1e} of the model's own"
-        refusals.append(f"not {name}: log-probabilities differ by {difference:.1e}")
+        problem = unexplained(found, own, truth)
+        if not problem:
+            return runner, "; ".join(refusals)
+        refusals.append(f"not {name}: {problem}")
     raise ModelError(
         f"{type(bare_model(model)).__name__}: no way of running it gives the model's own logits "
         f"({'; '.join(refusals)}); use a transformers causal language model"
     )
+
+
+def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
+    """True on a processor that multiplies numbers of this half precision as float32, one conversion after another."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return asked is not None and not asked()
 
 
 def _probe_sequences(model: nn.Module) -> list[Any]:
@@ -75,18 +83,19 @@ def _probe_sequences(model: nn.Module) -> list[Any]:
 
 
 @torch.no_grad()
-def _reference(model: nn.Module, sequences: list[Any]) -> list[Tensor]:
-    """The model's own log-probabilities where generation looks, `[MORE + 1, V]` for each sequence."""
+def _reference(model: nn.Module, sequences: list[Any], dtype: torch.dtype) -> Tensor:
+    """`[n, V]` the log-probabilities of the model's own code in a precision, where generation looks."""
     device = next(model.parameters()).device
     out = []
-    with _evaluating(model):
+    with _evaluating(model), computing_in(model, dtype):
         for ids, length in zip(sequences, _PROMPTS, strict=True):
             logits = model(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits
-            out.append(logits[0, length - 1 :].float().log_softmax(-1))
-    return out
+            out.append(logits[0, length - 1 :].to(wide(dtype)).log_softmax(-1))
+    return torch.cat(out)
 
 
-def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The same from a runner."""
     tokens = sum(block_capacity(n) for n in _PROMPTS)
     cache = KVCache(runner.layer_shapes, 1 << 62, dtype, device)
     cache.open(len(_PROMPTS), _MORE, tokens)
@@ -116,13 +125,8 @@ def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch
             histories=partial(list, grown),
         )
         logits.append(runner.forward(step))
-    return [torch.stack([step[i] for step in logits]).float().log_softmax(-1) for i in range(len(_PROMPTS))]
-
-
-def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    differences = [(a.to(b.device) - b).abs().max() for a, b in zip(found, expected, strict=True)]
-    worst = float(torch.stack(differences).max())
-    return worst if worst == worst else float("inf")
+    found = torch.cat([torch.stack([step[i] for step in logits]) for i in range(len(_PROMPTS))])
+    return found.to(wide(dtype)).log_softmax(-1)
 
 
 @contextmanager

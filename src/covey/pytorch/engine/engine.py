@@ -17,7 +17,7 @@ from torch import nn
 
 from covey.errors import GenerationError, ModelError
 from covey.pytorch.engine.cache import KVCache
-from covey.pytorch.engine.choose import choose_runner
+from covey.pytorch.engine.choose import choose_runner, is_emulated
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model
 from covey.pytorch.engine.rows import GenerationStats
 from covey.pytorch.engine.session import Session
@@ -69,7 +69,10 @@ class Engine:
         self._session: Session | None = None
         self._version = _NO_VERSION
         self._runner, why = choose_runner(model, self._dtype, self._device)
-        _LOG.info("sampling with the %s runner (%s)", self._runner.name, why)
+        if why:
+            _LOG.warning("sampling with the %s runner, which is slower than the fast one: %s", self._runner.name, why)
+        if is_emulated(self._dtype, self._device):
+            _LOG.warning("sampling in %s, for which this processor has no instructions: float32 is faster", self._dtype)
         self._cache = KVCache(self._runner.layer_shapes, kv_cache_bytes, self._dtype, self._device)
         self._version = 0
 

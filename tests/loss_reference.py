@@ -1,0 +1,134 @@
+"""The loss of a step as `ALGORITHMS.md` and the papers define it: one sequence at a time, in float64, in plain loops.
+
+Nothing of `covey` is used, so that a formula that is wrong there is not wrong here too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Completed:
+    """What is known of one completion: tensors `[T]`, all of its tokens."""
+
+    logp: Tensor
+    old: Tensor
+    ref: Tensor
+    entropy: Tensor
+    advantage: float
+    trainer_old: Tensor | None = None
+    dropped: bool = False  # by a mask that takes whole completions: validity, truncation
+
+
+def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tensor, dict[str, float]]:
+    """Loss and metrics.
+
+    Options and their defaults: loss_type="grpo", level=None, epsilon, epsilon_high, delta, epsilon_max=5, beta=0,
+    kl_estimator="k3", entropy_coef=0, off_policy=None, drift=None, drift_reduction="per_token_mean", quantile=1,
+    correction=None, cap=3, max_length=1.
+    """
+    get = options.get
+    loss_type = get("loss_type", "grpo")
+    narrow = loss_type.startswith("gspo")
+    low = get("epsilon", 3e-4 if narrow else 0.2)
+    high = get("epsilon_high", 4e-4 if narrow else 0.28 if loss_type == "dapo" else low)
+    level = get("level") or {"gspo": "sequence", "gspo_token": "gspo_token"}.get(loss_type, "token")
+    kept = [not s.dropped and not _drifted(s, options) for s in sequences]
+
+    everything = [float(h) for s in sequences if not s.dropped for h in s.entropy.detach()]
+    edge = np.quantile(everything, 1 - get("quantile", 1.0)) if everything else 0.0
+
+    tokens = sum(len(s.logp) for s, keep in zip(sequences, kept, strict=True) if keep)
+    total = torch.zeros((), dtype=torch.float64)
+    policy = 0.0
+    sums = {"kl": 0.0, "entropy": 0.0, "ratio": 0.0}
+    left = 0
+    for s, keep in zip(sequences, kept, strict=True):
+        if not keep:
+            continue
+        length = len(s.logp)
+        stale = get("off_policy") is not None and s.advantage < 0 and _mean(s.old - s.logp.detach()) > get("off_policy")
+        factors = [1.0] * length
+        old = s.old
+        if get("correction") is not None:
+            assert s.trainer_old is not None
+            differences = (s.trainer_old - s.old).tolist()
+            if get("correction").startswith("sequence"):
+                differences = [sum(differences)] * length
+            factors = [math.exp(d) for d in differences]
+            over = [f > get("cap", 3.0) for f in factors]
+            instead = get("cap", 3.0) if get("correction").endswith("truncate") else 0.0
+            factors = [instead if beyond else f for f, beyond in zip(factors, over, strict=True)]
+            old = s.trainer_old
+        seen = False
+        for t in range(length):
+            ratio = torch.exp(s.logp[t] - old[t])
+            if level != "token":
+                whole = torch.exp((s.logp - old).sum() / length)
+                ratio = whole if level == "sequence" else whole.detach() * torch.exp(s.logp[t] - s.logp[t].detach())
+            surrogate = _surrogate(loss_type, ratio, s.logp[t], s.advantage, low, high, options) * factors[t]
+            acts = not stale and float(s.entropy[t].detach()) >= edge
+            seen = seen or acts
+            kl = _kl(get("kl_estimator", "k3"), s.logp[t], s.ref[t], old[t])
+            weighed = kl * factors[t] if get("kl_estimator") == "k3_unbiased" else kl
+            scale = {
+                "grpo": 1 / (len(sequences) * length),
+                "bnpo": 1 / tokens,
+                "dr_grpo": 1 / (len(sequences) * get("max_length", 1)),
+                "reinforce": 1 / len(sequences),
+            }[
+                {"gspo": "grpo", "gspo_token": "grpo", "sapo": "grpo", "dapo": "bnpo", "cispo": "bnpo"}.get(
+                    loss_type, loss_type
+                )
+            ]
+            if acts:
+                total = total + scale * surrogate
+                policy += scale * float(surrogate.detach())
+            total = total + scale * (get("beta", 0.0) * weighed - get("entropy_coef", 0.0) * s.entropy[t])
+            sums["kl"] += float(kl.detach()) / tokens
+            sums["entropy"] += float(s.entropy[t].detach()) / tokens
+            sums["ratio"] += float(ratio.detach()) / tokens
+        left += seen
+    return total, {"loss": float(total.detach()), "policy_loss": policy, "mask_ratio": left / len(sequences), **sums}
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.sum()) / len(values)
+
+
+def _drifted(s: Completed, options: dict[str, Any]) -> bool:
+    if options.get("drift") is None:
+        return False
+    drift = float((s.logp.detach() - s.ref).sum())
+    if options.get("drift_reduction", "per_token_mean") == "per_token_mean":
+        drift /= len(s.logp)
+    return drift >= options["drift"]
+
+
+def _surrogate(
+    loss_type: str, w: Tensor, logp: Tensor, a: float, low: float, high: float, options: dict[str, Any]
+) -> Tensor:
+    if loss_type == "reinforce":
+        return -a * logp
+    if loss_type == "cispo":
+        return -min(float(w.detach()), options.get("epsilon_max", 5.0)) * a * logp
+    if loss_type == "sapo":
+        tau = 1.0 if a > 0 else 1.05
+        return -4 / tau * torch.sigmoid(tau * (w - 1)) * a
+    if options.get("delta") is not None:
+        w = torch.clamp(w, max=options["delta"])
+    return -torch.minimum(w * a, torch.clamp(w, 1 - low, 1 + high) * a)
+
+
+def _kl(name: str, logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
+    d = logp - ref
+    k3 = torch.exp(-d) + d - 1
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "k3_unbiased": torch.exp(logp - old) * k3}[name]

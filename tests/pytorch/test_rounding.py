@@ -1,0 +1,230 @@
+"""Rounding is told from mistakes: right ways are taken in every precision, wrong ones in none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+
+from covey.errors import ModelError
+from covey.pytorch import Policy
+from covey.pytorch.engine import Engine, choose, fast_runner
+from covey.pytorch.engine import engine as engine_module
+from covey.pytorch.fused import decoder
+from covey.pytorch.rounding import computing_in, unexplained
+from covey.types import Request, SamplingSettings
+
+FAST = ("llama", "qwen2", "qwen3", "mistral")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+Wrong = Callable[[pytest.MonkeyPatch, Any], None]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("own", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fast_way_of_each_family_is_taken_in_each_precision(
+    family: str, dtype: torch.dtype, own: torch.dtype
+) -> None:
+    engine = Engine(tiny_model(family).to(own), dtype=dtype)
+    assert engine.runner == ("fast" if family in FAST else "general")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_learners_fast_way_is_taken_in_each_precision(family: str, dtype: torch.dtype) -> None:
+    policy = Policy.load(tiny_model(family).to(dtype), tiny_tokenizer(), lora_r=4)
+    assert policy.prefix_sharing_obstacle is None
+    assert (policy.fused_obstacle is None) == (family in FAST)
+
+
+def confident(family: str) -> Any:
+    """With logits as large as a trained model's: improbable tokens differ by half a nat from rounding alone."""
+    model: Any = tiny_model(family, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_improbable_tokens_do_not_decide(family: str) -> None:
+    engine = Engine(confident(family), dtype=torch.bfloat16)
+    assert engine.runner == ("fast" if family in FAST else "general")
+    policy = Policy.load(confident(family).bfloat16(), tiny_tokenizer(), lora_r=4)
+    assert policy.prefix_sharing_obstacle is None
+    assert (policy.fused_obstacle is None) == (family in FAST)
+
+
+def _named(value: Any) -> str:
+    return value if isinstance(value, str) else str(value.__name__)
+
+
+def without_biases(patch: pytest.MonkeyPatch, module: Any) -> None:
+    taken = module._Taker.optional
+    patch.setattr(
+        module._Taker,
+        "optional",
+        lambda self, name: None if name.endswith("bias") else taken(self, name),
+    )
+
+
+def without_query_key_norms(patch: pytest.MonkeyPatch, module: Any) -> None:
+    taken = module._Taker.optional
+    patch.setattr(
+        module._Taker,
+        "optional",
+        lambda self, name: None if "_norm" in name else taken(self, name),
+    )
+
+
+def gate_and_up_swapped(patch: pytest.MonkeyPatch, module: Any) -> None:
+    fused = module._Taker.fused
+    swap = {"mlp.gate_proj": "mlp.up_proj", "mlp.up_proj": "mlp.gate_proj"}
+    patch.setattr(module._Taker, "fused", lambda self, *names: fused(self, *(swap.get(n, n) for n in names)))
+
+
+def one_norm_dropped(patch: pytest.MonkeyPatch, module: Any) -> None:
+    taken = module._Taker.__call__
+
+    def call(self: Any, name: str, *, copy: bool = False) -> torch.Tensor:
+        weight: torch.Tensor = taken(self, name, copy=copy)
+        return torch.ones_like(weight) if name == "input_layernorm.weight" and "layers.1." in self._prefix else weight
+
+    patch.setattr(module._Taker, "__call__", call)
+
+
+def heads_mapped_wrongly(patch: pytest.MonkeyPatch, module: Any) -> None:
+    taken = module._Taker.__call__
+
+    def call(self: Any, name: str, *, copy: bool = False) -> torch.Tensor:
+        weight: torch.Tensor = taken(self, name, copy=copy)
+        if "q_proj.weight" in name:  # four query heads over two key-value heads: 0 1 | 2 3 becomes 0 2 | 1 3
+            weight = weight.view(4, -1, weight.shape[-1])[[0, 2, 1, 3]].reshape(weight.shape)
+        return weight
+
+    patch.setattr(module._Taker, "__call__", call)
+
+
+def another_rotary_base(patch: pytest.MonkeyPatch, module: Any) -> None:
+    class Wrong(module.Rotary):  # type: ignore[misc]
+        def __init__(self, rotary: Any, device: torch.device) -> None:
+            super().__init__(rotary, device)
+            self._inverse_frequencies = self._inverse_frequencies ** (np.log(5e5) / np.log(1e4))
+
+    patch.setattr(module, "Rotary", Wrong)
+
+
+def no_window(patch: pytest.MonkeyPatch, module: Any) -> None:
+    patch.setattr(module, "window_of", lambda layer, config: None)
+
+
+MISTAKES: tuple[tuple[Wrong, tuple[str, ...]], ...] = (
+    (without_biases, ("qwen2",)),
+    (without_query_key_norms, ("qwen3",)),
+    (no_window, ("mistral",)),
+    (gate_and_up_swapped, FAST),
+    (one_norm_dropped, FAST),
+    (heads_mapped_wrongly, FAST),
+    (another_rotary_base, FAST),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "mistake"), [(f, mistake) for mistake, families in MISTAKES for f in families], ids=_named
+)
+def test_a_mistake_is_caught_in_each_precision(
+    family: str, mistake: Wrong, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mistake(monkeypatch, fast_runner)
+    engine = Engine(tiny_model(family), dtype=dtype)
+    assert engine.runner == "general"
+    # and the console says so
+    assert "sampling with the general runner" in caplog.text
+    assert "where rounding explains" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "mistake"),
+    [
+        ("llama", another_rotary_base),
+        ("qwen2", another_rotary_base),
+        ("qwen3", another_rotary_base),
+        ("mistral", no_window),
+    ],
+    ids=_named,
+)
+def test_the_learners_mistake_is_caught_in_each_precision(
+    family: str, mistake: Wrong, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mistake(monkeypatch, decoder)
+    policy = Policy.load(tiny_model(family).to(dtype), tiny_tokenizer(), lora_r=4)
+    assert policy.prefix_sharing_obstacle is None
+    assert policy.fused_obstacle is not None
+    assert "where rounding explains" in policy.fused_obstacle
+    assert "model's own layers" in caplog.text
+
+
+def test_nothing_is_said_where_the_fast_ways_are_taken(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: False)
+    with caplog.at_level(logging.WARNING, logger="covey"):
+        policy = Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4)
+        Engine(policy.model)
+    assert caplog.text == ""
+    monkeypatch.setattr(engine_module, "is_emulated", lambda dtype, device: True)
+    Engine(policy.model)
+    assert "sampling in torch.bfloat16, for which this processor has no instructions" in caplog.text
+
+
+def test_what_rounding_explains_by_hand() -> None:
+    truth = torch.tensor([[0.5, 0.5, 0.0]]).log()
+    own = truth + torch.tensor([[0.01, -0.01, 0.0]])  # 0.5 * 0.01 + 0.5 * 0.01 = 0.01 nats
+    assert unexplained(truth + 0.03, own, truth) == ""  # three times that
+    assert "0.05 nats on average" in unexplained(truth + torch.tensor([[0.05, 0.05, 9.0]]), own, truth)
+    assert "nan" in unexplained(truth * float("nan"), own, truth)
+    with pytest.raises(ModelError, match="not finite"):
+        unexplained(own, truth * float("nan"), truth)
+
+
+def test_computing_in_another_precision_leaves_the_weights_as_they_were() -> None:
+    model = tiny_model("qwen3").bfloat16()
+    before = {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()}
+    ids = torch.arange(4, 10)[None]
+    with torch.no_grad(), computing_in(model, torch.float32):
+        wide = model(input_ids=ids).logits
+    assert wide.dtype == torch.float32
+    assert {name: (p.data_ptr(), p.dtype) for name, p in model.named_parameters()} == before
+    with torch.no_grad():
+        torch.testing.assert_close(wide, model.float()(input_ids=ids).logits)
+
+
+def test_a_model_that_overflows_is_told_so() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e6)
+    with pytest.raises(ModelError, match="not finite in the precision"):
+        choose.choose_runner(model, torch.float16, CPU)
+    assert Engine(model, dtype=torch.bfloat16).runner == "fast"
+
+
+def test_sampling_in_bfloat16_goes_on_where_the_mean_mismatch_is_that_of_rounding() -> None:
+    engine = Engine(tiny_model("llama"), dtype=torch.bfloat16)
+    requests = [Request(np.arange(4, 12), (0, i)) for i in range(4)]
+    completions = engine(requests, SamplingSettings(max_tokens=8), policy_version=0)
+    assert all(np.isfinite(c.logprobs).all() for c in completions)
