@@ -23,6 +23,7 @@ from covey.cli_seeds import group_seeds, run_labels
 from covey.cli_serve import serve
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
+from covey.files import folder_problem
 from covey.observe.console import visible
 from covey.observe.statistics import paired_difference
 
@@ -100,19 +101,13 @@ def resume(
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)
-    if not folder.config_path.exists():
-        if any(folder.checkpoints.glob("step_*")) or folder.read_metrics():
-            raise ConfigError(
-                f"{run}: its config.toml is gone, so nobody knows the settings to go on with; restore it from a "
-                "backup, or write it anew (the recipe's settings) and try again"
-            )
-        raise ConfigError(f"{run}: the run was killed before it began, nothing is in it; start it with `covey train`")
+    file = folder.whole_config()
     if folder.needs_python and not overrides:
         raise ConfigError(
             f"{run}: the run was started from Python with parts that no file holds, such as a reward function or a "
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
-    config = GRPOConfig.from_toml(folder.config_path, overrides=[*(overrides or []), f"run.output_dir={run}"])
+    config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
     trainer = _trainer(config)
     trainer.train(resume_from_checkpoint=True)
     print_summary(out, trainer, run)
@@ -248,7 +243,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message; a run's folder knows its own.")] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal completions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
 ) -> None:
     """Sample completions and print them."""
     from dataclasses import replace
@@ -370,7 +365,7 @@ def curve(
         labels = run_labels(runs)
         groups = [[index] for index in range(len(runs))]
         if seeds:
-            groups = group_seeds([GRPOConfig.from_toml(folder.config_path).to_dict() for folder in folders], labels)
+            groups = group_seeds([GRPOConfig.from_toml(folder.whole_config()).to_dict() for folder in folders], labels)
         lines = {" + ".join(labels[i] for i in group): [folders[i].read_metrics() for i in group] for group in groups}
         draw_comparison(lines, output, title=title)
     out.print(f"wrote {output}", markup=False)
@@ -451,12 +446,16 @@ def _config_for(model: str, adapter: str | None, overrides: list[str] | None) ->
 
     if RunFolder.is_run(model):
         folder = RunFolder.read(model)
-        config = GRPOConfig.from_toml(folder.config_path, overrides=overrides or [])
+        config = GRPOConfig.from_toml(folder.whole_config(), overrides=overrides or [])
         config = config.replace(upload_adapters_to_server=False)  # looking does not need the server that trained it
         if adapter is None and config.model.use_peft:
             adapter = str(next((path for path in (folder.adapter, folder.best) if path.is_dir()), "")) or None
         elif not config.model.use_peft and folder.adapter.is_dir():
             config = config.replace(model=str(folder.adapter))
+        for kept in (str(folder.adapter), str(folder.best)):
+            problem = folder_problem(kept) if kept in (adapter, config.model.model) else ""
+            if problem:
+                raise ConfigError(f"{kept}: {problem}; `covey resume {model}` writes a finished run's adapter anew")
         if adapter is None and config.model.use_peft:
             raise ConfigError(f"{model}: the run has no adapter yet; give --adapter, or wait for its first checkpoint")
         return config if adapter is None else config.replace(adapter=adapter)

@@ -12,6 +12,7 @@ TRL's names are accepted on input (`covey.config_names`, `covey.config_trl`) and
 
 from __future__ import annotations
 
+import re
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
@@ -37,6 +38,7 @@ from covey.config_text import (
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.observe.config import RunConfig
+from covey.observe.metric_names import describe_metric
 from covey.rewards.config import RewardConfig
 from covey.rollout.config import ModelConfig, SamplingConfig
 from covey.serving.config import ServerConfig
@@ -177,6 +179,8 @@ class GRPOConfig(BaseModel):
 
 GRPOTrainingArgs = GRPOConfig
 
+_MORE_IS_BETTER = re.compile(r"eval/(accuracy(_low|_high)?|reward|rewards/.+/mean|agent/success)")
+"""Covey's own metrics of an evaluation that can say which one is the best; reward functions may log others."""
 _PATHS = ("model", "adapter", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
 """Fields that name files, or may."""
 
@@ -217,6 +221,13 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: it is the last part of "
             f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; "
             "lower it"
+        )
+    metric = config.evaluation.metric_for_best_model
+    if describe_metric(metric) is not None and not _MORE_IS_BETTER.fullmatch(metric):
+        problems.append(
+            f"evaluation.metric_for_best_model={metric!r}: is no metric of an evaluation of which more is better; use "
+            "eval/accuracy, eval/reward, eval/rewards/<function>/mean, or what a reward function logs through "
+            "log_metric"
         )
     if config.model.dtype in ("bfloat16", "float16") and not config.model.use_peft:
         problems.append(

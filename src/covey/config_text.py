@@ -151,8 +151,6 @@ def unusable(value: Any) -> str:
     if isinstance(value, str):
         if len(value) > 100_000:
             return "is too long for a setting; use at most 100,000 characters"
-        if "\0" in value:
-            return "holds a NUL character, which no path or text of a setting has; remove it"
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -224,6 +222,8 @@ def no_path(value: Any) -> str:
     """Why a setting that may name a file can name none; "" for all others."""
     for path in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
         encoded = os.fsencode(path) if isinstance(path, str) else b""
+        if b"\0" in encoded:
+            return "holds a NUL character, which no path has; remove it"
         if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
             return "is too long for a path; a name in it has at most 255 bytes, all of it 4,000"
         if encoded.startswith(b"~") and os.path.expanduser(path) == path:

@@ -23,6 +23,8 @@ from pathlib import Path
 from covey.errors import RunFolderError
 
 COMPLETE = "COMPLETE"
+NAMES_NOTHING = f"its {COMPLETE} file names no files"
+"""A problem that neither a kill nor a failing disk makes: somebody wrote that file."""
 _LEFTOVER = re.compile(r"^(?P<final>.+)\.tmp-\d+-[0-9a-f]{8}(?P<replaced>-replaced)?$")
 
 _FIXES = {
@@ -245,7 +247,7 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True) -> str:
             return f"its {COMPLETE} is no file"
         manifest = json.loads((folder / COMPLETE).read_text())["files"]
         if not manifest:
-            return f"its {COMPLETE} file names no files"
+            return NAMES_NOTHING
         foreign = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
         foreign = [name for name in foreign if name not in manifest and not name.startswith(".")]
         if foreign:

@@ -275,6 +275,25 @@ class RunFolder:
         """True for a run with parts that no file holds, such as a function or a dataset in memory."""
         return self.versions().get("needs_python") is True
 
+    def whole_config(self) -> Path:
+        """`config.toml`, which is there and was not cut: a setting that is lost would take its default without a word.
+
+        Raises:
+            RunFolderError: it is not.
+        """
+        fix = "restore it from a backup, or write it anew with `covey config RECIPE` and what was overridden"
+        if not self.config_path.exists():
+            if not any(self.checkpoints.glob("step_*")) and not self.read_metrics():
+                raise RunFolderError(
+                    f"{self.path}: the run was killed before it began, nothing is in it; start it with `covey train`"
+                )
+            raise RunFolderError(f"{self.path}: its config.toml is gone, and with it the settings to go on with; {fix}")
+        with files.explained(self.config_path, "read"):
+            lines = self.config_path.read_bytes().splitlines()
+        if b"[run]" not in lines:  # the last section
+            raise RunFolderError(f"{self.config_path}: was cut, it has no section [run]; {fix}")
+        return self.config_path
+
     def how_to_continue(self) -> str:
         """What the user is to do after a stop."""
         if self.needs_python:

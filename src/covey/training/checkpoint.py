@@ -117,14 +117,14 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
         raise CheckpointError(f"checkpoint {folder}: {problem}; {_advice(folder)}")
     try:
         document = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if not isinstance(document, dict) or not isinstance(document.get("state"), dict):
-            raise CheckpointError(f"checkpoint {folder}: its state.json holds no state; {_advice(folder)}")
         if document["format"] != _FORMAT:
             raise CheckpointError(
                 f"checkpoint {folder} has format {document['format']}, this version of Covey reads "
                 f"{_FORMAT}; "
                 "resume with the version named in the run's versions.json"
             )
+        if not isinstance(document.get("state"), dict):
+            raise ValueError("its state.json holds no state")
         found = str(document["run_id"])
         step = int(document["step"])
         if _NAME.match(folder.name) and folder.name != checkpoint_name(step):
@@ -135,7 +135,8 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
             )
         if run_id is not None and found != run_id:
             raise CheckpointError(
-                f"checkpoint {folder} belongs to run {found!r}, not to {run_id}; resume from that run's own folder"
+                f"checkpoint {folder} belongs to run {found or '(none)'}, not to {run_id}; resume from that run's "
+                "own folder"
             )
         tensors = {name: _load_group(folder / f"{name}.safetensors") for name in document["groups"]}
         state = _decode(document["state"])

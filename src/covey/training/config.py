@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
-
-from covey.observe.metric_names import describe_metric
-
-_MORE_IS_BETTER = re.compile(r"eval/(accuracy(_low|_high)?|reward|rewards/.+/mean|agent/success)")
-"""Covey's own metrics of an evaluation that can say which one is the best; reward functions may log others."""
 
 
 class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -172,23 +166,6 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allo
     load_best_model_at_end: bool = Field(
         default=False, description="Finish with the weights of the best evaluation instead of the last."
     )
-
-    @field_validator("metric_for_best_model", mode="before")
-    @classmethod
-    def _as_transformers_writes_it(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value in ("", "eval_", "eval/"):
-            return value
-        return f"eval/{value.removeprefix('eval_').removeprefix('eval/')}"
-
-    @field_validator("metric_for_best_model", mode="after")
-    @classmethod
-    def _more_is_better(cls, value: str) -> str:
-        if describe_metric(value) is not None and not _MORE_IS_BETTER.fullmatch(value):
-            raise ValueError(
-                "is no metric of an evaluation of which more is better; use eval/accuracy, eval/reward, "
-                "eval/rewards/<function>/mean, or what a reward function logs through log_metric"
-            )
-        return value
 
     @model_validator(mode="after")
     def _greedy_needs_one(self) -> Self:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from covey.errors import CheckpointError, ConfigError, CoveyError
+from covey.files import NAMES_NOTHING
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import Checkpoint, latest_checkpoint
 from covey.training.state import TrainerState
@@ -28,6 +29,12 @@ def find_checkpoint(folder: RunFolder, save_steps: int, notes: list[str]) -> Pat
     """
     broken: dict[Path, str] = {}
     newest = latest_checkpoint(folder.checkpoints, broken)
+    forged = next((path for path, problem in broken.items() if problem == NAMES_NOTHING), None)
+    if forged is not None:
+        raise CheckpointError(
+            f"checkpoint {forged}: {NAMES_NOTHING}, though it was written whole; delete it to resume from the one "
+            "before"
+        )
     if newest is not None:
         notes += [
             f"{path.name} is passed over: {problem}; resuming from {newest.name}" for path, problem in broken.items()
