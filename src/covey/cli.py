@@ -203,6 +203,8 @@ def evaluate(
         "eval_temperature": temperature,
     }
     config = config.replace(**{name: value for name, value in changes.items() if value is not None})
+    if task is not None or world is not None:
+        config = config.replace(correctness=None)  # they say themselves what is right
     acting = config.environment.world is not None
     if config.data.task is None and config.data.eval_dataset is None and not acting:
         raise ConfigError("nothing to measure on: give --task NAME, --world NAME or --dataset FILE")
