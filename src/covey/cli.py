@@ -18,11 +18,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covey.cli_reports import difference, print_choices, print_questions, print_types
+from covey.cli_reports import difference, print_choices, print_questions, print_summary, print_types
+from covey.cli_seeds import group_seeds, run_labels
 from covey.cli_serve import serve
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
-from covey.functions import load_function
+from covey.files import folder_problem
 from covey.observe.console import visible
 from covey.observe.statistics import paired_difference
 
@@ -62,7 +63,7 @@ def main() -> None:
     try:
         app()
     except CoveyError as error:
-        err.print(f"covey: {error}", style="red", markup=False, highlight=False)
+        err.print(visible(f"covey: {error}", 5000), style="red", markup=False, highlight=False)
         sys.exit(2)
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
@@ -88,7 +89,7 @@ def train(
     RunFolder.check_new(config.run.output_dir)
     trainer = _trainer(config)
     trainer.train()
-    _summary(trainer, Path(config.run.output_dir))
+    print_summary(out, trainer, Path(config.run.output_dir))
 
 
 @app.command()
@@ -100,12 +101,16 @@ def resume(
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)
-    if not folder.config_path.exists():
-        raise ConfigError(f"{run}: the run was killed before it began, nothing is in it; start it with `covey train`")
-    config = GRPOConfig.from_toml(folder.config_path, overrides=[*(overrides or []), f"run.output_dir={run}"])
+    file = folder.whole_config()
+    if folder.needs_python and not overrides:
+        raise ConfigError(
+            f"{run}: the run was started from Python with parts that no file holds, such as a reward function or a "
+            f"dataset in memory; continue it with {folder.how_to_continue()}"
+        )
+    config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
     trainer = _trainer(config)
     trainer.train(resume_from_checkpoint=True)
-    _summary(trainer, run)
+    print_summary(out, trainer, run)
 
 
 @app.command()
@@ -198,6 +203,8 @@ def evaluate(
         "eval_temperature": temperature,
     }
     config = config.replace(**{name: value for name, value in changes.items() if value is not None})
+    if task is not None or world is not None:
+        config = config.replace(correctness=None)  # they say themselves what is right
     acting = config.environment.world is not None
     if config.data.task is None and config.data.eval_dataset is None and not acting:
         raise ConfigError("nothing to measure on: give --task NAME, --world NAME or --dataset FILE")
@@ -221,7 +228,10 @@ def evaluate(
     if other is not None:
         before = _trainer(other).evaluation()
         if result.correct is None or before.correct is None:
-            raise ConfigError("--baseline compares right answers, and nothing says here which are right; give --task")
+            raise ConfigError(
+                "--baseline compares right answers, and nothing says here which are right; give --task, or "
+                "name a reward in rewards.correctness"
+            )
         found = paired_difference(before.correct.tolist(), result.correct.tolist())
         out.print(f"accuracy against {_name(other)}: {difference(found)}", markup=False, highlight=False)
 
@@ -235,7 +245,7 @@ def sample(
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 128,
     system: Annotated[str | None, typer.Option(help="System message; a run's folder knows its own.")] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal completions.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
 ) -> None:
     """Sample completions and print them."""
     from dataclasses import replace
@@ -338,21 +348,28 @@ app.command()(serve)
 
 @app.command()
 def curve(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Run folders; several are drawn together with their mean and range.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; each of several is a line of its own.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("learning_curve.png"),
     title: Annotated[str, typer.Option(help="Title of the picture.")] = "",
+    seeds: Annotated[
+        bool,
+        typer.Option("--seeds", help="Draw runs that differ in their seed only as one line: their mean and range."),
+    ] = False,
 ) -> None:
-    """Draw the learning curve of one run, or of several seeds together."""
+    """Draw the learning curve of one run, or of several in one picture."""
     from covey.observe.curve import draw_comparison, draw_learning_curve
     from covey.observe.run_folder import RunFolder
 
-    records = [RunFolder.read(run).read_metrics() for run in runs]
-    if len(records) == 1:
-        draw_learning_curve(records[0], output, title=title)
+    folders = [RunFolder.read(run) for run in runs]
+    if len(folders) == 1 and not seeds:
+        draw_learning_curve(folders[0].read_metrics(), output, title=title)
     else:
-        draw_comparison({f"{len(records)} runs": records}, output, title=title)
+        labels = run_labels(runs)
+        groups = [[index] for index in range(len(runs))]
+        if seeds:
+            groups = group_seeds([GRPOConfig.from_toml(folder.whole_config()).to_dict() for folder in folders], labels)
+        lines = {" + ".join(labels[i] for i in group): [folders[i].read_metrics() for i in group] for group in groups}
+        draw_comparison(lines, output, title=title)
     out.print(f"wrote {output}", markup=False)
 
 
@@ -422,7 +439,7 @@ def _show(result: Evaluation, number: int) -> None:
 
 
 def _recipe_file(recipe: Path) -> Path:
-    return recipe / "recipe.toml" if recipe.is_dir() else recipe
+    return recipe / "recipe.toml" if os.path.isdir(recipe) else recipe
 
 
 def _config_for(model: str, adapter: str | None, overrides: list[str] | None) -> GRPOConfig:
@@ -431,12 +448,16 @@ def _config_for(model: str, adapter: str | None, overrides: list[str] | None) ->
 
     if RunFolder.is_run(model):
         folder = RunFolder.read(model)
-        config = GRPOConfig.from_toml(folder.config_path, overrides=overrides or [])
+        config = GRPOConfig.from_toml(folder.whole_config(), overrides=overrides or [])
         config = config.replace(upload_adapters_to_server=False)  # looking does not need the server that trained it
         if adapter is None and config.model.use_peft:
             adapter = str(next((path for path in (folder.adapter, folder.best) if path.is_dir()), "")) or None
         elif not config.model.use_peft and folder.adapter.is_dir():
             config = config.replace(model=str(folder.adapter))
+        for kept in (str(folder.adapter), str(folder.best)):
+            problem = folder_problem(kept) if kept in (adapter, config.model.model) else ""
+            if problem:
+                raise ConfigError(f"{kept}: {problem}; `covey resume {model}` writes a finished run's adapter anew")
         if adapter is None and config.model.use_peft:
             raise ConfigError(f"{model}: the run has no adapter yet; give --adapter, or wait for its first checkpoint")
         return config if adapter is None else config.replace(adapter=adapter)
@@ -455,26 +476,4 @@ def _last_message(prompt: str) -> str:
 def _trainer(config: GRPOConfig) -> GRPOTrainer:
     from covey.training.trainer import GRPOTrainer
 
-    functions = [load_function(name) for name in config.rewards.functions]
-    return GRPOTrainer(args=config, reward_funcs=functions or None)
-
-
-def _summary(trainer: GRPOTrainer, folder: Path) -> None:
-    """Before and after, and where everything is."""
-    evaluations = [record for record in trainer.state.log_history if "eval/reward" in record]
-    if len(evaluations) > 1:
-        name = "accuracy" if "eval/accuracy" in evaluations[0] else "reward"
-        table = Table("held-out", name, "95 % interval", "problems")
-        for label, record in (("before", evaluations[0]), ("after", evaluations[-1])):
-            interval = "-"
-            if name == "accuracy":
-                interval = f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"
-            value = f"{100 * record['eval/accuracy']:.1f} %" if name == "accuracy" else f"{record['eval/reward']:.3f}"
-            table.add_row(f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}")
-        out.print(table)
-    minutes, seconds = divmod(round(trainer.state.seconds), 60)
-    out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)
-    for name in ("learning_curve.png", "metrics.jsonl", "completions", "adapter"):
-        if (folder / name).exists():
-            out.print(f"  {folder / name}", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"try it: covey sample {folder} 'your prompt'", markup=False, highlight=False, soft_wrap=True)
+    return GRPOTrainer(args=config)

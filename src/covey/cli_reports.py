@@ -1,8 +1,9 @@
-"""Tables that the command line prints: multiple-choice reports, comparisons, questions over a run."""
+"""Tables that the command line prints: a run's end, multiple-choice reports, comparisons, questions over a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -10,11 +11,13 @@ from rich.table import Table
 
 from covey.observe.choices import share
 from covey.observe.console import visible
+from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Evaluation
     from covey.training.questions import Question
+    from covey.training.trainer import GRPOTrainer
 
 
 def percent(share: Mapping[str, float]) -> str:
@@ -103,3 +106,31 @@ def print_types(out: Console, result: Evaluation) -> None:
     for name, successes in sorted(by_type.items()):
         table.add_row(name, str(len(successes)), percent(share(sum(successes), len(successes))))
     out.print(table)
+
+
+def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
+    """Held out before and after, and where everything is."""
+    evaluations = [record for record in trainer.state.log_history if "eval/reward" in record]
+    if len(evaluations) > 1:
+        name = "accuracy" if "eval/accuracy" in evaluations[0] else "reward"
+        table = Table("held-out", name, "95 % interval", "problems")
+        shown = {"before": evaluations[0], "after": evaluations[-1]}
+        best = [record for record in evaluations[1:-1] if record["step"] == trainer.state.best_step]
+        if trainer.args.evaluation.load_best_model_at_end and best:
+            shown["best"] = best[-1]
+        for label, record in shown.items():
+            interval = "-"
+            if name == "accuracy":
+                interval = f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"
+            value = f"{100 * record['eval/accuracy']:.1f} %" if name == "accuracy" else f"{record['eval/reward']:.3f}"
+            table.add_row(f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}")
+        out.print(table)
+    minutes, seconds = divmod(round(trainer.state.seconds), 60)
+    out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)
+    for name in ("learning_curve.png", "metrics.jsonl", "completions", "adapter"):
+        if (folder / name).exists():
+            out.print(f"  {folder / name}", markup=False, highlight=False, soft_wrap=True)
+    kept = [event["message"] for event in RunFolder.read(folder).read_events() if event.get("kind") == "adapter"]
+    for message in kept[-1:]:
+        out.print(str(message), markup=False, highlight=False, soft_wrap=True)
+    out.print(f"try it: covey sample {folder} 'your prompt'", markup=False, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ TRL's names are accepted on input (`covey.config_names`, `covey.config_trl`) and
 
 from __future__ import annotations
 
+import re
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
@@ -23,10 +24,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covey.algorithms.config import AlgorithmConfig
 from covey.config_names import FIELDS, SECTIONS, canonical_names
-from covey.config_text import FieldHelp, explain, explain_error, parse_overrides, render_explain, to_toml
+from covey.config_text import (
+    FieldHelp,
+    explain,
+    explain_error,
+    no_path,
+    parse_overrides,
+    render_explain,
+    shown,
+    to_toml,
+    unusable,
+)
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.observe.config import RunConfig
+from covey.observe.metric_names import describe_metric
 from covey.rewards.config import RewardConfig
 from covey.rollout.config import ModelConfig, SamplingConfig
 from covey.serving.config import ServerConfig
@@ -167,12 +179,25 @@ class GRPOConfig(BaseModel):
 
 GRPOTrainingArgs = GRPOConfig
 
+_MORE_IS_BETTER = re.compile(r"eval/(accuracy(_low|_high)?|reward|rewards/.+/mean|agent/success)")
+"""Covey's own metrics of an evaluation that can say which one is the best; reward functions may log others."""
+_PATHS = ("model", "adapter", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
+"""Fields that name files, or may."""
+
 
 def _build_sections(values: Mapping[str, Any]) -> dict[str, BaseModel]:
     sections: dict[str, BaseModel] = {}
     problems: list[str] = []
     for name, section in SECTIONS.items():
         given = {field: values[field] for field in section.model_fields if field in values}
+        odd = {
+            field: why
+            for field, value in given.items()
+            if (why := unusable(value) or (field in _PATHS and no_path(value)))
+        }
+        if odd:
+            problems.extend(f"{name}.{field}={shown(given[field])}: {why}" for field, why in odd.items())
+            continue
         try:
             sections[name] = section(**given)
         except ValidationError as error:
@@ -197,6 +222,20 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; "
             "lower it"
         )
+    metric = config.evaluation.metric_for_best_model
+    if describe_metric(metric) is not None and not _MORE_IS_BETTER.fullmatch(metric):
+        problems.append(
+            f"evaluation.metric_for_best_model={metric!r}: is no metric of an evaluation of which more is better; use "
+            "eval/accuracy, eval/reward, eval/rewards/<function>/mean, or what a reward function logs through "
+            "log_metric"
+        )
+    if config.model.dtype in ("bfloat16", "float16") and not config.model.use_peft:
+        problems.append(
+            f"model.dtype={config.model.dtype!r} (bf16 or fp16) and model.use_peft=False: weights that are trained "
+            "in half precision lose most updates, which are smaller than their last digit, and training with float32 "
+            "weights and "
+            'autocast does not exist here; set model.dtype to "float32" (bf16 to false), or model.use_peft to true'
+        )
     narrower = sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
     if narrower and algorithm.importance_sampling_correction is None and config.schedule.max_staleness == 0:
         problems.append(
@@ -206,8 +245,8 @@ def _check_across_sections(config: GRPOConfig) -> None:
         )
     if config.environment.world is not None and (config.data.task or config.data.dataset):
         problems.append(
-            f"environment.world={config.environment.world!r} and data.task or data.dataset: an agent's tasks come from "
-            "its world; remove one of them"
+            f"environment.world={shown(config.environment.world)} and data.task or data.dataset: an agent's tasks "
+            "come from its world; remove one of them"
         )
     if config.server.upload_adapters_to_server and not config.model.use_peft:
         problems.append(

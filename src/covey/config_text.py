@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import tomllib
 import types
 from collections import defaultdict
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PLAIN = {int: "int", float: "float", str: "str", bool: "bool", types.NoneType: "none"}
+_MOST = 10
+"""Mistakes of a section that are named."""
 _BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 
@@ -136,6 +140,34 @@ def _alternatives(annotation: Any) -> set[Any]:
 # --- errors
 
 
+def shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text):,} characters)"
+
+
+def unusable(value: Any) -> str:
+    """Why a value can be no setting whatever its field, since no file or system call takes it; "" for all others."""
+    if isinstance(value, str):
+        if len(value) > 100_000:
+            return "is too long for a setting; use at most 100,000 characters"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "holds half a surrogate pair, which is no Unicode text; write it again"
+    if isinstance(value, float) and math.isfinite(value) and abs(value) > 1e30:
+        return "is too large for the arithmetic of a model; use a smaller number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "has more than 64 bits; use a smaller number"
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        if len(value) > 10_000:
+            return f"has {len(value):,} entries; use at most 10,000"
+        return next(filter(None, map(unusable, value)), "")
+    return ""
+
+
 def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]) -> list[str]:
     """What is wrong with a section, one message for each setting: value, reason, fix."""
     by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = defaultdict(list)
@@ -146,7 +178,9 @@ def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]
         # own.
         depth = 3 if details["loc"][:1] == ("phases",) else 1
         by_place[details["loc"][:depth]].append(details)
-    return [_explain_place(section, place, details, given) for place, details in by_place.items()]
+    found = [_explain_place(section, place, details, given) for place, details in list(by_place.items())[:_MOST]]
+    more = len(by_place) - len(found)
+    return [*found, f"{section}: {more} more such mistakes"] if more else found
 
 
 def _explain_place(
@@ -166,10 +200,10 @@ def _explain_place(
         )
     value = first["input"] if len(place) > 1 else given.get(name)
     if first["type"] == "value_error":
-        return f"{path}={value!r}: {first['ctx']['error']}"
+        return f"{path}={shown(value)}: {first['ctx']['error']}"
     if len(place) == 2:
-        return f"{path}={value!r}: a phase is a table of {', '.join(PhaseConfig.model_fields)}"
-    return f"{path}={value!r}: {_requirement(path, fields[name], value)}"
+        return f"{path}={shown(value)}: a phase is a table of {', '.join(PhaseConfig.model_fields)}"
+    return f"{path}={shown(value)}: {_requirement(path, fields[name], value)}"
 
 
 def _requirement(path: str, field: FieldInfo, value: Any) -> str:
@@ -182,6 +216,19 @@ def _requirement(path: str, field: FieldInfo, value: Any) -> str:
         fix = f"did you mean {close[0]!r}?" if close else f"set {path} to one of these"
         return f"must be {type_text(field)}; {fix}"
     return f"must be {type_text(field)} ({meaning}); set {path} to such a value"
+
+
+def no_path(value: Any) -> str:
+    """Why a setting that may name a file can name none; "" for all others."""
+    for path in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
+        encoded = os.fsencode(path) if isinstance(path, str) else b""
+        if b"\0" in encoded:
+            return "holds a NUL character, which no path has; remove it"
+        if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
+            return "is too long for a path; a name in it has at most 255 bytes, all of it 4,000"
+        if encoded.startswith(b"~") and os.path.expanduser(path) == path:
+            return "begins with the home of a user who does not exist here; write the path in full"
+    return ""
 
 
 # --- TOML

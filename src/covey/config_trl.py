@@ -368,6 +368,8 @@ def shared_field(field: str, value: Any) -> tuple[str, Any] | None:
             return "warmup_ratio", value
         if value.is_integer():
             return field, int(value)
+    if field == "metric_for_best_model" and isinstance(value, str) and value.removeprefix("eval_"):
+        return field, f"eval/{value.removeprefix('eval_').removeprefix('eval/')}"
     if field == "lr_scheduler_type" and value == "constant_with_warmup":
         return field, "constant"
     return field, value

@@ -6,6 +6,30 @@ a traceback; anything that is not a `CoveyError` is our own bug and is shown wit
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
+
+_INSTALLED = tuple(
+    os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_OWN = os.path.join(os.path.dirname(os.path.realpath(__file__)), "")
+
+
+def raised_at(error: BaseException) -> str:
+    """Where in somebody's own code an exception came from: ` at rewards.py:17, in correct`.
+
+    Of its traceback the innermost line that is neither Covey's, Python's nor an installed package's, or else the
+    innermost that is not Covey's; "" if there is none.
+    """
+    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
+    for others in ((*_INSTALLED, _OWN), (_OWN,)):
+        for code, line in places:
+            if not os.path.realpath(code.co_filename).startswith(others) and not code.co_filename.startswith("<frozen"):
+                return f" at {code.co_filename}:{line}, in {code.co_name}"
+    return ""
+
 
 class CoveyError(Exception):
     """Base of everything that Covey raises on purpose."""

@@ -23,11 +23,13 @@ from pathlib import Path
 from covey.errors import RunFolderError
 
 COMPLETE = "COMPLETE"
+NAMES_NOTHING = f"its {COMPLETE} file names no files"
+"""A problem that neither a kill nor a failing disk makes: somebody wrote that file."""
 _LEFTOVER = re.compile(r"^(?P<final>.+)\.tmp-\d+-[0-9a-f]{8}(?P<replaced>-replaced)?$")
 
 _FIXES = {
-    errno.ENOSPC: ("the disk is full", "free some space, then continue with `covey resume`"),
-    errno.EDQUOT: ("the disk quota is used up", "free some space, then continue with `covey resume`"),
+    errno.ENOSPC: ("the disk is full", "free some space and try again"),
+    errno.EDQUOT: ("the disk quota is used up", "free some space and try again"),
     errno.EFBIG: ("the file is larger than the system allows", "raise the file size limit (`ulimit -f`)"),
     errno.EACCES: ("permission denied", "make the folder writable or choose another run.output_dir"),
     errno.EPERM: ("operation not permitted", "make the folder writable or choose another run.output_dir"),
@@ -38,6 +40,8 @@ _FIXES = {
     errno.EMFILE: ("too many open files", "raise the limit (`ulimit -n`)"),
     errno.EIO: ("the device reports an input/output error", "check the disk or the network mount"),
     errno.ENAMETOOLONG: ("the name is too long", "choose a shorter run.output_dir"),
+    errno.ELOOP: ("it is a link that leads back to itself", "remove it or choose another run.output_dir"),
+    errno.EISDIR: ("it is a folder, not a file", "remove it or choose another run.output_dir"),
 }
 
 
@@ -62,6 +66,19 @@ def explained(path: str | os.PathLike[str], doing: str = "write") -> Iterator[No
         raise
     except OSError as error:
         raise folder_error(path, error, doing) from error
+
+
+def require_kind(path: Path, *, folder: bool = False) -> None:
+    """Raise unless the path is free, or a file (or with `folder` a folder): a pipe would be waited for without an end.
+
+    Raises:
+        RunFolderError: something else has that name, such as a link to nothing.
+    """
+    with explained(path, "look at"):
+        if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
+            return
+    what = "folder" if folder else "file"
+    raise RunFolderError(f"{path}: is no {what}, though a run has a {what} of that name; move it away and try again")
 
 
 def _aside(path: Path) -> Path:
@@ -123,14 +140,19 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
             final = path.with_name(match["final"])
             if match["replaced"] and not final.exists():
                 os.rename(path, final)
-            elif path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
             else:
-                path.unlink()
+                _remove(path)
             removed.append(path)
         if removed:
             _fsync(Path(folder))
     return removed
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -170,7 +192,7 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
                 _fsync(path)
         _fsync(source)
         replaced = None
-        if target.exists():
+        if os.path.lexists(target):
             # Two renames, since POSIX cannot swap folders; `remove_leftovers` undoes the first if we die
             # between.
             replaced = _aside(target).with_name(_aside(target).name + "-replaced")
@@ -183,7 +205,7 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
             raise
         _fsync(target.parent)
         if replaced is not None:
-            shutil.rmtree(replaced)
+            _remove(replaced)
     return target
 
 
@@ -219,9 +241,17 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True) -> str:
     if is_leftover(folder):
         return "it is the remains of a killed write"
     if not folder.is_dir():
-        return "there is no such folder"
+        return "it is no folder" if os.path.lexists(folder) else "there is no such folder"
     try:
+        if (folder / COMPLETE).exists() and not (folder / COMPLETE).is_file():
+            return f"its {COMPLETE} is no file"
         manifest = json.loads((folder / COMPLETE).read_text())["files"]
+        if not manifest:
+            return NAMES_NOTHING
+        foreign = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
+        foreign = [name for name in foreign if name not in manifest and not name.startswith(".")]
+        if foreign:
+            return f"its {COMPLETE} file does not name {foreign[0]}, so nobody knows whether that is as it was written"
         for name, entry in manifest.items():
             file = folder / name
             if not file.is_file():
@@ -234,7 +264,7 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True) -> str:
         return f"it has no {COMPLETE} file, so it was not written to the end"
     except OSError as error:
         return f"it cannot be read ({error.strerror or error})"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"its {COMPLETE} file is damaged"
     return ""
 
@@ -245,7 +275,7 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     with explained(target, "delete"):
         aside = _aside(target)
         os.rename(target, aside)
-        shutil.rmtree(aside)
+        _remove(aside)
 
 
 def require_free_space(path: str | os.PathLike[str], needed_bytes: int, purpose: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, raised_at
 
 
 def load_function(name: str) -> Callable[..., Any]:
@@ -32,9 +32,9 @@ def load_function(name: str) -> Callable[..., Any]:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{name}: importing {where} failed with {type(error).__name__}: {error}; correct it"
+            f"{name}: importing {where} failed with {type(error).__name__}: {error}{raised_at(error)}; correct it"
         ) from error
     found = getattr(module, attribute, None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Python processes with a channel to this one."""
+"""Python processes with a channel to this one, and how much memory there is for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 
 def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -36,3 +37,14 @@ def end_python(process: subprocess.Popen[bytes], channel: socket.socket) -> None
     channel.close()
     process.kill()
     process.wait()
+
+
+def total_memory() -> int:
+    """Memory that this process may have at the most, in bytes: the machine's, or its control group's limit."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int((Path("/sys/fs/cgroup") / name).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return min(limits)

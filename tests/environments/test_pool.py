@@ -68,7 +68,8 @@ def test_a_house_is_played(pool: EnvironmentPool) -> None:
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        ("raise", "the environment failed in step: RuntimeError: the world is broken"),
+        ("raise", "the environment failed in step: RuntimeError: the world is broken at "),
+        ("raise", "worlds.py:44, in step"),
         ("exit", "the environment's process ended in step"),
         ("nan", "the reward nan; it must be a finite number"),
         ("three", "it must return observation, reward, done and info"),
@@ -182,3 +183,13 @@ def test_a_world_whose_module_cannot_be_imported_stops_at_once(monkeypatch: pyte
     monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "environments"])
     with EnvironmentPool(Trouble(), places=1) as pool, pytest.raises(ConfigError, match="No module named 'worlds'"):
         pool.reset(0, {"uid": "t"}, 0)
+
+
+def test_gymnasiums_five_values_are_an_answer(pool: EnvironmentPool) -> None:
+    for place, (action, success) in enumerate((("solved", True), ("out of time", False))):
+        pool.reset(place, {"uid": "a"}, 0)
+        answers(pool, 1)
+        pool.step(place, action)
+        outcome = answers(pool, 1)[place]
+        assert isinstance(outcome, Outcome)
+        assert (outcome.done, outcome.success, outcome.reward) == (True, success, 1.0)

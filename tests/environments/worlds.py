@@ -48,6 +48,8 @@ class TroubleEnvironment(Environment):
             return "x", float("nan"), False, {}
         if action == "three":
             return "x", 0.0, False
+        if action in ("solved", "out of time"):  # as Gymnasium's environments answer
+            return "over", 1.0, action == "solved", action != "solved", {}
         if action == "no info":
             return "x", 0.0, False, None
         if action == "slow":
@@ -58,6 +60,27 @@ class TroubleEnvironment(Environment):
 
     def close(self) -> None:
         raise RuntimeError("closing is broken too")
+
+
+class Breaking(Trouble):
+    """Raises at every second action of its only environment's episodes, each time with another number."""
+
+    name: ClassVar[str] = "breaking"
+
+    def make(self) -> Environment:
+        return BreakingEnvironment()
+
+
+class BreakingEnvironment(TroubleEnvironment):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def step(self, action: str) -> Any:
+        self.steps += 1
+        if self.steps % 2 == 0:
+            raise KeyError(f"room {self.steps}")
+        return action, 0.5, False, {}
 
 
 class Unimportable(World):

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from covey.errors import RunFolderError
+from covey.cli_seeds import group_seeds, run_labels
+from covey.config import GRPOConfig
+from covey.errors import ConfigError, RunFolderError
 from covey.observe import RunFolder, draw_comparison, draw_learning_curve, draw_run
 from covey.observe.curve import mean_and_range, series, smooth
 
@@ -89,3 +91,23 @@ def test_seeds_are_compared(tmp_path):
 def test_a_picture_that_cannot_be_written_is_a_run_folder_error(tmp_path):
     with pytest.raises(RunFolderError, match="cannot write"):
         draw_learning_curve(records(), tmp_path / "missing" / "a.png")
+
+
+def settings_of(*, seed, **changes):
+    return GRPOConfig(f"runs/{seed}", seed=seed, **changes).to_dict()
+
+
+def test_only_runs_that_differ_in_their_seed_are_seeds():
+    fast = [settings_of(seed=seed, learning_rate=1e-3) for seed in (1, 2)]
+    slow = [settings_of(seed=seed) for seed in (1, 2)]
+    assert group_seeds([fast[0], slow[0], fast[1], slow[1]], "abcd") == [[0, 2], [1, 3]]
+    with pytest.raises(ConfigError, match=r"b and a are no seeds of one experiment: optim\.learning_rate is 1e-05 and"):
+        group_seeds([fast[0], slow[1]], "ab")
+    with pytest.raises(ConfigError, match=r"a and b do not differ in run\.seed"):
+        group_seeds([fast[0], fast[0]], "ab")
+
+
+def test_each_run_has_a_name_of_its_own(tmp_path):
+    assert run_labels([tmp_path / "a" / "x", tmp_path / "b" / "y"]) == ["x", "y"]
+    same = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
+    assert run_labels(same) == [str(path) for path in same]

@@ -80,7 +80,7 @@ def test_a_run_that_cannot_be_written_ends(tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "write", full)
-            with pytest.raises(RunFolderError, match=r"the disk is full.*covey resume"):
+            with pytest.raises(RunFolderError, match=r"the disk is full; free some space"):
                 observers.on_step(2, {})
         assert [record["step"] for record in run.read_metrics()] == [1]
 
@@ -122,6 +122,8 @@ def test_plain_console_prints_a_line_every_few_steps():
     assert lines.count("  reward 1.00: [red]5[/red]?[2J") == 2
     assert "evaluation at step 5: accuracy 0.425 (95 %: 0.360 to 0.492)" in lines
     assert lines[-1].startswith("finished after ")
+    progress.on_step(6, {"reward": 0.5})  # what was held out is many steps old: it says of which one it is
+    assert text.getvalue().splitlines()[-1].startswith("step 6/5  reward 0.500  held-out 0.425 (step 5)")
     assert "hidden" not in text.getvalue()
 
 

@@ -276,11 +276,11 @@ def test_a_resume_with_other_versions_is_noted(tmp_path):
 def test_damaged_versions_are_a_clear_error(tmp_path):
     with RunFolder.create(tmp_path):
         pass
-    for text in ("", "[]", "\x00"):
+    for text in ("", "[]", "\x00", "{}"):
         (tmp_path / "versions.json").write_text(text)
         with pytest.raises(RunFolderError, match=r"versions\.json is damaged"):
             RunFolder.open(tmp_path)
-    (tmp_path / "versions.json").write_text("{}")
+    (tmp_path / "versions.json").write_text('{"run_id": "0123456789ab"}')
     RunFolder.open(tmp_path).close()  # the failed opens gave the lock back
 
 

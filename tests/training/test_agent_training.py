@@ -18,7 +18,7 @@ from covey.observe.run_folder import RunFolder
 from covey.types import SamplingSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
-from worlds import Unimportable
+from worlds import Breaking, Unimportable
 
 
 @pytest.fixture
@@ -198,3 +198,13 @@ def test_the_command_line(
     assert "agent/no_action_ratio" in out
     status, out, err = covey("plan", recipe, "world=house:rooms=2,num_train=30")
     assert status == 0, err
+
+
+def test_an_environments_first_error_of_a_kind_is_an_event_with_its_line(settings: dict[str, Any]) -> None:
+    changes = {"action_format": "text", "max_completion_length": 4, "failed_episodes": "score", "max_turns": 3}
+    GRPOTrainer(args=GRPOConfig(**(settings | changes)), world=Breaking()).train()
+    folder = RunFolder.read(settings["output_dir"])
+    (said,) = [event["message"] for event in folder.read_events() if event["kind"] == "environment"]
+    assert said.startswith("the environment failed in step: KeyError: 'room ")
+    assert "worlds.py:" in said
+    assert "in step. Its episode failed" in said

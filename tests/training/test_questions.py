@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.errors import RewardError
+from covey.errors import ConfigError, RewardError
 from covey.observe.run_folder import RunFolder
 from covey.rollout.collect import Rollout
 from covey.rollout.playing import PlayStats
@@ -73,7 +73,9 @@ def first_letter_early(completions: list[str], **columns: Any) -> list[float]:
 
 
 def build(settings: dict[str, Any], **changes: Any) -> GRPOTrainer:
-    args = GRPOConfig(**(settings | {"max_steps": 4, "prompt_weighting": "difficulty"} | changes))
+    args = GRPOConfig(
+        **(settings | {"max_steps": 4, "prompt_weighting": "difficulty", "correctness": "first_letter_early"} | changes)
+    )
     return GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
 
 
@@ -158,9 +160,13 @@ def test_difficulty_without_right_and_wrong_is_refused(settings: dict[str, Any])
 
     args = GRPOConfig(**(settings | {"prompt_weighting": "difficulty"}))
     with pytest.raises(
-        RewardError, match=r"data\.prompt_weighting='difficulty'.*set data\.prompt_weighting to uniform"
+        ConfigError, match=r"data\.prompt_weighting='difficulty'.*set data\.prompt_weighting to uniform"
     ):
-        GRPOTrainer(reward_funcs=half, args=args, train_dataset=ROWS).train()
+        GRPOTrainer(reward_funcs=half, args=args, train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"correctness='right': is no reward function; there is half"):
+        GRPOTrainer(reward_funcs=half, args=args.replace(correctness="right"), train_dataset=ROWS)
+    with pytest.raises(RewardError, match=r"correctness='half': it gave 0\.5\d, .* gives 0 or 1"):
+        GRPOTrainer(reward_funcs=half, args=args.replace(correctness="half"), train_dataset=ROWS).train()
 
 
 def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:
@@ -168,7 +174,9 @@ def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:
         return [float(index == 0) for index in range(len(completions))]
 
     phases = [{"name": "warmup", "steps": 12, "min_accuracy": 0.5, "learning_rate_cut": 0.1}]
-    args = GRPOConfig(**(settings | {"max_steps": -1, "phases": phases, "lr_scheduler_type": "constant"}))
+    args = GRPOConfig(
+        **(settings | {"max_steps": -1, "phases": phases, "lr_scheduler_type": "constant", "correctness": "wrong"})
+    )
     trainer = GRPOTrainer(reward_funcs=wrong, args=args, train_dataset=ROWS)
     trainer.train()
     rates = [record["learning_rate"] for record in trainer.state.log_history]
@@ -180,7 +188,12 @@ def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:
 
 
 def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None:
-    args = GRPOConfig(**(settings | {"validity_mask": True, "validity_min_length": 6, "max_steps": 1}))
+    args = GRPOConfig(
+        **(
+            settings
+            | {"validity_mask": True, "validity_min_length": 6, "max_steps": 1, "correctness": "first_letter_early"}
+        )
+    )
     trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
     trainer.train()
     (record,) = trainer.state.log_history

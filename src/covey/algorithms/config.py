@@ -89,7 +89,9 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         description="One importance ratio for each token, or one for each completion (GSPO); none = what "
         "loss_type says.",
     )
-    num_iterations: int = Field(default=1, ge=1, description="Passes over each batch of completions (the paper's mu).")
+    num_iterations: int = Field(
+        default=1, ge=1, le=1000, description="Passes over each batch of completions (the paper's mu)."
+    )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus; 0 = off.")
     mask_truncated_completions: bool = Field(
         default=False, description="Leave completions that hit max_completion_length out of the loss."

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar
 
 from covey.errors import EpisodeError
@@ -65,10 +66,16 @@ class Environment(ABC):
         """Begin an episode; equal task and seed give equal worlds."""
 
     @abstractmethod
-    def step(self, action: str) -> tuple[Observation | str, float, bool, Mapping[str, Any]]:
-        """Do something: observation, reward, done, info.
+    def step(
+        self, action: str
+    ) -> (
+        tuple[Observation | str, float, bool, Mapping[str, Any]]
+        | tuple[Observation | str, float, bool, bool, Mapping[str, Any]]
+    ):
+        """Do something: observation, reward, done, info. As in Gymnasium, done may be two: terminated, truncated.
 
-        `info["success"]` says whether the task is solved (without it: whether it is done with a reward above 0),
+        `info["success"]` says whether the task is solved (without it: whether it is done, and not truncated, with a
+        reward above 0),
         `info["valid"]` whether the action was one (without it: whether it is admissible, where that is known).
         """
 
@@ -136,17 +143,21 @@ def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
     """What `step` returned, or an error that says what is wrong with it.
 
     Args:
-        returned: observation, reward, done, info.
+        returned: observation, reward, done, info; or with terminated and truncated in place of done.
         action: that was done.
         seen: the observation before it, whose admissible actions tell whether it was one.
 
     Raises:
-        EpisodeError: not four values, a reward that is no finite number, ...
+        EpisodeError: neither four nor five values, a reward that is no finite number, ...
     """
-    if not isinstance(returned, tuple) or len(returned) != 4:
-        raise EpisodeError(f"step returned {returned!r:.80}; it must return observation, reward, done and info")
-    observation, reward, done, info = returned
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+    if not isinstance(returned, tuple) or len(returned) not in (4, 5):
+        raise EpisodeError(
+            f"step returned {returned!r:.80}; it must return observation, reward, done and info, or Gymnasium's "
+            "observation, reward, terminated, truncated and info"
+        )
+    observation, reward, *ends, info = returned
+    done, solved = any(map(bool, ends)), bool(ends[0])
+    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise EpisodeError(f"step returned the reward {reward!r:.40}; it must be a finite number")
     if not isinstance(info, Mapping):
         raise EpisodeError(f"step returned {info!r:.40} as info; it must be a mapping")
@@ -154,8 +165,8 @@ def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
     return Outcome(
         observation=_observation(observation, "step"),
         reward=float(reward),
-        done=bool(done),
-        success=bool(info.get("success", done and reward > 0)),
+        done=done,
+        success=bool(info.get("success", solved and float(reward) > 0)),
         valid=bool(info.get("valid", known)),
         info={str(name): value for name, value in info.items() if name not in ("success", "valid")},
     )

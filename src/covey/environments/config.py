@@ -64,5 +64,5 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     parallel_episodes: int = Field(
         default=64, ge=1, description="Episodes at once, each in an environment process of its own."
     )
-    reset_seconds: float = Field(default=60.0, gt=0, description="Time limit of an environment's reset.")
-    step_seconds: float = Field(default=20.0, gt=0, description="Time limit of an environment's step.")
+    reset_seconds: float = Field(default=60.0, gt=0, le=1e9, description="Time limit of an environment's reset.")
+    step_seconds: float = Field(default=20.0, gt=0, le=1e9, description="Time limit of an environment's step.")

@@ -20,6 +20,7 @@ import sys
 from typing import Any
 
 from covey.environments.base import Environment, Observation, checked_reset, checked_step
+from covey.errors import EpisodeError, raised_at
 from covey.rewards.jail import frames
 
 _PR_SET_PDEATHSIG = 1
@@ -35,7 +36,7 @@ def serve_template(control: int) -> None:
             world = pickle.loads(base64.b64decode(message["world"]))
             world.prepare()
         except BaseException as error:
-            frames.send(control, {"error": f"{type(error).__name__}: {error}"})
+            frames.send(control, {"error": _described(error)})
             return
         frames.send(control, {"ready": True})
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended places leave no zombies
@@ -95,7 +96,7 @@ class _Place:
             return {"expert": self._environment.expert_action()}
         except BaseException as error:
             self.close()  # what state it is in nobody knows
-            return {"error": f"{type(error).__name__}: {error}"[:500]}
+            return {"error": _described(error)}
 
     def close(self) -> None:
         environment, self._environment = self._environment, None
@@ -104,6 +105,15 @@ class _Place:
                 environment.close()
             except BaseException as error:
                 sys.stderr.write(f"closing {environment!r:.80}: {error}\n")
+
+
+def _described(error: BaseException) -> str:
+    kind = "" if isinstance(error, EpisodeError) else f"{type(error).__name__}: "
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be shown)"
+    return f"{kind}{message[:400]}{raised_at(error)[:400]}"
 
 
 def _plain(observation: Observation) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
     )
     run_name: str | None = Field(default=None, description="Name in reports; none = the folder's name.")
     seed: int = Field(
-        default=42, ge=0, description="Seed of everything random: data order, adapter, sampled completions."
+        default=42, ge=0, lt=2**63, description="Seed of everything random: data order, adapter, sampled completions."
     )
     logging_steps: int = Field(default=1, ge=1, description="Optimiser steps between lines of metrics.")
     save_steps: int = Field(

@@ -21,12 +21,8 @@ from rich.text import Text
 
 from covey.observe.observers import BaseObserver, Metrics
 
-_SHOWN = (
-    ("reward", "reward"),
-    ("eval/accuracy", "accuracy"),
-    ("kl", "KL"),
-    ("completions/mean_length", "length"),
-)
+_SHOWN = (("reward", "reward"), ("kl", "KL"), ("completions/mean_length", "length"))
+"""Of the step; what was held out is shown with the step at which it was measured."""
 
 
 def visible(text: str, limit: int = 400) -> str:
@@ -58,7 +54,7 @@ def progress_bar(console: Console, activity: str) -> Iterator[Callable[[int, int
 
 
 class ConsoleProgress(BaseObserver):
-    """Shows step, reward, held-out accuracy, KL and the time left."""
+    """Shows reward and KL of the step, held-out accuracy with the step that it was measured at, and the time left."""
 
     def __init__(
         self,
@@ -80,7 +76,7 @@ class ConsoleProgress(BaseObserver):
         self._every = max(1, logging_steps)
         self._num_completions = num_completions_to_print or 0
         self._live = self._console.is_terminal if live is None else live
-        self._latest: dict[str, Any] = {}
+        self._held_out = ""
         self._total: int | None = None
         self._start_step = 0
         self._started = time.monotonic()
@@ -114,17 +110,21 @@ class ConsoleProgress(BaseObserver):
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         """Move the bar, or print a line."""
-        self._remember(metrics)
+        numbers = "  ".join(f"{label} {format_number(metrics[name])}" for name, label in _SHOWN if name in metrics)
+        numbers += self._held_out
         self._step_times.append(float(metrics.get("step_time", 0.0)))
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, numbers=self._numbers(), activity="")
+            self._bar.update(self._task, completed=step, numbers=numbers, activity="")
         elif step % self._every == 0 or step == self._total:
             of_total = f"/{self._total}" if self._total else ""
-            self._say(f"step {step}{of_total}  {self._numbers()}{self._time_left(step)}")
+            self._say(f"step {step}{of_total}  {numbers}{self._time_left(step)}")
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
         """Print the accuracy with its interval."""
-        self._remember(metrics)
+        for name in ("eval/reward", "eval/accuracy"):  # the second, where there is one
+            if name in metrics:
+                what = "held-out" if name == "eval/accuracy" else "held-out reward"
+                self._held_out = f"  {what} {format_number(metrics[name])} (step {step})"
         low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
         interval = "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
         values = [
@@ -157,14 +157,6 @@ class ConsoleProgress(BaseObserver):
             self._bar.stop()
             self._bar = None
         self._say(f"{status} after {_duration(time.monotonic() - self._started)}")
-
-    def _remember(self, metrics: Metrics) -> None:
-        self._latest.update({name: metrics[name] for name, _ in _SHOWN if name in metrics})
-
-    def _numbers(self) -> str:
-        return "  ".join(
-            f"{label} {format_number(self._latest[name])}" for name, label in _SHOWN if name in self._latest
-        )
 
     def _time_left(self, step: int) -> str:
         """By the mean time of the steps seen; evaluations are not counted."""

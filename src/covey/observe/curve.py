@@ -147,7 +147,16 @@ def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, 
                 f"{label} (mean of {len(seeds)} seeds, band: lowest to highest)" if len(seeds) > 1 else label
             )
             marker = "o" if name.startswith("eval/") or len(rows) == 1 else ""
-            axis.plot(steps, means, color=colour, linewidth=1.8, marker=marker, markersize=4, label=name_in_legend)
+            axis.plot(
+                steps,
+                means,
+                color=colour,
+                linestyle=("-", "--", ":")[number // len(_COLOURS) % 3],
+                linewidth=1.8,
+                marker=marker,
+                markersize=4,
+                label=name_in_legend,
+            )
             axis.fill_between(steps, lows, highs, color=colour, alpha=0.18, linewidth=0)
         if name == "eval/accuracy":
             axis.set_ylim(bottom=0)

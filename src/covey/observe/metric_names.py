@@ -45,8 +45,8 @@ learning_rate | | learning rate of this step
 grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm, mean over the passes over the step
 reward | | mean over completions of the weighted sum of rewards, without those that no function scored
 reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards), mean over groups
-accuracy | fraction | sampled completions that are right by the task's rule; without a task, those with
-    reward 1 if all rewards are 0 or 1
+accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world, or by the reward
+    that rewards.correctness names; absent where nothing says so
 rewards/<function>/mean | | mean of this function's unweighted reward over the completions that it scored
 rewards/<function>/std | | standard deviation of the same over all completions of the step
 rewards/<function>/none | fraction | completions for which this function returned None
@@ -112,7 +112,7 @@ time/publish | seconds | of it, giving the new weights to the sampler
 time/update | seconds | of it, forward, backward and optimiser
 memory/peak_gb | GB (10^9 bytes) | largest resident memory of the process so far
 memory/peak_cuda_gb | GB (10^9 bytes) | largest memory that torch allocated on the CUDA device so far
-eval/accuracy | fraction | evaluation completions that are right
+eval/accuracy | fraction | evaluation completions that are right, as `accuracy`
 eval/accuracy_low | fraction | lower end of the 95 % Wilson interval of eval/accuracy
 eval/accuracy_high | fraction | upper end of the same interval
 eval/reward | | as `reward`, on the evaluation prompts

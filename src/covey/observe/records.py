@@ -9,7 +9,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,14 @@ class JsonLines:
     next open.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open for appending.
+    def __init__(self, path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> None:
+        """Open for appending. `is_record` says of a line whether it is one of this file's.
 
         Raises:
             RunFolderError: the file cannot be written.
         """
         self.path = path
+        self._is_record = is_record
         self._open()
 
     def _open(self) -> None:
@@ -78,7 +79,7 @@ class JsonLines:
 
     def keep(self, wanted: Any) -> None:
         """Drop the records for which `wanted(record)` is false, atomically."""
-        records = [record for record in read_json_lines(self.path) if wanted(record)]
+        records = [record for record in read_json_lines(self.path, self._is_record) if wanted(record)]
         os.close(self._file)
         write_atomically(self.path, "".join(json.dumps(record) + "\n" for record in records))
         self._open()
@@ -93,11 +94,31 @@ class JsonLines:
         os.close(self._file)
 
 
-def read_json_lines(path: Path) -> list[Record]:
+def is_step(record: Record) -> bool:
+    """A line of `metrics.jsonl`."""
+    step = record.get("step")
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+
+
+def is_answers(record: Record) -> bool:
+    """A line of `questions.jsonl`: of each question how many of how many completions were right."""
+    answers = record.get("answers")
+    return (
+        is_step(record)
+        and isinstance(answers, dict)
+        and all(
+            isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair) and 0 <= pair[0] <= pair[1]
+            for pair in answers.values()
+        )
+    )
+
+
+def read_json_lines(path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> list[Record]:
     """Read the records of a file that may be growing; an unfinished last line is left out.
 
     Raises:
-        RunFolderError: the file cannot be read, or a line before the last is no JSON object.
+        RunFolderError: the file cannot be read, or a line before the last is no JSON object, or none for which
+            `is_record` holds.
     """
     if not path.exists():
         return []
@@ -107,10 +128,11 @@ def read_json_lines(path: Path) -> list[Record]:
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict):
-            raise RunFolderError(f"{path}: line {number} is no JSON object; remove that line and try again")
+        if not isinstance(record, dict) or not is_record(record):
+            what = "is no JSON object" if not isinstance(record, dict) else "is none of this file's lines"
+            raise RunFolderError(f"{path}: line {number} {what}; remove that line and try again")
         records.append(record)
     return records
 
@@ -149,7 +171,7 @@ def read_table(path: Path) -> list[Record]:
         content = path.read_bytes()
     try:
         rows: list[Record] = pq.read_table(io.BytesIO(content)).to_pylist()
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise RunFolderError(f"{path} is no readable Parquet file ({error}); delete it") from error
     return rows
 

@@ -35,11 +35,30 @@ from typing import Any
 from covey import files
 from covey.errors import RunFolderError
 from covey.observe.lock import FolderLock
-from covey.observe.records import JsonLines, Record, read_json_lines, read_table, write_table
+from covey.observe.records import (
+    JsonLines,
+    Record,
+    is_answers,
+    is_step,
+    read_json_lines,
+    read_table,
+    write_table,
+)
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
+_FOLDERS = ("completions", "checkpoints", "best", "adapter")
+_FILES = (
+    "config.toml",
+    "versions.json",
+    "metrics.jsonl",
+    "questions.jsonl",
+    "events.jsonl",
+    "log.txt",
+    "learning_curve.png",
+    FolderLock.NAME,
+)
 # What `create` makes before the caller writes anything.
 _FRESH = {"versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "completions", "checkpoints"}
 
@@ -54,14 +73,18 @@ class RunFolder:
         """Use `create`, `open` or `read` instead."""
         self.path = path
         self._lock: FolderLock | None = None
+        for name in _FILES:
+            files.require_kind(path / name)
+        for name in _FOLDERS:
+            files.require_kind(path / name, folder=True)
         if writable:
             self._lock = FolderLock(path)
             try:
                 for folder in (path, self.checkpoints, self.completions):
                     if folder.is_dir():
                         files.remove_leftovers(folder)
-                self._metrics = JsonLines(self.metrics_path)
-                self._questions = JsonLines(self.questions_path)
+                self._metrics = JsonLines(self.metrics_path, is_step)
+                self._questions = JsonLines(self.questions_path, is_answers)
                 self._events = JsonLines(self.events_path)
             except BaseException:
                 self._lock.release()
@@ -69,7 +92,12 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], *, resume: bool = False, needed_bytes: int = DEFAULT_FREE_BYTES
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        resume: bool = False,
+        needed_bytes: int = DEFAULT_FREE_BYTES,
+        needs_python: bool = False,
     ) -> RunFolder:
         """Make a folder for a new run, finding out now, not after an hour, whether it can be written.
 
@@ -77,6 +105,7 @@ class RunFolder:
             path: the folder (`run.output_dir`); parents are created.
             resume: open the run that is already there, if there is one.
             needed_bytes: refuse when less than this is free: an estimate of what the run will write.
+            needs_python: the run has parts that no file holds, so that only its own program can continue it.
 
         Raises:
             RunFolderError: another run or other files are in it, it cannot be written, the disk is too full,
@@ -94,7 +123,8 @@ class RunFolder:
             with files.explained(folder):
                 run.completions.mkdir(exist_ok=True)
                 run.checkpoints.mkdir(exist_ok=True)
-            files.write_atomically(run.versions_path, _as_json({"run_id": uuid.uuid4().hex[:12], **collect_versions()}))
+            known = {"run_id": uuid.uuid4().hex[:12], "needs_python": needs_python, **collect_versions()}
+            files.write_atomically(run.versions_path, _as_json(known))
         except BaseException:
             run.close()
             raise
@@ -109,9 +139,8 @@ class RunFolder:
         """
         folder = Path(path).expanduser().absolute()
         if cls.is_run(folder) and not _is_unused(folder):
-            raise RunFolderError(
-                f"{path} holds another run; continue it with `covey resume {path}`, or choose another run.output_dir"
-            )
+            how = cls.read(folder).how_to_continue()
+            raise RunFolderError(f"{path} holds another run; continue it with {how}, or choose another run.output_dir")
         with files.explained(folder, "create the run folder"):
             present = [entry.name for entry in folder.iterdir()] if folder.exists() else []
         foreign = sorted(name for name in present if name not in _IGNORED | _FRESH and not files.is_leftover(name))
@@ -163,15 +192,21 @@ class RunFolder:
 
     @classmethod
     def is_run(cls, path: str | os.PathLike[str]) -> bool:
-        """True when the folder holds a Covey run."""
-        return (Path(path).expanduser() / "versions.json").is_file()
+        """True when the folder holds a Covey run; False also for what cannot be the path of a folder."""
+        try:
+            return (Path(path).expanduser() / "versions.json").is_file()
+        except (OSError, RuntimeError):  # too long a name, no such user's home
+            return False
 
     @classmethod
     def _existing(cls, path: str | os.PathLike[str]) -> Path:
         if not cls.is_run(path):
-            raise RunFolderError(
-                f"{path} holds no run (it has no versions.json); check the path, or start a run with `covey train`"
-            )
+            there = Path(path).absolute()
+            found = [name for name in ("config.toml", "metrics.jsonl", "checkpoints") if os.path.exists(there / name)]
+            fix = "check the path, or start a run with `covey train`"
+            if found:
+                fix = f"{' and '.join(found)} of one are there, so it was lost: restore it from a backup"
+            raise RunFolderError(f"{path} holds no run (it has no versions.json); {fix}")
         return Path(path).expanduser().absolute()
 
     # ------------------------------------------------------------------ where things are
@@ -233,7 +268,37 @@ class RunFolder:
     @property
     def run_id(self) -> str:
         """Twelve hex digits that name this run for good; a copied folder keeps them."""
-        return str(self.versions().get("run_id", ""))
+        return str(self.versions()["run_id"])
+
+    @property
+    def needs_python(self) -> bool:
+        """True for a run with parts that no file holds, such as a function or a dataset in memory."""
+        return self.versions().get("needs_python") is True
+
+    def whole_config(self) -> Path:
+        """`config.toml`, which is there and was not cut: a setting that is lost would take its default without a word.
+
+        Raises:
+            RunFolderError: it is not.
+        """
+        fix = "restore it from a backup, or write it anew with `covey config RECIPE` and what was overridden"
+        if not self.config_path.exists():
+            if not any(self.checkpoints.glob("step_*")) and not self.read_metrics():
+                raise RunFolderError(
+                    f"{self.path}: the run was killed before it began, nothing is in it; start it with `covey train`"
+                )
+            raise RunFolderError(f"{self.path}: its config.toml is gone, and with it the settings to go on with; {fix}")
+        with files.explained(self.config_path, "read"):
+            lines = self.config_path.read_bytes().splitlines()
+        if b"[run]" not in lines:  # the last section
+            raise RunFolderError(f"{self.config_path}: was cut, it has no section [run]; {fix}")
+        return self.config_path
+
+    def how_to_continue(self) -> str:
+        """What the user is to do after a stop."""
+        if self.needs_python:
+            return "`trainer.train(resume_from_checkpoint=True)` in the Python program that started it"
+        return f"`covey resume {self.path}`"
 
     # ------------------------------------------------------------------ writing
     def write_config(self, toml: str) -> None:
@@ -290,7 +355,7 @@ class RunFolder:
     def truncate_after(self, step: int) -> None:
         """Forget metrics and completions later than `step`: those of the steps that a resume does again."""
         for lines in (self._metrics, self._questions):
-            lines.keep(lambda record: record.get("step", 0) <= step)
+            lines.keep(lambda record: record["step"] <= step)
         with files.explained(self.completions, "clean up"):
             for _, number, path in self._tables():
                 if number > step:
@@ -318,22 +383,24 @@ class RunFolder:
     def versions(self) -> Record:
         """What `versions.json` holds."""
         with files.explained(self.versions_path, "read"):
-            text = self.versions_path.read_text(encoding="utf-8")
+            content = self.versions_path.read_bytes()
         try:
-            versions = json.loads(text)
-        except ValueError:
+            versions = json.loads(content)
+        except (ValueError, RecursionError):
             versions = None
-        if not isinstance(versions, dict):
-            raise RunFolderError(f"{self.versions_path} is damaged: it is no JSON object; restore it from a backup")
+        if not isinstance(versions, dict) or not isinstance(versions.get("run_id"), str) or not versions["run_id"]:
+            raise RunFolderError(
+                f"{self.versions_path} is damaged: it is no JSON object with a run_id; restore it from a backup"
+            )
         return versions
 
     def read_metrics(self) -> list[Record]:
         """All lines of `metrics.jsonl`, oldest first; null stands for NaN or infinity."""
-        return read_json_lines(self.metrics_path)
+        return read_json_lines(self.metrics_path, is_step)
 
     def read_answers(self) -> list[Record]:
         """Lines of `questions.jsonl`."""
-        return read_json_lines(self.questions_path)
+        return read_json_lines(self.questions_path, is_answers)
 
     def read_events(self) -> list[Record]:
         """All lines of `events.jsonl`."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,8 +130,29 @@ def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{source}: an encoder-decoder model; choose a decoder-only (causal) language model")
+    _refuse_quantised(getattr(config, "quantization_config", None), source)
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise ModelError(
+                f"{source}: its weight {name} holds NaN or infinity; the file is damaged or its training has diverged, "
+                "use another copy or an earlier one"
+            )
     _ensure_pad_token(tokenizer, source)
     return LoadedModel(model.eval(), tokenizer, source, _eos_token_ids(model, tokenizer, source))
+
+
+def _refuse_quantised(settings: Any, source: str) -> None:
+    """`quantization_config` of a model's config: a mapping, or transformers' object of it."""
+    if not settings:
+        return
+    found = settings if isinstance(settings, Mapping) else vars(settings)
+    method = found.get("quant_method", "unknown")
+    bits = found.get("bits") or (4 if found.get("load_in_4bit", found.get("_load_in_4bit")) else None)
+    how = f"{getattr(method, 'value', method)}{f', {bits} bits' if bits else ''}"
+    raise ModelError(
+        f"{source}: is quantised ({how}), and Covey trains and samples with plain weights, whose log-probabilities it "
+        "compares; use the model that it was made from, in bfloat16 (model.dtype) where memory is short"
+    )
 
 
 def _locate(source: str) -> tuple[str, str | None]:
@@ -144,6 +166,7 @@ def _locate(source: str) -> tuple[str, str | None]:
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
+            _refuse_quantised(_config_of(path, source).get("quantization_config"), source)
             return str(path), None
         if (path / "adapter_config.json").is_file():
             raise ModelError(
@@ -153,6 +176,16 @@ def _locate(source: str) -> tuple[str, str | None]:
     if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
         raise ModelError(f"{source}: there is no such file or folder; check the path of model.model")
     return source, None
+
+
+def _config_of(folder: Path, source: str) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{source}: its config.json cannot be read ({error}); fetch the model again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{source}: its config.json holds no settings; fetch the model again")
+    return found
 
 
 def _locate_in_package(source: str) -> tuple[str, str]:
@@ -202,6 +235,8 @@ def _load_problem(folder: str, source: str, error: Exception) -> str:
     reason = _first_line(error)
     if "trust_remote_code" in str(error):
         return f"{source}: needs code that comes with the model; set model.trust_remote_code=true if you trust it"
+    if "quantiz" in str(error).lower():
+        return f"{source}: is quantised ({reason}); use the model that it was made from"
     if not Path(folder).exists():
         return (
             f"{source}: no such folder here, and it cannot be fetched from the hub ({reason}); "

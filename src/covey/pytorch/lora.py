@@ -15,6 +15,7 @@ Files are read as safetensors only: a pickled adapter would run code.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from covey.errors import ModelError
+from covey.processes import total_memory
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _BASE_PREFIX = "base_model.model."
@@ -126,6 +128,7 @@ def attach_lora(
     """
     if isinstance(model, PeftModel):
         return _lean(model)
+    require_rank(model, config.r if config is not None else r)
     if config is None:
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
         config = LoraConfig(
@@ -147,6 +150,27 @@ def attach_lora(
                 f"model.lora_target_modules={config.target_modules!r}: PEFT cannot attach it ({error}); "
                 "use all-linear or names of linear layers of this model"
             ) from error
+
+
+def require_rank(model: nn.Module, r: int) -> None:
+    """Refuse an adapter that is larger than what it adapts, or than memory.
+
+    Raises:
+        ModelError: naming what it would take: weights, gradients and AdamW's two moments in float32.
+    """
+    sizes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
+    needed = 16 * r * sum(map(sum, sizes))
+    if needed > total_memory():
+        raise ModelError(
+            f"model.lora_r={r}: adapters of that rank on all linear layers need {needed / 1e9:,.0f} GB with "
+            f"gradients and the optimiser's moments, and this machine has {total_memory() / 1e9:,.0f} GB of memory; "
+            "use 8 to 64"
+        )
+    if sizes and r > max(map(max, sizes)):
+        raise ModelError(
+            f"model.lora_r={r}: more than the {max(map(max, sizes))} rows or columns of the model's largest layer; "
+            "an adapter is meant to be smaller than what it adapts, use 8 to 64"
+        )
 
 
 def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
@@ -214,7 +238,7 @@ def _config(model: PeftModel) -> PeftConfig:
 
 def _read(path: str | Path) -> tuple[PeftConfig, dict[str, Tensor]]:
     folder = Path(path)
-    if not (folder / CONFIG_FILE).is_file():
+    if not os.path.isfile(folder / CONFIG_FILE):
         raise ModelError(f"{path}: holds no {CONFIG_FILE}; give the folder of a saved PEFT adapter")
     if not (folder / WEIGHTS_FILE).is_file():
         raise ModelError(
@@ -232,6 +256,9 @@ def _read(path: str | Path) -> tuple[PeftConfig, dict[str, Tensor]]:
         TypeError,
     ) as error:
         raise ModelError(f"{path}: the adapter is damaged ({error}); save or fetch it again") from error
+    for name, weight in weights.items():
+        if not bool(torch.isfinite(weight).all()):
+            raise ModelError(f"{path}: the adapter's {name} holds NaN or infinity; use another copy or an earlier one")
     return config, weights
 
 

@@ -53,6 +53,12 @@ def restore_optimizer(
         # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
         device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
         restored.setdefault(parameter, {})[key] = tensor.to(device, copy=True)
+    kinds = {frozenset(moments) for moments in restored.values()}
+    if len(kinds) > 1:
+        raise CheckpointError(
+            f"the checkpoint lacks {' and '.join(sorted(max(kinds, key=len) - min(kinds, key=len)))} of some "
+            "parameters, though it has them of others; delete it to resume from the one before"
+        )
     optimizer.state.clear()
     optimizer.state.update(restored)
 

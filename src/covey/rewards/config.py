@@ -18,9 +18,17 @@ class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
     reward_weights: Annotated[tuple[float, ...], Field(strict=False)] | None = Field(
         default=None, description="One weight for each reward function, in their order; none = 1 for each."
     )
+    correctness: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the reward function that says which completions are right: 1 = right, 0 = wrong. "
+        "Without a task, accuracy, prompt_weighting and min_accuracy need it; none = the task says so, or nothing "
+        "does.",
+    )
     reward_timeout: float = Field(
         default=60.0,
         gt=0,
+        le=1e9,
         description="Seconds that one call of a reward function may take before the run stops.",
     )
     soft_overlong_cache: int = Field(

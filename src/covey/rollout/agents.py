@@ -220,7 +220,7 @@ class Player:
         """The same after the first observation, which tells the task, and the last `history` turns."""
         if not live.turns:
             return self.words(live)
-        recent = live.turns[len(live.turns) - history :] if history else []
+        recent = live.turns[-history:] if history else []
         lines = [f"Task: {self.shortened(live.turns[0].observation)}"]
         lines += [f"{self.shortened(turn.observation)}\n> {turn.action or turn.said}" for turn in recent]
         return "\n".join([*lines, self.words(live)])
@@ -394,7 +394,7 @@ class _Game:
 
     def _opening(self, live: _Live) -> IntArray:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
-        for history in range(self._settings.history_length, 0, -1):
+        for history in range(min(self._settings.history_length, len(live.turns)), 0, -1):
             ids = self._template.opening(self._player.words_with_history(live, history))
             if not live.turns or len(ids) <= self._settings.max_prompt_tokens:
                 return ids

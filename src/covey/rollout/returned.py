@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.errors import RewardError
+from covey.errors import RewardError, raised_at
 
 _MAX_SHOWN = 500
 
@@ -100,11 +100,12 @@ def _read_number(value: Any) -> tuple[float, str]:
 
 
 def describe_error(error: BaseException) -> str:
-    """`ValueError: its message`, shortened; also for an exception that cannot print itself."""
+    """`ValueError: its message at rewards.py:17, in correct`, shortened; also for one that cannot print itself."""
     try:
-        return f"{type(error).__name__}: {shorten(str(error))}"
+        message = shorten(str(error))
     except Exception:
-        return f"{type(error).__name__}: (its message cannot be shown)"
+        message = "(its message cannot be shown)"
+    return f"{type(error).__name__}: {message}{raised_at(error)}"
 
 
 def shorten(text: str) -> str:

@@ -29,9 +29,10 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
         default=None,
         description="Where adapters are written for vllm to read; none = beside the run folder, OUTPUT_DIR-adapters.",
     )
-    server_timeout: float = Field(default=600.0, gt=0, description="Seconds that one request may take.")
+    server_timeout: float = Field(default=600.0, gt=0, le=1e9, description="Seconds that one request may take.")
     server_retry_seconds: float = Field(
         default=60.0,
         ge=0,
+        le=1e9,
         description="Seconds for which a request that failed is tried again before the run stops, to be resumed.",
     )

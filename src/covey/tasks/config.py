@@ -39,7 +39,7 @@ class DataConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
         default="uniform",
         description="Which prompts are visited: all alike, or drawn by what their last answers say that they can "
         "teach (most where half of the completions are right; new prompts first of all). Needs to know what is right: "
-        "a task, or rewards that are 0 or 1.",
+        "a task, or rewards.correctness.",
     )
     system_prompt: str | None = Field(
         default=None, description="System message put before every prompt; none = what the dataset has."

@@ -44,7 +44,7 @@ def load_rows(source: Any, *, split: str = "train") -> list[Row]:
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
         path = Path(name)
-        if data_format(path) or path.exists():
+        if data_format(path) or os.path.exists(path):
             entries: Iterable[Any] = read_file(path)
         else:
             entries = read_hub(name, split)

@@ -10,7 +10,7 @@ import numpy as np
 from covey.environments.base import World
 from covey.environments.pool import EnvironmentPool
 from covey.environments.registry import get_world
-from covey.errors import DataError
+from covey.errors import ConfigError, DataError
 from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.agents import Player
 from covey.rollout.batching import has_text
@@ -63,6 +63,10 @@ def world_data(config: GRPOConfig, world: World) -> setup.Data:
         raise DataError(
             f"environment.world={config.environment.world!r}: {len(both)} tasks are for training and held out, such as "
             f"{min(both)!r}; the evaluation would be of what was trained"
+        )
+    if config.rewards.correctness is not None:
+        raise ConfigError(
+            f"rewards.correctness={config.rewards.correctness!r}: a world says itself which episodes succeed; remove it"
         )
     if config.evaluation.num_eval_prompts is not None:
         held_out = held_out[: config.evaluation.num_eval_prompts]

@@ -123,39 +123,51 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
                 f"{_FORMAT}; "
                 "resume with the version named in the run's versions.json"
             )
+        if not isinstance(document.get("state"), dict):
+            raise ValueError("its state.json holds no state")
         found = str(document["run_id"])
         step = int(document["step"])
-        if run_id is not None and found and found != run_id:
+        if _NAME.match(folder.name) and folder.name != checkpoint_name(step):
             raise CheckpointError(
-                f"checkpoint {folder} belongs to run {found}, not to {run_id}; resume from that run's own folder"
+                f"checkpoint {folder} is of step {step}, not of that in its name; give it its own name back, or move "
+                "it "
+                "away"
+            )
+        if run_id is not None and found != run_id:
+            raise CheckpointError(
+                f"checkpoint {folder} belongs to run {found or '(none)'}, not to {run_id}; resume from that run's "
+                "own folder"
             )
         tensors = {name: _load_group(folder / f"{name}.safetensors") for name in document["groups"]}
         state = _decode(document["state"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read ({error}); {_advice(folder)}") from error
     return Checkpoint(path=folder, step=step, tensors=tensors, state=state, run_id=found)
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """All checkpoint folders, oldest first, whole or not; remains of killed writes are not among them."""
+    """All that is named as a checkpoint, oldest first, whole or not; remains of killed writes are not among them."""
     root = Path(folder)
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name)) and path.is_dir()]
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name))]
     return [path for _, path in sorted(found)]
 
 
-def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest checkpoint that is whole, hashes compared, or None. Broken ones are skipped with a logged
-    warning.
+def latest_checkpoint(folder: str | Path, broken: dict[Path, str] | None = None) -> Path | None:
+    """The newest checkpoint that is whole, hashes compared, or None. What is wrong with those that are skipped goes
+    into `broken`, or is logged.
     """
     for path in reversed(list_checkpoints(folder)):
         problem = folder_problem(path)
         if not problem:
             return path
-        _log.warning("skipping checkpoint %s: %s", path, problem)
+        if broken is not None:
+            broken[path] = problem
+        else:
+            _log.warning("skipping checkpoint %s: %s", path, problem)
     return None
 
 

@@ -159,7 +159,9 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allo
     metric_for_best_model: str = Field(
         default="eval/accuracy",
         min_length=1,
-        description="Metric that says which checkpoint is best; more is better.",
+        description="Metric of an evaluation that says which checkpoint is best; more is better. Where nothing says "
+        "which "
+        "completions are right there is no eval/accuracy, and eval/reward takes its place for the whole run.",
     )
     load_best_model_at_end: bool = Field(
         default=False, description="Finish with the weights of the best evaluation instead of the last."

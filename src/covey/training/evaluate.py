@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
 from covey.rollout.batching import HasAnswer, has_text
 from covey.rollout.collect import Collector, Rollout
 from covey.training.report import no_answer_ratio
-from covey.types import BoolArray, Progress, Prompt, SamplingSettings
+from covey.types import BoolArray, FloatArray, Progress, Prompt, SamplingSettings
 
-IsCorrect = Callable[[Prompt, str], bool]
-"""Does this completion solve this prompt? The definition of `eval/accuracy`."""
+IsCorrect = Callable[[Prompt, str], bool] | str
+"""The definition of `accuracy`: does this completion solve this prompt? Or the name of the reward that says so by 0
+or 1 (`rewards.correctness`).
+"""
 
 EVALUATION_STREAM = 1
 """Second entry of every evaluation request's random stream (0 is training), so that the two never share numbers."""
@@ -50,8 +53,7 @@ def evaluate(
     """Sample `samples` completions, or play `samples` episodes, of each held-out prompt, and count the correct ones.
 
     Accuracy is the share of completions for which `is_correct` holds, of episodes that end in success. Without
-    `is_correct`, rewards that are all 0 or 1 are taken as right or wrong; other rewards have no accuracy and only
-    `eval/reward` is reported.
+    `is_correct` there is none, and only `eval/reward` is reported.
 
     The interval is Wilson's over the completions; with `samples` above 1 completions of one prompt are not independent,
     and the interval is too narrow: use 1 to quote a number.
@@ -98,13 +100,25 @@ def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolA
     """`[N]` which completions are right, or which trajectories succeeded, in the order of the groups; None where
     nothing says so.
 
-    Without `is_correct`, rewards that are all 0 or 1 mean wrong or right.
+    Raises:
+        RewardError: the reward that `is_correct` names gave something else than 0, 1 or None.
     """
     if any(group.trajectories for group in rollout.groups):
         return np.array([t.success for group in rollout.groups for t in group.trajectories], dtype=np.bool_)
-    if is_correct is not None:
-        return np.array([is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_)
-    rewards = np.concatenate([group.rewards for group in rollout.groups])
-    if np.isin(rewards, (0.0, 1.0)).all():
-        return np.asarray(rewards == 1.0)
-    return None
+    if is_correct is None:
+        return None
+    if isinstance(is_correct, str):
+        return _right_by(is_correct, np.concatenate([group.reward_parts[is_correct] for group in rollout.groups]))
+    return np.array([is_correct(g.prompt, e.text) for g in rollout.groups for e in g.episodes], dtype=np.bool_)
+
+
+def _right_by(name: str, rewards: FloatArray) -> BoolArray:
+    """`[N]` 1 is right; 0, and None for what cannot be judged, is not."""
+    odd = rewards[~(np.isnan(rewards) | (rewards == 0.0) | (rewards == 1.0))]
+    if len(odd):
+        raise RewardError(
+            f"rewards.correctness={name!r}: it gave {odd[0]:g}, and what says whether a completion is right gives 0 "
+            "or 1 (None: cannot tell); name a reward that does, or leave rewards.correctness out",
+            function=name,
+        )
+    return np.asarray(rewards == 1.0)

@@ -16,6 +16,7 @@ import torch
 
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.loading import LoadedModel, load_model
+from covey.pytorch.lora import require_rank
 from covey.rollout.learning import Learner as TrainedLearner
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.types import Prompt
@@ -87,6 +88,7 @@ def make_policy(
         rank, alpha, names, adapter = load_adapter(chosen.adapter)
         shape = replace(shape, lora_rank=rank, lora_alpha=alpha, lora_modules=tuple(names))
     elif chosen.use_peft:
+        require_rank(built, chosen.lora_r)
         names = LINEAR_LAYERS if modules == _ALL else (modules,) if isinstance(modules, str) else modules
         shape = replace(shape, lora_rank=chosen.lora_r, lora_alpha=float(chosen.lora_alpha), lora_modules=tuple(names))
     shape = replace(shape, remat=chosen.gradient_checkpointing)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from covey.errors import CoveyError
+from covey.errors import CheckpointError, CoveyError, ModelError
 from covey.observe.curve import draw_run
 from covey.observe.doctor import Doctor
 from covey.observe.observers import Observers
@@ -19,8 +21,8 @@ from covey.observe.run_folder import RunFolder
 from covey.observe.trackers import make_observers
 from covey.training.callbacks import Callbacks
 from covey.training.checkpoint import (
-    Checkpoint,
-    latest_checkpoint,
+    checkpoint_name,
+    list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
@@ -28,13 +30,19 @@ from covey.training.checkpoint import (
 from covey.training.evaluate import Evaluation
 from covey.training.questions import Answers
 from covey.training.report import completion_rows
+from covey.training.restoring import checked_state, damage_explained, find_checkpoint, lost_lines
 from covey.training.schedule import PhasePlan
-from covey.training.state import TrainerState
+from covey.training.standard import require_measured
 
 if TYPE_CHECKING:
     from covey.training.trainer import GRPOTrainer
 
 log = logging.getLogger(__name__)
+
+_DETAILS = re.compile(r"""['"([{<\d]""")
+"""Where the part of an error's message begins that differs from case to case."""
+_PLACE = re.compile(r" at \S+:\d+, in ")
+_MOST_FAILURES = 20
 
 
 class Recorder:
@@ -56,6 +64,8 @@ class Recorder:
         self._consistent = True
         self._unsaved = True
         self._phase = -1
+        self._notes: list[str] = []
+        self._failures: set[tuple[str, str]] = set()
         self.evaluated_at = -1
 
     # ------------------------------------------------------------------ life of a run
@@ -64,7 +74,8 @@ class Recorder:
     def running(self, resume: bool | str | Path | None) -> Iterator[None]:
         """Open the folder, restore a checkpoint if asked to, and close everything with the last results written."""
         trainer = self._trainer
-        with RunFolder.create(self._settings.output_dir, resume=bool(resume)) as folder:
+        needs_python = bool(trainer.only_in_memory)
+        with RunFolder.create(self._settings.output_dir, resume=bool(resume), needs_python=needs_python) as folder:
             self._folder = folder
             if resume:
                 self._restore(folder, None if resume is True else Path(resume))
@@ -90,6 +101,8 @@ class Recorder:
                     "model": trainer.args.model.model,
                 },
             )
+            for note in self._notes:
+                self.event("warning", note)
             status = "failed"
             try:
                 yield
@@ -103,19 +116,35 @@ class Recorder:
                 trainer.close()
 
     def _finish(self, folder: RunFolder) -> None:
-        trainer, state = self._trainer, self._trainer.state
         self._save(folder)
-        if trainer.args.evaluation.load_best_model_at_end and state.best_step not in (
-            None,
-            state.global_step,
-        ):
-            best = load_checkpoint(folder.checkpoints / f"step_{state.best_step:06d}", run_id=folder.run_id)
-            trainer.policy.load_state_dict(best.tensors["policy"])
-            trainer.engine.sync(trainer.policy.model, state.policy_version)
-            self.event("best", f"the run ends with the weights of step {state.best_step}, its best evaluation")
+        whose = self._take_best(folder)
         with folder.publishing(folder.adapter) as aside:
-            trainer.policy.save_pretrained(aside)
+            self._trainer.policy.save_pretrained(aside)
+        what = "the adapter" if self._trainer.args.model.use_peft else "the model"
+        self.event("adapter", f"{folder.adapter.name}/ holds {what} of {whose}")
         draw_run(folder)
+
+    def _take_best(self, folder: RunFolder) -> str:
+        """With `load_best_model_at_end`, the weights of the best evaluation. Returns whose weights the policy has
+        now.
+        """
+        trainer, state = self._trainer, self._trainer.state
+        last, best = f"step {state.global_step}, the last one", state.best_step
+        if not trainer.args.evaluation.load_best_model_at_end:
+            return last
+        if best is None:
+            return f"{last} (no evaluation measured {trainer.best_metric})"
+        chosen = f"step {best}, the best evaluation ({trainer.best_metric} {state.best_metric:.4g})"
+        if best == state.global_step:
+            return chosen
+        try:
+            checkpoint = load_checkpoint(folder.checkpoints / checkpoint_name(best), run_id=folder.run_id)
+            trainer.policy.load_state_dict(checkpoint.tensors["policy"])
+        except (CheckpointError, ModelError) as error:
+            self.event("warning", f"the weights of {chosen}, cannot be had, those of the last step are kept: {error}")
+            return last
+        trainer.engine.sync(trainer.policy.model, state.policy_version)
+        return chosen
 
     def stopped(self, status: str, reason: str) -> None:
         """An error or the keyboard ends the run: leave a checkpoint, if the weights are those of a finished step.
@@ -126,9 +155,12 @@ class Recorder:
         if folder is None:
             return
         try:
-            if self._consistent and self._unsaved:
+            if self._consistent:
                 self._save(folder)
-            self.event(status, f"{reason}\nNothing is lost: continue with `covey resume {folder.path}`")
+            state, saved = self._trainer.state, list_checkpoints(folder.checkpoints)
+            whole = bool(saved) and saved[-1].name == checkpoint_name(state.global_step)
+            kept = "Nothing is lost" if whole else f"{saved[-1].name if saved else 'Nothing'} is the last checkpoint"
+            self.event(status, f"{reason}\n{kept}: continue with {folder.how_to_continue()}")
         except CoveyError as error:
             log.warning("the run stops, and its last step could not be saved: %s", error)
 
@@ -163,6 +195,7 @@ class Recorder:
         state.log_history.append({"step": state.global_step, **metrics})
         self._observers.on_step(state.global_step, metrics)
         self._observers.on_completions(state.global_step, completions)
+        self._tell_failures(completions)
         for diagnosis in self._doctor.check(state.log_history[-1]):
             self.event("diagnosis", str(diagnosis))
 
@@ -178,26 +211,31 @@ class Recorder:
         rows = completion_rows(result.rollout.groups, columns=logged.columns, correct=result.correct)
         if self._settings.log_completions:
             folder.write_evaluation(state.global_step, rows)
+        self._tell_failures(rows)
         draw_run(folder)
 
-        wanted = self._trainer.args.evaluation.metric_for_best_model
-        value = metrics.get(wanted, metrics["eval/reward"] if wanted == "eval/accuracy" else None)
-        if value is None:
-            known = ", ".join(sorted(metrics))
-            self.event(
-                "warning",
-                f"metric_for_best_model={wanted!r} is not among the metrics of an evaluation: {known}",
-            )
-        elif state.best_metric is None or value > state.best_metric:
-            state.best_metric, state.best_step = float(value), state.global_step
+        require_measured(self._trainer.best_metric, list(metrics))
+        value = float(metrics[self._trainer.best_metric])
+        state.best_metric_name = self._trainer.best_metric
+        if math.isfinite(value) and (state.best_metric is None or value > state.best_metric):
+            state.best_metric, state.best_step = value, state.global_step
             state.evaluations_without_improvement = 0
             if state.global_step > 0:
                 with folder.publishing(folder.best) as aside:
                     self._trainer.policy.save_pretrained(aside)
-                if self._trainer.args.evaluation.load_best_model_at_end:
-                    self._save(folder)
+            if self._trainer.args.evaluation.load_best_model_at_end:
+                self._save(folder)
         elif state.global_step > 0:
             state.evaluations_without_improvement += 1
+
+    def _tell_failures(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The first error of each kind that an environment ended an episode with."""
+        for text in (str(row["error"]) for row in rows if row.get("ended") == "failed"):
+            place = _PLACE.search(text)
+            kind = (_DETAILS.split(text)[0], place[0] if place else "")
+            if kind not in self._failures and len(self._failures) < _MOST_FAILURES:
+                self._failures.add(kind)
+                self.event("environment", f"{text}. Its episode failed; others like it are in completions/ only")
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -233,18 +271,27 @@ class Recorder:
     def _restore(self, folder: RunFolder, path: Path | None) -> None:
         """Take up a checkpoint; without one the run begins again from its start, which gives the same numbers."""
         trainer = self._trainer
-        path = latest_checkpoint(folder.checkpoints) if path is None else path
+        if not folder.config_path.exists():
+            folder.write_config(trainer.args.to_toml())
+            if folder.read_metrics():
+                self._notes.append("config.toml was gone; it has the settings of this resume now")
+        if path is None:
+            path = find_checkpoint(folder, trainer.args.run.save_steps, self._notes)
         if path is None:
             folder.truncate_after(-1)
             return
-        checkpoint: Checkpoint = load_checkpoint(path, run_id=folder.run_id)
-        trainer.learner.restore(checkpoint.tensors, checkpoint.state["trainer"]["updates"])
-        trainer.learner.tokens_per_micro_batch = checkpoint.state["tokens_per_micro_batch"]
-        self._plan.restore(checkpoint.state["plan"])
-        _restore_random(checkpoint.state["random"])
+        checkpoint = load_checkpoint(path, run_id=folder.run_id)
+        state = checked_state(checkpoint, trainer.learner.tensors(), trainer.best_metric)
+        self._notes += lost_lines(folder, checkpoint, trainer.args)
+        with damage_explained(checkpoint):
+            self._plan.restore(checkpoint.state["plan"])
+            _restore_random(checkpoint.state["random"])
+            trainer.learner.restore(checkpoint.tensors, state.updates)
+            trainer.learner.tokens_per_micro_batch = int(checkpoint.state["tokens_per_micro_batch"])
         folder.truncate_after(checkpoint.step)
-        trainer.state = TrainerState.from_dict(checkpoint.state["trainer"], folder.read_metrics())
-        trainer.state.max_steps = self._total_steps or -1
+        trainer.state = state
+        state.log_history = folder.read_metrics()
+        state.max_steps = self._total_steps or -1
         trainer.questions.restore(folder.read_answers())
         evaluated = [record["step"] for record in trainer.state.log_history if "eval/reward" in record]
         self.evaluated_at = evaluated[-1] if evaluated else -1

@@ -278,7 +278,11 @@ class PhasePlan:
                 f"the checkpoint is in phase {index + 1}, but schedule.phases has {len(self._phases)}; "
                 "resume with the phases that the run was started with"
             )
-        self._index = index
-        self._start = Progress(**state["start"])
-        self._factor = float(state.get("learning_rate_factor", 1.0))
-        self._accuracies = [float(value) for value in state.get("accuracies", ())]
+        start, factor = Progress(**state["start"]), float(state.get("learning_rate_factor", 1.0))
+        accuracies = [float(value) for value in state.get("accuracies", ())]
+        for value in (start.step, start.tokens, start.seconds):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"phase {index + 1} begins at {start}")
+        if not 0 < factor <= 1 or not all(math.isfinite(value) for value in accuracies):
+            raise ValueError(f"learning_rate_factor={factor}, accuracies={accuracies!r:.80}")
+        self._index, self._start, self._factor, self._accuracies = index, start, factor, accuracies

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from covey.algorithms import make_objective
 from covey.errors import ConfigError, DataError
+from covey.functions import load_function
 from covey.pytorch.engine import Engine
 from covey.pytorch.learner import Learner as TorchLearner
 from covey.pytorch.policy import Policy
@@ -33,6 +34,7 @@ from covey.tasks import Task, get_task
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_factor, resolve_warmup_steps
+from covey.training.standard import correctness
 from covey.training.update import UpdateSettings
 from covey.types import Prompt, SamplingSettings
 
@@ -52,7 +54,7 @@ class Data:
         held_out: evaluation rows, empty if there are none.
         scorer: the reward functions.
         system_prompt: put before each prompt.
-        is_correct: definition of `eval/accuracy`, None where only rewards tell.
+        is_correct: definition of `accuracy`, None where nothing says what is right.
         has_answer: does a completion hold an answer at all, right or wrong?
     """
 
@@ -100,6 +102,8 @@ def load_data(
         eval_dataset = task.eval_rows() if task else data.eval_dataset
     if train_dataset is None:
         raise DataError("no training data: pass train_dataset, or set data.dataset or data.task")
+    if reward_funcs is None and config.rewards.functions:
+        reward_funcs = [load_function(name) for name in config.rewards.functions]
     if reward_funcs is None:
         if task is None:
             raise ConfigError(
@@ -116,7 +120,8 @@ def load_data(
             scorer.check_columns({name for row in rows for name in row if name != data.prompt_column})
     system_prompt = data.system_prompt or (task.system_prompt if task else None)
     if task is None:
-        return Data(train, held_out, scorer, system_prompt, None, has_text)
+        by_reward = correctness(config, scorer.names, None)
+        return Data(train, held_out, scorer, system_prompt, by_reward, has_text)
 
     def is_correct(prompt: Prompt, text: str) -> bool:
         return task.is_correct(text, prompt.columns)
@@ -124,7 +129,8 @@ def load_data(
     def has_answer(prompt: Prompt, text: str) -> bool:
         return task.has_answer(text, prompt.columns)
 
-    return Data(train, held_out, scorer, system_prompt, is_correct, has_answer)
+    by_task = correctness(config, scorer.names, is_correct)
+    return Data(train, held_out, scorer, system_prompt, by_task, has_answer)
 
 
 def tokenize(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from covey.errors import CheckpointError
+
+_KINDS = {
+    "int": (int,),
+    "float": (float, int),
+    "str": (str,),
+    "float | None": (float, type(None)),
+    "int | None": (int, type(None)),
+}
 
 
 @dataclass(slots=True)
@@ -24,6 +33,7 @@ class TrainerState:
         evaluations_without_improvement: for early stopping.
         best_metric: best value of `metric_for_best_model` so far.
         best_step: step at which it was reached.
+        best_metric_name: the metric that it is a value of, "" before the first evaluation.
         log_history: one dict for each logged step or evaluation, as in metrics.jsonl.
     """
 
@@ -38,6 +48,7 @@ class TrainerState:
     evaluations_without_improvement: int = 0
     best_metric: float | None = None
     best_step: int | None = None
+    best_metric_name: str = ""
     log_history: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,13 +62,22 @@ class TrainerState:
         """Rebuild the state of a checkpoint.
 
         Raises:
-            CheckpointError: the checkpoint names a counter that this version does not know, or lacks one.
+            CheckpointError: the checkpoint names a counter that this version does not know, lacks one, or has one that
+                is no such number.
         """
         known = {entry.name for entry in fields(cls)} - {"log_history"}
+        values = {"best_metric_name": ""} | values  # not in checkpoints of older versions
         if set(values) != known:
             odd = sorted(set(values) ^ known)
             raise CheckpointError(
                 f"trainer state with fields {odd} missing or unknown: the checkpoint was written by another version of "
                 "covey; resume it with that version"
             )
+        for name in known:
+            allowed = _KINDS[cls.__annotations__[name]]
+            if type(values[name]) not in allowed or (type(values[name]) is float and not math.isfinite(values[name])):
+                raise CheckpointError(
+                    f"trainer state with {name}={values[name]!r:.80}: the checkpoint was changed after it was written; "
+                    "delete it to resume from the one before"
+                )
         return cls(**values, log_history=log_history)

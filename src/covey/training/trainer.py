@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from covey.errors import ConfigError, CoveyError, DataError, RewardError
+from covey.errors import ConfigError, CoveyError, DataError
 from covey.observe.memory import memory_metrics
 from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.batching import make_batch
@@ -33,7 +33,9 @@ from covey.training.evaluate import Evaluation, correct_completions, evaluate
 from covey.training.questions import QuestionHistory
 from covey.training.recorder import Recorder
 from covey.training.report import completion_rows, no_answer_ratio, rollout_metrics
+from covey.training.room import require_memory
 from covey.training.schedule import ACCURACY_STEPS, Progress, ResolvedPhase
+from covey.training.standard import best_metric
 from covey.training.state import TrainerState
 from covey.training.update import Update, update
 from covey.types import Batch, Prompt
@@ -81,6 +83,8 @@ class GRPOTrainer:
         world: what agents act in, None for single answers.
         learner: the policy's optimiser.
         data: rows, reward functions, and what counts as correct.
+        only_in_memory: the run has parts that its settings do not name, so `covey resume` cannot build it again.
+        best_metric: metric of an evaluation that says which one is the best; one for the whole run.
         prompts: the training rows, tokenised; `eval_prompts` the held-out ones.
         questions: how each training question was answered so far.
 
@@ -109,18 +113,40 @@ class GRPOTrainer:
         if isinstance(model, str | Path):
             args = args.replace(model=str(model))
             model = None
+        given = (
+            model,
+            reward_funcs,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            peft_config,
+            callbacks or None,
+            task,
+            world,
+        )
         self.world = world = agents.load_world(args) if world is None else world
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
+        require_memory(args)
         if world is None:
             self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
-        elif reward_funcs is not None or train_dataset is not None or eval_dataset is not None:
+        elif (
+            reward_funcs is not None or args.rewards.functions or train_dataset is not None or eval_dataset is not None
+        ):
             raise ConfigError(
                 "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
                 "reward_funcs, rewards.functions, train_dataset and eval_dataset"
             )
         else:
             self.data = agents.world_data(args, world)
+        own = (world or task).__class__.__module__.startswith(("covey.", "builtins"))
+        self.only_in_memory = not own or any(thing is not None for thing in given)
+        self.best_metric = best_metric(
+            args,
+            self.data.scorer.names,
+            knows_correct=self.data.is_correct is not None or world is not None,
+            evaluates=bool(self.data.held_out),
+        )
         self.phases = setup.make_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = setup.make_policy(args, model, processing_class, peft_config)
@@ -234,11 +260,6 @@ class GRPOTrainer:
         else:
             rollout = collect(wanted)
         correct = correct_completions(rollout.whole, self.data.is_correct)
-        if correct is None and args.data.prompt_weighting == "difficulty":
-            raise RewardError(
-                "data.prompt_weighting='difficulty' needs to know which completions are right, but there is no task "
-                "and the rewards are not all 0 or 1; set data.prompt_weighting to uniform"
-            )
         self._prepare_worlds(phase, position)
         return Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
 

@@ -1,0 +1,144 @@
+"""Taking a run up from its folder: from which checkpoint, and whether that and the files beside it can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from covey.errors import CheckpointError, ConfigError, CoveyError
+from covey.files import NAMES_NOTHING
+from covey.observe.run_folder import RunFolder
+from covey.training.checkpoint import Checkpoint, latest_checkpoint
+from covey.training.state import TrainerState
+
+if TYPE_CHECKING:
+    from covey.config import GRPOConfig
+
+
+def find_checkpoint(folder: RunFolder, save_steps: int, notes: list[str]) -> Path | None:
+    """The newest whole checkpoint; None for a run that was stopped before its first one, which begins again.
+
+    What is worth a sentence is added to `notes`.
+
+    Raises:
+        CheckpointError: there were checkpoints, and none of them can be used.
+    """
+    broken: dict[Path, str] = {}
+    newest = latest_checkpoint(folder.checkpoints, broken)
+    forged = next((path for path, problem in broken.items() if problem == NAMES_NOTHING), None)
+    if forged is not None:
+        raise CheckpointError(
+            f"checkpoint {forged}: {NAMES_NOTHING}, though it was written whole; delete it to resume from the one "
+            "before"
+        )
+    if newest is not None:
+        notes += [
+            f"{path.name} is passed over: {problem}; resuming from {newest.name}" for path, problem in broken.items()
+        ]
+        return newest
+    fix = (
+        "restore the folder checkpoints/ from a backup, or start a new run in another run.output_dir; what is there "
+        "was "
+        "not touched"
+    )
+    if broken:
+        path, problem = next(iter(broken.items()))
+        raise CheckpointError(
+            f"{folder.path}: none of its {len(broken)} checkpoints is whole (the newest, {path.name}: {problem}); {fix}"
+        )
+    last = max((record["step"] for record in folder.read_metrics()), default=0)
+    if folder.adapter.exists() or 0 < save_steps < last:
+        raise CheckpointError(f"{folder.path}: its metrics reach step {last}, and there is no checkpoint left; {fix}")
+    if last > 0:
+        notes.append(f"the run was stopped in step {last + 1}, before its first checkpoint: it begins again")
+    return None
+
+
+def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], best_metric: str) -> TrainerState:
+    """The counters of a checkpoint whose contents make sense: hashes tell damage, not what somebody has hashed anew.
+
+    Args:
+        checkpoint: as it was read.
+        own: the learner's tensors, which say what groups there must be.
+        best_metric: by which this run chooses its best evaluation.
+
+    Raises:
+        CheckpointError: counters, tensors or their groups are missing or are no numbers.
+        ConfigError: its best evaluation was chosen by another metric.
+    """
+    where, fix = f"checkpoint {checkpoint.path}", "delete it to resume from the one before"
+    missing = [name for name in ("trainer", "plan", "random", "tokens_per_micro_batch") if name not in checkpoint.state]
+    missing += [f"the tensors of {name}" for name in own if name not in checkpoint.tensors]
+    if missing:
+        raise CheckpointError(f"{where}: it lacks {', '.join(missing)}; {fix}")
+    with damage_explained(checkpoint):
+        if not isinstance(checkpoint.state["trainer"], dict):
+            raise TypeError("its counters are no table")
+        state = TrainerState.from_dict(checkpoint.state["trainer"], [])
+        budget, counts = checkpoint.state["tokens_per_micro_batch"], checkpoint.state["trainer"]
+        if type(budget) is not int or budget < 1:
+            raise ValueError(f"tokens_per_micro_batch={budget!r}")
+        odd = [f"{name}={value}" for name, value in counts.items() if type(value) is int and not 0 <= value < 2**53]
+        if odd and odd != ["max_steps=-1"]:
+            raise ValueError(", ".join(odd))
+        if state.global_step != checkpoint.step or state.policy_version != state.updates + 1:
+            raise ValueError(
+                f"global_step={state.global_step}, updates={state.updates}, policy_version={state.policy_version}"
+            )
+        if state.best_step is not None and state.best_step > state.global_step:
+            raise ValueError(f"best_step={state.best_step} after global_step={state.global_step}")
+    if state.updates > 0 and own["policy"] and not checkpoint.tensors["optimizer"]:
+        raise CheckpointError(f"{where}: {state.updates} optimiser steps, and the optimiser's moments are empty; {fix}")
+    for group, tensors in checkpoint.tensors.items():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(f"{where}: {group} {name} holds NaN or infinity; {fix}")
+            mine = own.get(group, {}).get(name)
+            if mine is not None and str(mine.dtype).removeprefix("torch.") != str(tensor.dtype).removeprefix("torch."):
+                raise CheckpointError(f"{where}: {group} {name} is {tensor.dtype}, here {mine.dtype}; {fix}")
+            if group == "optimizer" and tensor.ndim > 0 and not tensor.is_floating_point():
+                raise CheckpointError(f"{where}: {group} {name} is {tensor.dtype}, no moment of a gradient; {fix}")
+    if state.best_metric_name not in ("", best_metric):
+        raise ConfigError(
+            f"evaluation.metric_for_best_model: the run has chosen its best evaluation by {state.best_metric_name} so "
+            f"far and would go on by {best_metric}; resume with the settings that it was started with"
+        )
+    return state
+
+
+def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
+    """Says which lines of earlier steps are gone.
+
+    Raises:
+        CheckpointError: they are needed to go on to the same numbers.
+    """
+    known = {record["step"] for record in folder.read_metrics() if "phase" in record}
+    lost = [step for step in range(1, checkpoint.step + 1) if step not in known]
+    if not lost:
+        return []
+    which = f"metrics.jsonl lacks {len(lost)} of the {checkpoint.step} steps before the checkpoint"
+    if config.data.prompt_weighting == "difficulty" and not folder.read_answers():
+        raise CheckpointError(
+            f"{folder.path}: {which}, and questions.jsonl is empty, by which data.prompt_weighting='difficulty' draws; "
+            "restore both from a backup"
+        )
+    return [f"{which}: the weights go on as they were, learning curve and history begin later"]
+
+
+@contextmanager
+def damage_explained(checkpoint: Checkpoint) -> Iterator[None]:
+    """What cannot be read as a run's state is an error that names the checkpoint."""
+    try:
+        yield
+    except CoveyError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path}: its state is damaged ({type(error).__name__}: {str(error)[:200]}); "
+            "delete it to "
+            "resume from the one before"
+        ) from error

@@ -1,0 +1,179 @@
+"""A damaged or forged run folder stops a resume with one sentence, and nothing in it is touched."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.errors import CoveyError
+from covey.observe.run_folder import RunFolder
+
+ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
+LAST = "checkpoints/step_000002"
+
+
+def length(completions: list[str], **columns: Any) -> list[float]:
+    return [len(set(text)) / 8 for text in completions]
+
+
+def trainer(model: Path, run: Path, **changes: Any) -> GRPOTrainer:
+    args = GRPOConfig(
+        run, model=model, num_generations=2, prompts_per_step=1, max_completion_length=4, max_steps=2, lora_r=4,
+        save_steps=1, progress=False, **changes,
+    )  # fmt: skip
+    return GRPOTrainer(reward_funcs=length, args=args, train_dataset=ROWS)
+
+
+@pytest.fixture(scope="module")
+def whole(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, GRPOTrainer]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    made = trainer(model_folder, folder)
+    made.train()
+    return folder, made
+
+
+def sign(folder: Path) -> None:
+    """As somebody would who computes the hashes anew."""
+    files = [path for path in folder.iterdir() if path.name != "COMPLETE"]
+    entries = {p.name: {"bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()} for p in files}
+    (folder / "COMPLETE").write_text(json.dumps({"files": entries}))
+
+
+def state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        document = json.loads((run / LAST / "state.json").read_text())
+        change(document)
+        (run / LAST / "state.json").write_text(json.dumps(document))
+        sign(run / LAST)
+
+    return damage
+
+
+def tensors(group: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        values = load_file(run / LAST / f"{group}.safetensors")
+        change(values)
+        save_file(values, run / LAST / f"{group}.safetensors", metadata={"aliases": "{}"})
+        sign(run / LAST)
+
+    return damage
+
+
+def all_broken(run: Path) -> None:
+    for step in (1, 2):
+        (run / f"checkpoints/step_00000{step}/policy.safetensors").write_bytes(b"x")
+
+
+def a_pipe(run: Path) -> None:
+    import os
+
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "all broken": (all_broken, "none of its 2 checkpoints is whole .*restore the folder checkpoints/"),
+    "all gone": (lambda run: shutil.rmtree(run / "checkpoints"), "reach step 2, and there is no checkpoint left"),
+    "names nothing": (lambda run: (run / LAST / "COMPLETE").write_text('{"files": {}}'), "names no files.*delete it"),
+    "empty state": (state(lambda d: d.update(state={})), "lacks trainer, plan, random"),
+    "no groups": (state(lambda d: d.update(groups=[])), "lacks the tensors of policy"),
+    "no state": (state(lambda d: d.clear()), "cannot be read"),
+    "of another step": (state(lambda d: d.update(step=1)), "is of step 1, not of that in its name"),
+    "of no run": (state(lambda d: d.update(run_id="")), "belongs to run"),
+    "negative": (state(lambda d: d["state"]["trainer"].update(global_step=-3)), "global_step=-3"),
+    "text": (state(lambda d: d["state"]["trainer"].update(seconds="x")), "seconds='x'"),
+    "huge": (state(lambda d: d["state"]["trainer"].update(data_position=10**30)), "data_position=1000"),
+    "random": (state(lambda d: d["state"].update(random={"cpu": [1]})), "its state is damaged"),
+    "phase": (state(lambda d: d["state"]["plan"].update(start={"step": "x"})), "its state is damaged"),
+    "budget": (state(lambda d: d["state"].update(tokens_per_micro_batch=True)), "tokens_per_micro_batch=True"),
+    "NaN weights": (tensors("policy", lambda t: next(iter(t.values())).fill_(float("nan"))), "holds NaN"),
+    "NaN moments": (tensors("optimizer", lambda t: next(iter(t.values())).fill_(float("inf"))), "holds NaN or inf"),
+    "no moments": (tensors("optimizer", lambda t: t.clear()), "moments are empty"),
+    "a moment lost": (tensors("optimizer", lambda t: t.pop(min(t))), "lacks exp_avg of some"),
+    "whole numbers": (tensors("policy", lambda t: t.update({k: v.int() for k, v in t.items()})), "is torch.int32"),
+    "a pipe": (a_pipe, "metrics.jsonl: is no file"),
+    "no object": (lambda run: (run / "versions.json").write_text("[]"), "versions.json is damaged"),
+    "no step": (lambda run: (run / "metrics.jsonl").write_text('{"step": "x"}\n'), "line 1 is none of this file's"),
+    "folder": (lambda run: ((run / "log.txt").unlink(), (run / "log.txt").mkdir()), "log.txt: is no file"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_one_clear_error(whole: tuple[Path, GRPOTrainer], tmp_path: Path, name: str) -> None:
+    damage, message = DAMAGE[name]
+    folder, made = whole
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    damage(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "run.lock"}
+    made.args = made.args.replace(output_dir=run)
+    with pytest.raises(CoveyError, match=message):
+        made.train(resume_from_checkpoint=True)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_what_is_lost_without_being_needed_is_said(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
+    folder, made = whole
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    (run / "config.toml").unlink()
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().split("\n")[1] + "\n")
+    (run / LAST / "state.json").write_text("{}")
+    made.args = made.args.replace(output_dir=run)
+    made.train(resume_from_checkpoint=True)
+    said = " ".join(event["message"] for event in RunFolder.read(run).read_events() if event["kind"] == "warning")
+    for words in (
+        "config.toml was gone",
+        "step_000002 is passed over: state.json has 2 bytes",
+        "lacks 1 of the 1 steps",
+    ):
+        assert words in said
+    assert RunFolder.read(run).whole_config().is_file()
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(model_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = trainer(model_folder, run)
+    with RunFolder.create(run) as folder:
+        folder.write_config(first.args.to_toml())
+        folder.append_metrics(1, {"phase": 0})
+    first.train(resume_from_checkpoint=True)
+    (said,) = [e["message"] for e in RunFolder.read(run).read_events() if e["kind"] == "warning"]
+    assert said == "the run was stopped in step 2, before its first checkpoint: it begins again"
+
+
+def test_how_to_continue_is_told_by_who_started_it(model_folder: Path, tmp_path: Path) -> None:
+    def wrong(completions: list[str], **columns: Any) -> list[float]:
+        return [1 / 0 for _ in completions]
+
+    run = tmp_path / "run"
+    args = trainer(model_folder, run).args
+    with pytest.raises(CoveyError, match=r"ZeroDivisionError: division by zero at \S*test_restoring\.py:\d+, in"):
+        GRPOTrainer(reward_funcs=wrong, args=args, train_dataset=ROWS).train()
+    (said,) = [event["message"] for event in RunFolder.read(run).read_events() if event["kind"] == "failed"]
+    assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
+    with pytest.raises(CoveyError, match="the Python program that started it"):
+        RunFolder.create(run)
+    with RunFolder.create(tmp_path / "by_command") as other:
+        assert other.how_to_continue() == f"`covey resume {other.path}`"
+
+
+def test_a_config_that_was_cut_does_not_become_defaults(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
+    shutil.copytree(whole[0], tmp_path / "run")
+    folder = RunFolder.read(tmp_path / "run")
+    text = folder.config_path.read_text()
+    folder.config_path.write_text(text[: text.index("[evaluation]")])
+    with pytest.raises(CoveyError, match=r"was cut, it has no section \[run\]"):
+        folder.whole_config()
+    folder.config_path.unlink()
+    with pytest.raises(CoveyError, match=r"its config\.toml is gone"):
+        folder.whole_config()
