@@ -34,7 +34,7 @@ def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
     else:
         parts = [(places, sample(logits[places], s, numbers[places])) for s, places in alike.items()]
     draw = _joined(parts, allowed, logits.shape[1])
-    for place in np.flatnonzero(~np.isfinite(draw.logprobs)):
+    for place in np.flatnonzero(~np.isfinite(draw.logprobs)).tolist():
         rows[place].error = rows[place].error or GenerationError(
             f"completion token {int(drawn[place])}: the model's logits are not finite; the weights have "
             f"diverged or {logits.dtype} overflows: lower optim.learning_rate or use float32"
