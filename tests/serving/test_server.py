@@ -143,7 +143,7 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, path: s
         ({"prompt": "x", "max_tokens": 201}, "completions of up to 200 tokens"),
         ({"prompt": "x", "n": 2000}, "n: Input should be less"),
         ({"prompt": "x", "streams": [[1], [2]]}, "streams has 2 entries for 1 completions"),
-        ({"prompt": "x", "logprobs": 5}, "only the sampled token's is given"),
+        ({"prompt": "x", "logprobs": 5}, "logprobs: Input should be less"),
         ({"max_tokens": 3}, "prompt: Field required"),
         ({"prompt": {"a": 1}}, "prompt"),
     ],

@@ -31,7 +31,7 @@ from covey.serving.requests import ChatRequest, CompletionRequest
 from covey.serving.trainers import TrainerLease, TwoTrainersError
 from covey.serving.trial import try_adapter
 
-_PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "takeover")
+_PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "takeover", "restart")
 _LARGEST_CONFIG = 1 << 20
 
 
@@ -95,19 +95,20 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         policy_version: int | None = Form(default=None, ge=1, le=1 << 53),
         trainer: str = Form(default="", max_length=200),
         takeover: bool = Form(default=False),
+        restart: bool = Form(default=False),
     ) -> dict[str, Any]:
         lease.check(trainer, takeover=takeover)
         _check_parts(await request.form())
         async with uploading:  # one at a time is in memory
             adapter = await asyncio.to_thread(_read_upload, adapter_weights, adapter_config, model)
             lease.check(trainer, takeover=takeover)
-            conflict = engine.conflict(policy_version, adapter.sha256)
+            conflict = engine.conflict(policy_version, adapter.sha256, restart=restart)
             if conflict is not None:
                 raise conflict
             if not engine.holds(policy_version, adapter.sha256):
                 await asyncio.to_thread(try_adapter, model, adapter)
             lease.take(trainer, takeover=takeover)
-            await asyncio.wrap_future(engine.upload(adapter, policy_version))
+            await asyncio.wrap_future(engine.upload(adapter, policy_version, restart=restart))
             return {"policy_version": engine.version, "sha256": engine.sha256, "instance": instance}
 
     @app.post("/release_trainer")

@@ -102,6 +102,7 @@ class Counts:
 class _Upload:
     adapter: Adapter
     version: int | None
+    restart: bool
     done: Future[int] = field(default_factory=Future)
 
 
@@ -196,17 +197,18 @@ class BatchingEngine:
             self._cancelled.extend(jobs)
             self._lock.notify()
 
-    def upload(self, adapter: Adapter, version: int | None) -> Future[int]:
+    def upload(self, adapter: Adapter, version: int | None, *, restart: bool = False) -> Future[int]:
         """Replace the adapter between two decode steps. What is held already under this version is not applied again.
 
         Args:
             adapter: checked against the model, and tried.
             version: that it is; None = one more than before.
+            restart: a trainer begins, or begins again: its versions may be older than what is held.
 
         Returns:
             The version, once it is in effect; a VersionConflictError for one that is not newer than what is held.
         """
-        upload = _Upload(adapter, version)
+        upload = _Upload(adapter, version, restart)
         with self._lock:
             if self._stopping or not self._thread.is_alive():
                 upload.done.set_exception(GenerationError("the server is stopping"))
@@ -216,15 +218,16 @@ class BatchingEngine:
                 self._lock.notify()
         return upload.done
 
-    def conflict(self, version: int | None, sha256: str) -> VersionConflictError | None:
+    def conflict(self, version: int | None, sha256: str, *, restart: bool) -> VersionConflictError | None:
         """Why an adapter cannot become `version` now; None if it can, or is it already."""
-        if version is None or version > self.version or (version, sha256) == (self.version, self.sha256):
+        if restart or version is None or version > self.version or self.holds(version, sha256):
             return None
         if version == self.version and self._adapter is None:
             return None
         what = "with other weights; nothing was changed" if version == self.version else "and does not go back"
         return VersionConflictError(
-            f"policy_version={version} is uploaded; this server holds {self.version} {what}. Upload a newer version"
+            f"policy_version={version} is uploaded; this server holds {self.version} {what}. Upload a newer "
+            "version, or say that a trainer begins again with restart=true"
         )
 
     def holds(self, version: int | None, sha256: str) -> bool:
@@ -301,7 +304,7 @@ class BatchingEngine:
 
     def _settled(self, upload: _Upload) -> bool:
         """Answer an upload that changes nothing: it is held already, or refused."""
-        conflict = self.conflict(upload.version, upload.adapter.sha256)
+        conflict = self.conflict(upload.version, upload.adapter.sha256, restart=upload.restart)
         if conflict is not None:
             upload.done.set_exception(conflict)
         elif self.holds(upload.version, upload.adapter.sha256):  # the answer to the first try was lost
@@ -355,6 +358,7 @@ class BatchingEngine:
             self._session = None
             self._fail_running(_told(error))
             return
+        self.counts.reused_prompts = self._session.reused_prompts
         for row in finished:
             job = self._running.pop(id(row), None)
             if job is None:
@@ -374,7 +378,6 @@ class BatchingEngine:
                 del self._running[id(job.row)]
                 self._session.cancel(job.row)
                 self._end(job, GenerationError(f"return_support: more than {_MOST_KEPT_IDS} ids; lower top_k or n"))
-        self.counts.reused_prompts = self._session.reused_prompts
 
     def _tell(self, job: Job) -> None:
         if not job.begun and job.row.sampled:
