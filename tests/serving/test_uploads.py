@@ -83,7 +83,9 @@ def header(change: Callable[[str], str]) -> Callable[[Any, Any], Any]:
 
 def twice(tensors: Any, config: Any) -> Any:
     bare = Q.removeprefix("base_model.model.")
-    return tensors | {f"{bare}.{h}.weight": torch.ones_like(tensors[f"{Q}.{h}.weight"]) for h in ("lora_A", "lora_B")}, config
+    return tensors | {
+        f"{bare}.{h}.weight": torch.ones_like(tensors[f"{Q}.{h}.weight"]) for h in ("lora_A", "lora_B")
+    }, config
 
 
 def with_tensor(name: str, tensor: torch.Tensor) -> Callable[[Any, Any], Any]:
@@ -191,7 +193,11 @@ def test_versions_only_grow() -> None:
     with serving() as server:
         assert send(server, *good(1), policy_version=5).json()["policy_version"] == 5
         before = held(server)
-        for seed, version, words in ((2, 5, "with other weights"), (2, 4, "does not go back"), (1, 4, "does not go back")):
+        for seed, version, words in (
+            (2, 5, "with other weights"),
+            (2, 4, "does not go back"),
+            (1, 4, "does not go back"),
+        ):
             answer = send(server, *good(seed), policy_version=version)
             assert answer.status_code == 409
             assert words in answer.json()["error"]["message"]

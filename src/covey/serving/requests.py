@@ -20,6 +20,8 @@ _MOST_CHOICES = 1024
 """Sequences that one completion may have to choose among: each is looked at for each token."""
 _MOST_CHOICE_IDS = 1 << 18
 """Of all of them in one request."""
+_MOST_LISTS = 100_000
+"""Lists and objects in a body: each costs far more than its bytes."""
 _SMALLEST_TEMPERATURE = 0.001
 
 Choice = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
@@ -137,6 +139,9 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
     Raises:
         RequestError: it says which field, and what is wrong with it.
     """
+    lists = body.count(b"[") + body.count(b"{")
+    if lists > _MOST_LISTS:
+        raise RequestError(f"the body has {lists} lists and objects; send up to {_MOST_LISTS} in one request")
     try:
         given = from_json(body, allow_inf_nan=False)
     except ValueError as error:

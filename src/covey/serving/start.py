@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from dataclasses import dataclass
 from typing import Any, cast
@@ -60,6 +61,7 @@ def open_server(
         swap=cast(SwapMode, options.swap),
     )
     settings = ServeSettings(model_name=model, token=token, max_upload_bytes=options.max_upload_mb << 20)
+    gc.freeze()  # what is loaded stays: no collection has to look at it while clients wait
     listening.listen(1024)  # who asks from now on is answered
     return create_app(batching, loaded.tokenizer, settings, bare), listening
 
