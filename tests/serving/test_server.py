@@ -242,7 +242,7 @@ def test_two_trainers_are_refused() -> None:
         assert upload(server, trainer="one").status_code == 200
         refused = upload(server, seed=2, trainer="two")
         assert refused.status_code == 409
-        assert "'one' did 0 s ago" in refused.json()["error"]["message"]
+        assert "'one' did " in refused.json()["error"]["message"]
         assert upload(server, seed=2).status_code == 409  # nor one without a name
         assert upload(server, seed=2, trainer="one").json()["policy_version"] == 2
         assert upload(server, seed=3, trainer="two", takeover=True).json()["policy_version"] == 3
