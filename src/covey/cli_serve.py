@@ -35,6 +35,7 @@ def serve(
     max_completion_length: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 512,
     max_waiting: Annotated[int, typer.Option(min=1, help="Completions that may wait; more are refused (429).")] = 1024,
     max_upload_mb: Annotated[int, typer.Option(min=1, help="Largest adapter.")] = 1024,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections that one address may have.")] = 512,
     swap: Annotated[
         str, typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones).")
     ] = "finish",
@@ -62,6 +63,7 @@ def serve(
         max_completion_length=max_completion_length,
         max_waiting=max_waiting,
         max_upload_mb=max_upload_mb,
+        max_connections=max_connections,
         swap=swap,
     )
 
@@ -97,25 +99,15 @@ def _serve(model: str, *, host: str, port: int, token: str | None, **options: An
         )
     if options["swap"] not in ("finish", "continue"):
         raise ConfigError(f"--swap {options['swap']}: must be finish or continue")
-    import uvicorn
-
-    from covey.serving.start import ServeOptions, open_server
+    from covey.serving.connections import ConnectionLimits
+    from covey.serving.start import ServeOptions, open_server, uvicorn_server
 
     logging.getLogger("covey").setLevel(logging.INFO)
     app, listening = open_server(model, host, port, token, ServeOptions(**options))
     address = listening.getsockname()
     out.print(f"serving {model} at http://{address[0]}:{address[1]} (Ctrl-C to stop)", highlight=False)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=15,
-            limit_concurrency=1000,
-            h11_max_incomplete_event_size=64 << 10,
-        )
-    )
-    server.run(sockets=[listening])
+    limits = ConnectionLimits(address=options["max_connections"])
+    uvicorn_server(app, limits).run(sockets=[listening])
 
 
 def _is_loopback(host: str) -> bool:

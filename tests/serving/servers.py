@@ -14,17 +14,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.pytorch.engine import Engine
 from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app
+from covey.serving.connections import ConnectionLimits
+from covey.serving.start import uvicorn_server
 
 
 class RunningServer:
     """`covey serve` with a tiny model."""
 
-    def __init__(self, *, settings: ServeSettings | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, settings: ServeSettings | None = None, limits: ConnectionLimits | None = None, **options: Any
+    ) -> None:
         self.model, self.tokenizer = tiny_model("llama"), tiny_tokenizer()
         self.engine = Engine(self.model, self.tokenizer, kv_cache_bytes=8 << 20)
         defaults: dict[str, Any] = {"max_rows": 8, "max_completion_length": 200}
@@ -35,7 +38,8 @@ class RunningServer:
         self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=2))
+        quiet: dict[str, Any] = {"log_level": "error", "timeout_graceful_shutdown": 2}
+        self._server = uvicorn_server(app, limits or ConnectionLimits(), **quiet)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
 

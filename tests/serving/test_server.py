@@ -143,7 +143,7 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, path: s
         ({"prompt": "x", "max_tokens": 201}, "completions of up to 200 tokens"),
         ({"prompt": "x", "n": 2000}, "n: Input should be less"),
         ({"prompt": "x", "streams": [[1], [2]]}, "streams has 2 entries for 1 completions"),
-        ({"prompt": "x", "logprobs": 5}, "only the sampled token's is given"),
+        ({"prompt": "x", "logprobs": 5}, "logprobs: Input should be less"),
         ({"max_tokens": 3}, "prompt: Field required"),
         ({"prompt": {"a": 1}}, "prompt"),
     ],
@@ -242,7 +242,7 @@ def test_two_trainers_are_refused() -> None:
         assert upload(server, trainer="one").status_code == 200
         refused = upload(server, seed=2, trainer="two")
         assert refused.status_code == 409
-        assert "'one' did 0 s ago" in refused.json()["error"]["message"]
+        assert "'one' did " in refused.json()["error"]["message"]
         assert upload(server, seed=2).status_code == 409  # nor one without a name
         assert upload(server, seed=2, trainer="one").json()["policy_version"] == 2
         assert upload(server, seed=3, trainer="two", takeover=True).json()["policy_version"] == 3

@@ -13,7 +13,7 @@ _WHERE = {
     "BatchingEngine": "covey.serving.batching",
     "InferenceClient": "covey.serving.client",
     "RemoteEngine": "covey.serving.remote",
-    "ServeSettings": "covey.serving.app",
+    "ServeSettings": "covey.serving.gate",
     "check_server": "covey.serving.check",
     "create_app": "covey.serving.app",
     "read_adapter": "covey.serving.adapters",

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+import time
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from covey.errors import AdapterError, CoveyError, GenerationError
+from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
+from covey.rollout.checks import check_settings
 from covey.serving.adapters import AdaptedWeights, Adapter
+from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
 
 log = logging.getLogger(__name__)
@@ -24,6 +28,8 @@ log = logging.getLogger(__name__)
 SwapMode = Literal["finish", "continue"]
 """Completions that run when an upload arrives finish under the old weights, or continue with the new."""
 _REMEMBERED_PROMPTS = 64
+_MOST_KEPT_IDS = 1 << 22
+"""Of one request: what `return_support` may hold in memory."""
 _IDLE_SECONDS = 0.5
 
 
@@ -36,15 +42,22 @@ class Job:
         settings: how its tokens are drawn.
         on_tokens: called with the ids and log-probabilities of new tokens; None = only the end is told.
         on_end: called with the completion and its (token, version) list, or with what went wrong.
+        policy_version: of the weights that it must begin with; None = any.
+        since: when it was asked for, by `time.monotonic`.
+        kept: how many ids of supports are held, counted over all completions that share the counter.
     """
 
     request: Request
     settings: SamplingSettings
     on_end: Callable[[Answer | CoveyError], None]
     on_tokens: Callable[[list[int], list[float]], None] | None = None
+    policy_version: int | None = None
     row: Any = None
     told: int = 0
+    begun: bool = False
     cancelled: bool = False
+    since: float = field(default_factory=time.monotonic)
+    kept: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +74,14 @@ class Answer:
 
 class QueueFullError(CoveyError):
     """As many completions wait as may."""
+
+
+class VersionConflictError(CoveyError):
+    """A version is asked for that the server does not hold, or uploaded that it has gone beyond or has otherwise."""
+
+
+class NoWeightsError(CoveyError):
+    """An upload failed half way, and so did bringing back the weights before it: nothing is sampled until the next."""
 
 
 @dataclass(slots=True)
@@ -81,6 +102,7 @@ class Counts:
 class _Upload:
     adapter: Adapter
     version: int | None
+    restart: bool
     done: Future[int] = field(default_factory=Future)
 
 
@@ -117,8 +139,12 @@ class BatchingEngine:
         self._session: Any = None
         self._stopping = False
         self.version, self.sha256 = 0, ""
-        self.counts = Counts()
-        self.session_rows = self._open().rows_reserved
+        self._adapter: Adapter | None = Adapter({})  # what the engine holds; None = nothing whole
+        self.counts, self.latencies = Counts(), Latencies()
+        first = self._open()
+        self.session_rows = first.rows_reserved
+        self.longest_prompt = bisect_left(range(1, self.context_length), True, key=lambda n: not first.has_room_for(n))
+        self.vocabulary = _vocabulary(model)
         self._thread = threading.Thread(target=self._serve, name="covey-engine", daemon=True)
         self._thread.start()
 
@@ -139,18 +165,21 @@ class BatchingEngine:
 
     @property
     def healthy(self) -> bool:
-        """The engine's thread is alive."""
-        return self._thread.is_alive() and not self._stopping
+        """The engine's thread is alive, and it has weights."""
+        return self._thread.is_alive() and not self._stopping and self._adapter is not None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue completions, all or none.
 
         Raises:
             QueueFullError: too many wait already.
+            NoWeightsError: there is nothing to sample from.
             GenerationError: one of them cannot be served, or the server is stopping.
         """
         for job in jobs:
             self._check(job)
+        if self._adapter is None:
+            raise NoWeightsError("the weights are incomplete after an upload that failed; upload again")
         with self._lock:
             if self._stopping or not self._thread.is_alive():
                 raise GenerationError("the server is stopping")
@@ -168,21 +197,42 @@ class BatchingEngine:
             self._cancelled.extend(jobs)
             self._lock.notify()
 
-    def upload(self, adapter: Adapter, version: int | None) -> Future[int]:
-        """Replace the adapter between two decode steps.
+    def upload(self, adapter: Adapter, version: int | None, *, restart: bool = False) -> Future[int]:
+        """Replace the adapter between two decode steps. What is held already under this version is not applied again.
 
         Args:
-            adapter: checked against the model.
+            adapter: checked against the model, and tried.
             version: that it is; None = one more than before.
+            restart: a trainer begins, or begins again: its versions may be older than what is held.
 
         Returns:
-            The version, once it is in effect.
+            The version, once it is in effect; a VersionConflictError for one that is not newer than what is held.
         """
-        upload = _Upload(adapter, version)
+        upload = _Upload(adapter, version, restart)
         with self._lock:
-            self._uploads.append(upload)
-            self._lock.notify()
+            if self._stopping or not self._thread.is_alive():
+                upload.done.set_exception(GenerationError("the server is stopping"))
+                return upload.done
+            if self._uploads or not self._settled(upload):  # what can be answered now holds up no completion
+                self._uploads.append(upload)
+                self._lock.notify()
         return upload.done
+
+    def conflict(self, version: int | None, sha256: str, *, restart: bool) -> VersionConflictError | None:
+        """Why an adapter cannot become `version` now; None if it can, or is it already."""
+        if restart or version is None or version > self.version or self.holds(version, sha256):
+            return None
+        if version == self.version and self._adapter is None:
+            return None
+        what = "with other weights; nothing was changed" if version == self.version else "and does not go back"
+        return VersionConflictError(
+            f"policy_version={version} is uploaded; this server holds {self.version} {what}. Upload a newer "
+            "version, or say that a trainer begins again with restart=true"
+        )
+
+    def holds(self, version: int | None, sha256: str) -> bool:
+        """Whether it samples from this adapter under this version."""
+        return self._adapter is not None and version is not None and (version, sha256) == (self.version, self.sha256)
 
     def close(self, drain_seconds: float = 10.0) -> None:
         """Take no more, let what runs finish for a while, fail the rest, and end the thread."""
@@ -208,7 +258,7 @@ class BatchingEngine:
             log.exception("the engine's thread ended")
             raise
         finally:
-            self._fail_all(GenerationError("the server has stopped"))
+            self._stop(GenerationError("the server has stopped"))
 
     def _wait_for_work(self) -> bool:
         with self._lock:
@@ -234,15 +284,17 @@ class BatchingEngine:
         while self._uploads and (self._swap == "continue" or not self._running):
             with self._lock:
                 upload = self._uploads.popleft()
+            if not upload.done.set_running_or_notify_cancel() or self._settled(upload):
+                continue
             version = self.version + 1 if upload.version is None else upload.version
             try:
                 self._engine.load(AdaptedWeights(self._model, upload.adapter), version)
             except Exception as error:
                 log.exception("an adapter could not be applied")
+                self._bring_back()
                 upload.done.set_exception(AdapterError(f"the adapter could not be applied: {error}"))
-                self._fail_all(GenerationError("the weights are incomplete after an upload that failed; upload again"))
                 continue
-            self.version, self.sha256 = version, upload.adapter.sha256
+            self.version, self.sha256, self._adapter = version, upload.adapter.sha256, upload.adapter
             self.counts.uploads += 1
             if self._running:
                 self._session.change_version(version)
@@ -250,19 +302,49 @@ class BatchingEngine:
                 self._session = None
             upload.done.set_result(version)
 
+    def _settled(self, upload: _Upload) -> bool:
+        """Answer an upload that changes nothing: it is held already, or refused."""
+        conflict = self.conflict(upload.version, upload.adapter.sha256, restart=upload.restart)
+        if conflict is not None:
+            upload.done.set_exception(conflict)
+        elif self.holds(upload.version, upload.adapter.sha256):  # the answer to the first try was lost
+            upload.done.set_result(self.version)
+        else:
+            return False
+        return True
+
+    def _bring_back(self) -> None:
+        """The weights before an upload that failed half way: computed from the same numbers, they are the same bits."""
+        held, self._adapter = self._adapter, None
+        try:
+            if held is not None:
+                self._engine.load(AdaptedWeights(self._model, held), self.version)
+                self._adapter = held
+                return
+        except Exception:
+            log.exception("the weights before it could not be brought back")
+        self.sha256, self._session = "", None
+        self._fail_all(NoWeightsError("the weights are incomplete after an upload that failed; upload again"))
+
     def _admit(self) -> None:
         if self._uploads:
             return
         while self._waiting and len(self._running) < self.session_rows:
             with self._lock:
                 job = self._waiting.popleft()
+            if job.cancelled:
+                continue
+            if job.policy_version not in (None, self.version):
+                self._end(job, unheld(job.policy_version, self.version))
+                continue
             try:
                 if self._session is None:
                     self._session = self._open()
                 job.row = self._session.start(job.request, settings=job.settings)
-            except CoveyError as error:
-                self._end(job, error)
+            except Exception as error:
+                self._end(job, _told(error))
                 continue
+            self.latencies.queue.observe(time.monotonic() - job.since)
             self._running[id(job.row)] = job
             self.counts.prompt_tokens += len(job.request.token_ids)
 
@@ -274,31 +356,48 @@ class BatchingEngine:
         except Exception as error:
             log.exception("decoding failed")
             self._session = None
-            self._fail_running(error if isinstance(error, CoveyError) else GenerationError(f"decoding failed: {error}"))
+            self._fail_running(_told(error))
             return
+        self.counts.reused_prompts = self._session.reused_prompts
         for row in finished:
             job = self._running.pop(id(row), None)
             if job is None:
+                continue
+            if row.error is not None:
+                log.warning("a completion failed: %s", row.error)
+                self._end(job, row.error)
                 continue
             self._tell(job)
             completion = self._session.completion(row)
             self.counts.completions += 1
             self.counts.tokens += len(completion.token_ids)
             self._end(job, Answer(completion, tuple(row.versions)))
-        for job in self._running.values():
+        for job in list(self._running.values()):
             self._tell(job)
-        self.counts.reused_prompts = self._session.reused_prompts
+            if job.kept["ids"] > _MOST_KEPT_IDS:
+                del self._running[id(job.row)]
+                self._session.cancel(job.row)
+                self._end(job, GenerationError(f"return_support: more than {_MOST_KEPT_IDS} ids; lower top_k or n"))
 
     def _tell(self, job: Job) -> None:
+        if not job.begun and job.row.sampled:
+            job.begun = True
+            self.latencies.first_token.observe(time.monotonic() - job.since)
+        if job.row.support:
+            job.kept["ids"] += len(job.row.support[-1])
         if job.on_tokens is not None and job.row.sampled > job.told:
-            ids = job.row.own[job.row.turn + job.told :]
-            job.on_tokens([int(token) for token in ids], [float(value) for value in job.row.logprobs[job.told :]])
+            ids = [int(token) for token in job.row.own[job.row.turn + job.told :]]
+            logprobs = [float(value) for value in job.row.logprobs[job.told :]]
             job.told = job.row.sampled
+            self._deliver(lambda: job.on_tokens and job.on_tokens(ids, logprobs))
 
     def _end(self, job: Job, found: Answer | CoveyError) -> None:
         self.counts.failed += isinstance(found, CoveyError)
+        self._deliver(lambda: job.on_end(found))
+
+    def _deliver(self, tell: Callable[[], Any]) -> None:
         try:
-            job.on_end(found)
+            tell()
         except Exception:  # a client's connection is not the engine's concern
             log.exception("an answer could not be delivered")
 
@@ -314,16 +413,32 @@ class BatchingEngine:
         for job in waiting:
             self._end(job, error)
 
+    def _stop(self, error: CoveyError) -> None:
+        """Nobody waits for a thread that has ended."""
+        self._fail_all(error)
+        with self._lock:
+            uploads, self._uploads = self._uploads, deque()
+        for upload in uploads:
+            if upload.done.set_running_or_notify_cancel():
+                upload.done.set_exception(error)
+
     def _open(self) -> Any:
         settings = SamplingSettings(max_tokens=self._max_completion)
         session = self._engine.serving_session(
             settings, policy_version=self.version, rows=self._max_rows, own_tokens=self._max_completion
         )
         session.remember_prompts(_REMEMBERED_PROMPTS)
+        session.end_bad_rows_alone()
         return session
 
     def _check(self, job: Job) -> None:
-        length, asked = len(job.request.token_ids), job.settings.max_tokens
+        """Refuse what this engine cannot do, before it is among the others."""
+        ids, asked, choices = job.request.token_ids, job.settings.max_tokens, job.request.choices
+        length = len(ids)
+        try:
+            check_settings(job.settings)
+        except ConfigError as error:
+            raise GenerationError(str(error)) from error
         if asked > self._max_completion:
             raise GenerationError(
                 f"max_tokens={asked}: this server was started with completions of up to {self._max_completion} tokens"
@@ -333,3 +448,34 @@ class BatchingEngine:
                 f"the prompt has {length} tokens; it must have at least 1 and fewer than the context's "
                 f"{self.context_length}"
             )
+        if length > self.longest_prompt:
+            raise GenerationError(
+                f"the prompt has {length} tokens; this server has memory for {self.longest_prompt}. Start it with "
+                "a larger --kv-cache-gb"
+            )
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
+            raise GenerationError(f"the prompt has a token id of {ids.max()}; the vocabulary has {self.vocabulary}")
+        if choices is None:
+            return
+        if not choices or not all(choices):
+            raise GenerationError("choices: give at least one sequence, each of at least one token id; null = any")
+        if min(map(min, choices)) < 0 or max(map(max, choices)) >= self.vocabulary:
+            raise GenerationError(
+                f"choices has a token id of {max(map(max, choices))}; the vocabulary has {self.vocabulary}"
+            )
+
+
+def unheld(asked: int | None, held: int) -> VersionConflictError:
+    """What a client is told that asks for other weights."""
+    return VersionConflictError(f"policy_version={asked} was asked for; this server holds {held}")
+
+
+def _told(error: Exception) -> CoveyError:
+    return error if isinstance(error, CoveyError) else GenerationError(f"decoding failed: {error}")
+
+
+def _vocabulary(model: Any) -> int:
+    """Ids that a model both reads and writes."""
+    sizes = [model.get_input_embeddings().weight.shape[0]]
+    head = model.get_output_embeddings()
+    return int(min(sizes + ([] if head is None else [head.weight.shape[0]])))

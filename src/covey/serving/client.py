@@ -91,7 +91,13 @@ class InferenceClient:
         return self.ask("GET", "/health", retry=retry)
 
     def upload_adapter(
-        self, weights: bytes, config: Mapping[str, Any], *, policy_version: int | None = None, trainer: str = ""
+        self,
+        weights: bytes,
+        config: Mapping[str, Any],
+        *,
+        policy_version: int | None = None,
+        trainer: str = "",
+        restart: bool = False,
     ) -> UploadAnswer:
         """Upload an adapter.
 
@@ -100,6 +106,8 @@ class InferenceClient:
             config: PEFT's or mlx-lm-lora's.
             policy_version: what it is to be called; a server that counts by itself ignores it.
             trainer: name of the trainer, so that two of them do not take turns.
+            restart: the trainer begins, or begins again, and its versions with it; else a server that holds a newer
+                version, or this one with other weights, refuses.
 
         Raises:
             RefusedError: the adapter, or the trainer, is refused.
@@ -110,6 +118,7 @@ class InferenceClient:
             "adapter_config": ("adapter_config.json", json.dumps(dict(config)).encode(), "application/json"),
         }
         form = {"trainer": trainer} | ({} if policy_version is None else {"policy_version": str(policy_version)})
+        form |= {"restart": "true"} if restart else {}
         answer = self.ask("POST", "/upload_adapter", files=files, data=form)
         version = answer.get("policy_version")
         if not isinstance(version, int) or isinstance(version, bool):
@@ -178,7 +187,8 @@ async def upload_adapter_weights(
 ) -> int:
     """Upload adapter weights and compare the server's version with the local one (`policy_version`).
 
-    A server with another version is warned of, and the local one goes on to count.
+    Version 1 is a trainer's first: whatever a server holds from an earlier run, its count begins again with it. A
+    server with another version is warned of, and the local one goes on to count.
 
     Returns:
         The server's version.
@@ -189,7 +199,12 @@ async def upload_adapter_weights(
     client = InferenceClient(inference_server_url, token)
     try:
         answer = await asyncio.to_thread(
-            client.upload_adapter, adapter_weights, adapter_config, policy_version=policy_version, trainer=trainer
+            client.upload_adapter,
+            adapter_weights,
+            adapter_config,
+            policy_version=policy_version,
+            trainer=trainer,
+            restart=policy_version == 1,
         )
     finally:
         client.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from typing import TYPE_CHECKING
 
-from covey.serving.batching import BatchingEngine
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+
+if TYPE_CHECKING:
+    from covey.serving.batching import BatchingEngine
 
 _COUNTERS = {
     "completions": "completions sampled",
@@ -15,11 +18,35 @@ _COUNTERS = {
     "uploads": "adapters applied",
     "refused": "completions refused because the queue was full",
 }
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0)
+
+
+class Latencies:
+    """Histograms of how long clients wait, in seconds.
+
+    Attributes:
+        queue: of one completion, until it joins the batch.
+        first_token: of one completion, from when it was asked for until its first token.
+        request: of one HTTP request for completions, from its arrival until the end of its answer.
+    """
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        self.queue = self._histogram("queue_time_seconds", "seconds until a completion joins the batch")
+        self.first_token = self._histogram("time_to_first_token_seconds", "seconds until a completion's first token")
+        self.request = self._histogram("request_seconds", "seconds until a request is answered whole")
+
+    def text(self) -> str:
+        """In Prometheus' format."""
+        return generate_latest(self._registry).decode()
+
+    def _histogram(self, name: str, meaning: str) -> Histogram:
+        return Histogram(f"covey_{name}", meaning, buckets=_SECONDS, registry=self._registry)
 
 
 def prometheus_text(engine: BatchingEngine) -> str:
     """The counts of an engine."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     for name, meaning in _COUNTERS.items():
         Counter(f"covey_{name}", meaning, registry=registry).inc(getattr(engine.counts, name))
@@ -32,4 +59,4 @@ def prometheus_text(engine: BatchingEngine) -> str:
     }
     for name, (meaning, value) in gauges.items():
         Gauge(f"covey_{name}", meaning, registry=registry).set(value)
-    return generate_latest(registry).decode()
+    return generate_latest(registry).decode() + engine.latencies.text()

@@ -37,6 +37,7 @@ class Upload:
     config: Mapping[str, Any]
     sha256: str
     version: int
+    restart: bool = False
 
 
 class RemoteEngine:
@@ -61,6 +62,7 @@ class RemoteEngine:
         self._instance = str(health.get("instance", ""))
         self._held: Upload | None = None
         self._local, self._server = _NO_VERSION, _NO_VERSION
+        self._ahead = 0  # of our versions, those that the server knows
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="covey-client")
         weakref.finalize(self, self._pool.shutdown, wait=False)
 
@@ -77,7 +79,13 @@ class RemoteEngine:
             AdapterError: the model has no adapter.
         """
         weights, config = write_adapter(model)
-        self._held = Upload(weights, config, read_adapter(weights, config, None).sha256, version)
+        sha256 = read_adapter(weights, config, None).sha256
+        number = version + self._ahead
+        if self._held is not None and number <= self._held.version and sha256 != self._held.sha256:
+            # other weights under a version that was used already, such as the best ones at a run's end
+            number = self._held.version + 1
+            self._ahead = number - version
+        self._held = Upload(weights, config, sha256, number, restart=self._held is None)
         self._local = _NO_VERSION
         self._upload()
         self._local = version
@@ -155,7 +163,7 @@ class RemoteEngine:
         held = self._held
         assert held is not None
         answer = self._client.upload_adapter(
-            held.weights, held.config, policy_version=held.version, trainer=self._trainer
+            held.weights, held.config, policy_version=held.version, trainer=self._trainer, restart=held.restart
         )
         warn_of_mismatch(answer.policy_version, held.version, self._client.url)
         if answer.sha256 and answer.sha256 != held.sha256:

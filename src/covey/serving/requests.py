@@ -1,22 +1,45 @@
-"""What clients may ask: OpenAI's fields, and those that training needs besides."""
+"""What clients may ask: OpenAI's fields, and those that training needs besides.
+
+A request is read strictly: types are not guessed at, unknown fields are refused, null means that a field is left out.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import from_json
 
+from covey.serving.neutral import RequestError, without_neutral
 from covey.types import SamplingSettings
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 MAX_COMPLETIONS = 1024
 """Of one request."""
+_MOST_CHOICES = 1024
+"""Sequences that one completion may have to choose among: each is looked at for each token."""
+_MOST_CHOICE_IDS = 1 << 18
+"""Of all of them in one request."""
+_MOST_LISTS = 100_000
+"""Lists and objects in a body: each costs far more than its bytes."""
 _SMALLEST_TEMPERATURE = 0.001
+
+Choice = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Choices = Annotated[list[Choice], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
+Stream = Annotated[list[int], Field(fail_fast=True, max_length=16)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class StreamOptions(BaseModel):
+    """What else a stream says."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
 
 
 class _Sampling(BaseModel):
-    # unknown fields are ignored, as OpenAI's servers do: clients send many
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str = ""
     n: int = Field(default=1, ge=1, le=MAX_COMPLETIONS)
@@ -24,15 +47,17 @@ class _Sampling(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=64)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=256)] | None = None
     ignore_eos: bool = False
     seed: int | None = None
     stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    user: str = Field(default="", max_length=1000)
     return_token_ids: bool = False
     # beyond OpenAI: which random stream each completion draws from, what it may be, which weights it must come from
-    streams: list[list[int]] | None = Field(default=None, max_length=MAX_COMPLETIONS)
-    choices: list[list[list[TokenId]] | None] | None = Field(default=None, max_length=MAX_COMPLETIONS)
+    streams: Annotated[list[Stream], Field(fail_fast=True, max_length=MAX_COMPLETIONS)] | None = None
+    choices: Annotated[list[Choices | None], Field(fail_fast=True, max_length=MAX_COMPLETIONS)] | None = None
     return_support: bool = False
     policy_version: int | None = None
 
@@ -44,13 +69,24 @@ class _Sampling(BaseModel):
             raise ValueError(f"must be 0 (greedy) or at least {_SMALLEST_TEMPERATURE}")
         return value
 
-    def settings(self, max_tokens: int, eos_token_ids: tuple[int, ...]) -> SamplingSettings:
+    @model_validator(mode="after")
+    def _goes_together(self) -> _Sampling:
+        ids = sum(len(choice) for choices in self.choices or () for choice in choices or ())
+        if ids > _MOST_CHOICE_IDS:
+            raise ValueError(f"choices has {ids} token ids; send up to {_MOST_CHOICE_IDS} in one request")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise ValueError("stream_options is for stream=true only")
+        if self.stream and self.return_support:
+            raise ValueError("return_support is not streamed; leave stream out")
+        return self
+
+    def settings(self, max_tokens: int, eos_token_ids: tuple[int, ...], vocabulary: int) -> SamplingSettings:
         """As the engine understands it."""
-        stop = [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
         ends = tuple(self.stop_token_ids) if self.stop_token_ids is not None else eos_token_ids
         return SamplingSettings(
             temperature=self.temperature,
-            top_k=max(0, self.top_k),
+            top_k=self.top_k if 0 < self.top_k < vocabulary else 0,
             top_p=self.top_p,
             min_p=self.min_p,
             max_tokens=max_tokens,
@@ -63,26 +99,57 @@ class _Sampling(BaseModel):
 class CompletionRequest(_Sampling):
     """`/v1/completions`."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: int | None = Field(default=16, ge=1)
-    logprobs: int | None = Field(default=None, ge=0, le=20)
-    echo: Literal[False] = False
+    prompt: str | list[Any]
+    max_tokens: int = Field(default=16, ge=1)
+    logprobs: int | None = Field(default=None, ge=0, le=1)
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or ids."""
+        """Each prompt, as text or ids.
+
+        Raises:
+            RequestError: it is no prompt.
+        """
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [list(self.prompt)]
-        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+        if self.prompt and all(type(token) is int for token in self.prompt):
+            return [self.prompt]
+        for prompt in self.prompt:
+            whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            if not whole and not isinstance(prompt, str):
+                raise RequestError("prompt: must be a text, a list of token ids, or a list of one of these")
+        return self.prompt
 
 
 class ChatRequest(_Sampling):
     """`/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=16)
+
+
+Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
+
+
+def read_request(kind: type[Asked], body: bytes) -> Asked:
+    """A request's body.
+
+    Raises:
+        RequestError: it says which field, and what is wrong with it.
+    """
+    lists = body.count(b"[") + body.count(b"{")
+    if lists > _MOST_LISTS:
+        raise RequestError(f"the body has {lists} lists and objects; send up to {_MOST_LISTS} in one request")
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"the body is no JSON: {error!s:.300}") from error
+    if not isinstance(given, dict):
+        raise RequestError("the body is no JSON object")
+    try:
+        return kind.model_validate(without_neutral(kind.__name__, given, kind.model_fields))
+    except ValidationError as error:
+        lines = error.errors(include_url=False, include_input=False, include_context=False)[:5]
+        raise RequestError("; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in lines)) from error

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from dataclasses import dataclass
 from typing import Any, cast
+
+import uvicorn
 
 from covey.errors import ConfigError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.loading import load_model
-from covey.serving.app import ServeSettings, create_app
+from covey.serving.app import create_app
 from covey.serving.batching import BatchingEngine, SwapMode
+from covey.serving.connections import ConnectionLimits, Connections
+from covey.serving.gate import ServeSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class ServeOptions:
     max_completion_length: int = 512
     max_waiting: int = 1024
     max_upload_mb: int = 1024
+    max_connections: int = 512
     swap: str = "finish"
 
 
@@ -55,8 +61,28 @@ def open_server(
         swap=cast(SwapMode, options.swap),
     )
     settings = ServeSettings(model_name=model, token=token, max_upload_bytes=options.max_upload_mb << 20)
+    gc.freeze()  # what is loaded stays: no collection has to look at it while clients wait
     listening.listen(1024)  # who asks from now on is answered
     return create_app(batching, loaded.tokenizer, settings, bare), listening
+
+
+def uvicorn_server(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Server:
+    """What runs the application, with connections that may not wait for ever.
+
+    Args:
+        app: from `open_server` or `create_app`.
+        limits: of connections.
+        options: other settings of `uvicorn.Config`.
+    """
+    settings: dict[str, Any] = {
+        "http": Connections(limits).protocol,
+        "ws": "none",
+        "log_level": "warning",
+        "timeout_keep_alive": int(limits.idle_seconds),
+        "timeout_graceful_shutdown": 15,
+        "h11_max_incomplete_event_size": 64 << 10,
+    }
+    return uvicorn.Server(uvicorn.Config(app, **(settings | options)))
 
 
 def _listen(host: str, port: int) -> socket.socket:

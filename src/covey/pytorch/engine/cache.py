@@ -103,6 +103,18 @@ class KVCache:
             keys.zero_()
             values.zero_()
 
+    def clear_slot(self, slot: int) -> None:
+        """The same for one slot."""
+        for layer in range(len(self.shapes)):
+            for store in self._view(layer, slot * self.slot_tokens, 1, self.slot_tokens):
+                store.zero_()
+
+    def clear_block(self, block: PromptBlock) -> None:
+        """The same for one prompt."""
+        for layer in range(len(self.shapes)):
+            for store in self._view(layer, block.start, 1, block.capacity):
+                store.zero_()
+
     def slot_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """All slots: keys `[slots, kv_heads, slot_tokens, key_dim]`, and values."""
         return self._view(layer, 0, self.slots, self.slot_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,10 +18,10 @@ from covey.types import IntArray, SamplingSettings
 def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
     """Draw from `logits` `[B, V]`, which may be overwritten; rows of equal settings are drawn together.
 
-    Raises:
-        GenerationError: the logits of a row are not finite.
+    A row whose logits are not finite, or whose choices leave no token of the vocabulary, has its `error` set, and what
+    is drawn for it means nothing.
     """
-    allowed = [row.allowed() for row in rows]
+    allowed = [_allowed(row, logits.shape[1]) for row in rows]
     logits = _only(logits, allowed)
     keys = np.array([row.key for row in rows], dtype=np.uint64)
     drawn = np.array([row.sampled for row in rows], dtype=np.uint64)
@@ -31,28 +30,37 @@ def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
     for place, row in enumerate(rows):
         alike.setdefault(row.settings, []).append(place)
     if len(alike) == 1:
-        draw = sample(logits, rows[0].settings, numbers)
+        parts = [(list(range(len(rows))), sample(logits, rows[0].settings, numbers))]
     else:
         parts = [(places, sample(logits[places], s, numbers[places])) for s, places in alike.items()]
-        draw = _joined(parts, len(rows), logits.shape[1])
-    if draw.support is None and any(ids is not None for ids in allowed):
-        everything = np.arange(logits.shape[1])
-        draw = replace(draw, support=[everything if ids is None else ids for ids in allowed])
-    if not np.isfinite(draw.logprobs).all():
-        place = int(np.flatnonzero(~np.isfinite(draw.logprobs))[0])
-        raise GenerationError(
+    draw = _joined(parts, allowed, logits.shape[1])
+    for place in np.flatnonzero(~np.isfinite(draw.logprobs)).tolist():
+        rows[place].error = rows[place].error or GenerationError(
             f"completion token {int(drawn[place])}: the model's logits are not finite; the weights have "
             f"diverged or {logits.dtype} overflows: lower optim.learning_rate or use float32"
         )
     return draw
 
 
-def _joined(parts: Sequence[tuple[list[int], Draw]], count: int, vocab: int) -> Draw:
-    token_ids = np.zeros(count, dtype=np.int64)
-    logprobs = np.zeros(count, dtype=np.float32)
+def _allowed(row: Row, vocab: int) -> IntArray | None:
+    """Ids that may come next; None = any, also for a row that has gone wrong."""
+    ids = row.allowed()
+    if ids is not None and (len(ids) == 0 or ids[0] < 0 or ids[-1] >= vocab):
+        row.error = GenerationError(
+            f"completion token {row.sampled}: the choices allow {ids[:5].tolist()} there; each choice must be one or "
+            f"more token ids from 0 to {vocab - 1}"
+        )
+        return None
+    return ids
+
+
+def _joined(parts: Sequence[tuple[list[int], Draw]], allowed: Sequence[IntArray | None], vocab: int) -> Draw:
+    token_ids = np.zeros(len(allowed), dtype=np.int64)
+    logprobs = np.zeros(len(allowed), dtype=np.float32)
     support: list[IntArray] | None = None
-    if any(draw.support is not None for _, draw in parts):
-        support = [np.arange(vocab)] * count
+    if any(draw.support is not None for _, draw in parts) or any(ids is not None for ids in allowed):
+        everything = np.arange(vocab)
+        support = [everything if ids is None else ids for ids in allowed]
     for places, draw in parts:
         token_ids[places], logprobs[places] = draw.token_ids, draw.logprobs
         if support is not None and draw.support is not None:

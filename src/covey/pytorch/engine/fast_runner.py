@@ -70,6 +70,7 @@ class FastRunner:
         version = weights.frozen_version(name)
         held = (name, version, weights.frozen_version("model.norm.weight"))
         if version is None or held != self._head_version:
+            self._head_version = ()  # should the copy fail, nothing is known of it
             self._head.load([take(name)], take.optional("lm_head.bias"), fold)
             self._head_version = held
         self._norm = norm

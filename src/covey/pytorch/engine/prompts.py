@@ -37,7 +37,7 @@ class Prompts:
         key = prompt.token_ids.tobytes()
         if self._known.get(key) is not prompt:
             self._free(prompt)  # of older weights
-        elif self.remembered and prompt.block is not None and prompt.logits is not None:
+        elif self.remembered and not prompt.broken and prompt.block is not None and prompt.logits is not None:
             self._unused[key] = prompt
             while len(self._unused) > self.remembered:
                 self._evict()

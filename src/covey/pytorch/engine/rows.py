@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
+from covey.errors import GenerationError
 from covey.pytorch.engine.cache import PromptBlock
 from covey.rollout.choices import Choices, following, only_way_on
 from covey.rollout.stop import StopMatcher
@@ -51,7 +53,8 @@ class Counters:
     decoded_tokens: int = 0
     prefill_seconds: float = 0.0
     sampling_seconds: float = 0.0
-    steps: list[tuple[int, float]] = field(default_factory=list)  # rows and seconds of each decode step
+    # rows and seconds of each decode step, the latest ones where a server's session goes on for days
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 16))
 
     def stats(self, cache_bytes: int) -> GenerationStats:
         rows, seconds = tuple(r for r, _ in self.steps), tuple(s for _, s in self.steps)
@@ -77,6 +80,7 @@ class SharedPrompt:
     users: int = 0  # rows that still need it
     block: PromptBlock | None = None
     logits: Tensor | None = None  # [V] after its last token, while rows wait for it
+    broken: bool = False  # its logits are not finite
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +95,7 @@ class Row:
         settings: how its tokens are drawn.
         versions: (token of the turn, version of the weights that it and those after it were drawn with), in order.
         finish_reason: why the turn is over; None while it goes on.
+        error: what went wrong with this row alone; its turn is over.
     """
 
     prompt: SharedPrompt
@@ -107,6 +112,14 @@ class Row:
     choices: Choices | None = None
     versions: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: GenerationError | None = None
+
+    @property
+    def cuts(self) -> bool:
+        """Some tokens may not be drawn, and which ones may is to be kept."""
+        drawn = self.settings
+        cut = drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0
+        return self.choices is not None or (drawn.keep_support and cut)
 
     @property
     def sampled(self) -> int:

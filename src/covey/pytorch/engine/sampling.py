@@ -145,7 +145,7 @@ def _invert(mass: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     inside = block * _BLOCK + torch.arange(_BLOCK, device=mass.device)
     values = mass.gather(1, inside.clamp(max=width - 1)).masked_fill(inside >= width, 0)
     offset = _first_above(values.cumsum(-1, dtype=torch.float64), target - before[:, 0])
-    return (block * _BLOCK + offset)[:, 0], total
+    return (block * _BLOCK + offset)[:, 0].clamp_(max=width - 1), total  # beyond it only where masses are no numbers
 
 
 def _first_above(running: Tensor, target: Tensor) -> Tensor:

@@ -63,13 +63,14 @@ class Session:
         self._version, self._max_rows = policy_version, max_rows
         self._context, self._tokenizer = context_length, tokenizer
         self._prompts = Prompts(cache)
-        self._started: list[Row] = []
+        self._started = 0
         self._waiting: deque[Row] = deque()
         self._resuming: list[Row] = []
         self._rows: list[Row] = []
         self._parked: list[Row] = []
         self._finished: list[Row] = []
         self._more_may_come = False  # of a prompt that is known already
+        self._alone = False  # a row that goes wrong ends alone
         self._attention: DecodeAttention | None = None
         self._patience = _PATIENCE
         self._counters = Counters()
@@ -107,7 +108,7 @@ class Session:
         Raises:
             GenerationError: the prompt is empty, or leaves no room in the context.
         """
-        number, length = len(self._started), len(request.token_ids)
+        number, length = self._started, len(request.token_ids)
         if length == 0:
             raise GenerationError(f"request {number}: the prompt has no tokens; give it at least one")
         if length >= self._context:
@@ -124,7 +125,7 @@ class Session:
             prompt, limit, stream_key(request.stream), keep, chosen, self._matcher(chosen), choices=request.choices
         )
         row.versions.append((0, self._version))
-        self._started.append(row)
+        self._started += 1
         self._waiting.append(row)
         return row
 
@@ -202,6 +203,10 @@ class Session:
         for row in self._waiting:
             self._prompts.release(row.prompt)
             row.prompt = self._prompts.take(row.prompt.token_ids)
+
+    def end_bad_rows_alone(self) -> None:
+        """No row has to do with the others: one that goes wrong is over, its `error` set; else `advance` raises."""
+        self._alone = True
 
     def remember_prompts(self, count: int) -> None:
         """Keep up to `count` prompts that nothing uses any more, until their room is needed: the latest used stay."""
@@ -375,11 +380,11 @@ class Session:
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Draw:
         started = time.perf_counter()
-        try:
-            draw = draw_tokens(rows, logits)
-        except GenerationError:
+        draw = draw_tokens(rows, logits)
+        error = next((row.error for row in rows if row.error is not None), None)
+        if error is not None and not self._alone:
             self._cache.clear()
-            raise
+            raise error
         self._counters.sampling_seconds += time.perf_counter() - started
         return draw
 
@@ -389,7 +394,12 @@ class Session:
         self._counters.decoded_tokens += len(rows)
         over = False
         for i, row in enumerate(rows):
-            self._say(row, int(draw.token_ids[i]), float(draw.logprobs[i]), draw.support[i] if draw.support else None)
+            if row.error is not None:
+                self._forget(row)
+                over = True
+                continue
+            kept = draw.support[i] if draw.support and (row.cuts or not self._alone) else None
+            self._say(row, int(draw.token_ids[i]), float(draw.logprobs[i]), kept)
             rest = row.only_way_on()
             if rest is not None and row.finish_reason is None:
                 self._complete(row, rest)
@@ -408,6 +418,14 @@ class Session:
             row.finish_reason = "stop"
         elif row.sampled >= row.limit:
             row.finish_reason = "length"
+
+    def _forget(self, row: Row) -> None:
+        """What went wrong leaves no value that is not finite behind, nor a prompt for others."""
+        row.keep, row.finish_reason = False, "length"
+        self._cache.clear_slot(self._rows.index(row))
+        if row.prompt.block is not None and row.prompt.logits is not None and not row.prompt.logits.isfinite().all():
+            self._cache.clear_block(row.prompt.block)
+            row.prompt.broken = True
 
     def _complete(self, row: Row, rest: Sequence[int]) -> None:
         """Tokens without an alternative have probability 1: they need no forward pass."""

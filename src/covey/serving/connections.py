@@ -1,0 +1,182 @@
+"""Connections that may wait for a client, but not for ever, nor all for one client.
+
+At each time a connection waits for the engine, which is our concern, or for its client: to send a request's head
+or body, or to read an answer. Heads and answers have a time limit here (a body has one in `covey.serving.gate`), and
+when an address has as many connections as it may, the one that has waited for its client the longest makes room for
+the newest. So silent connections cost others nothing, however many there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_SWEEP_SECONDS = 0.5
+_FULL = b'{"error": {"message": "too many connections; close some, or try again later", "code": 503}}'
+_HEAD = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How long a client may take, and how many connections it may have.
+
+    Attributes:
+        head_seconds: for a request's line and headers, from the connection or their first byte on.
+        idle_seconds: between two requests.
+        read_seconds: without taking any of an answer that no longer fits the buffers.
+        address: most connections from one address.
+        all: most connections; fewer where the process may not have so many files open.
+    """
+
+    head_seconds: float = 10.0
+    idle_seconds: float = 30.0
+    read_seconds: float = 60.0
+    address: int = 512
+    all: int = 2000
+
+
+@dataclass(slots=True, eq=False)
+class Connections:
+    """All that are open. `protocol` is what uvicorn makes one of: `uvicorn.Config(app, http=connections.protocol)`."""
+
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    _open: dict[_Guarded, None] = field(default_factory=dict)  # the oldest first
+    _most: int = 0
+    _sweeping: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self._most = min(self.limits.all, _files() - 128)
+
+    def protocol(self, *args: Any, **kwargs: Any) -> asyncio.Protocol:
+        """A new connection's protocol; arguments are uvicorn's."""
+        return _Guarded(self, *args, **kwargs)
+
+    def enter(self, new: _Guarded) -> None:
+        """A connection was opened: it, or another one, goes if there are too many."""
+        self._open[new] = None
+        same = [one for one in self._open if one.address == new.address]
+        if len(same) > self.limits.address:
+            self._make_room(same, new)
+        elif len(self._open) > self._most:
+            self._make_room(self._open, new)
+        if self._sweeping is None:
+            self._sweep()
+
+    def leave(self, one: _Guarded) -> None:
+        """It is closed."""
+        self._open.pop(one, None)
+
+    def _make_room(self, among: Iterable[_Guarded], new: _Guarded) -> None:
+        waiting = [one for one in among if one is not new and one.owing is not None]
+        if waiting:
+            min(waiting, key=lambda one: (one.owing == "body", one.since)).drop()
+        else:  # all the others are being served
+            new.refuse()
+
+    def _sweep(self) -> None:
+        """Close what has waited too long, and come again while there is anything open."""
+        seconds = {
+            "head": self.limits.head_seconds,
+            "request": self.limits.idle_seconds,
+            "read": self.limits.read_seconds,
+        }
+        now = time.monotonic()
+        for one in list(self._open):
+            one.note_progress()
+            if one.owing is not None and now - one.since > seconds.get(one.owing, float("inf")):
+                one.drop()
+        running = asyncio.get_running_loop()
+        self._sweeping = running.call_later(_SWEEP_SECONDS, self._sweep) if self._open else None
+
+
+class _Guarded(H11Protocol):
+    """A connection that knows what its client owes it, and since when.
+
+    Attributes:
+        address: of the client.
+        owing: "head" of a request, its "body", to "read" an answer, the next "request"; None = nothing, we are at work.
+        since: when it began to owe that, by `time.monotonic`.
+    """
+
+    def __init__(self, among: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._among = among
+        self.address = ""
+        self.owing: str | None = "head"
+        self.since = time.monotonic()
+        self._unread = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.address = str((transport.get_extra_info("peername") or ("",))[0])
+        self._among.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._among.leave(self)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.owing == "request":
+            self._owes("head")
+        self._look()
+
+    def on_response_complete(self) -> None:
+        if not self.flow.write_paused:
+            self._owes("request")
+        super().on_response_complete()  # may begin with a request that has arrived already
+        if self.owing == "request" and self.conn.trailing_data[0]:
+            self._owes("head")
+        self._look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._owes("read")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._owes("request" if self.cycle is None or self.cycle.response_complete else None)
+        self._look()
+
+    def note_progress(self) -> None:
+        """A client that reads, however slowly, is not one that does not."""
+        if self.owing == "read":
+            before, self._unread = self._unread, self.transport.get_write_buffer_size()
+            self.since = time.monotonic() if self._unread < before else self.since
+
+    def drop(self) -> None:
+        """Close it at once, whatever is still to be sent."""
+        self._among.leave(self)
+        self.transport.abort()
+
+    def refuse(self) -> None:
+        """Say that there are too many, and close it."""
+        self._among.leave(self)
+        self.transport.write(_HEAD + b"content-length: %d\r\n\r\n%b" % (len(_FULL), _FULL))
+        self.transport.close()
+
+    def _look(self) -> None:
+        """What the present request, if any, lacks."""
+        if self.owing == "read" or self.cycle is None or self.cycle.response_complete:
+            return
+        self._owes("body" if self.cycle.more_body else None)
+
+    def _owes(self, what: str | None) -> None:
+        if what != self.owing:
+            self.owing, self.since = what, time.monotonic()
+
+
+def _files() -> int:
+    """How many files the process may have open, after asking for more where that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft

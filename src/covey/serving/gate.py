@@ -1,0 +1,113 @@
+"""The door: who may come in, and how much they may bring, in how much time. It stands before anything is read."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_UPLOADS = 8
+"""Under way at once; each may take its size on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """What a server allows.
+
+    Attributes:
+        model_name: that `/v1/models` lists.
+        token: bearer token that every request but `/health` must carry; None = none.
+        max_upload_bytes: of an adapter.
+        max_body_bytes: of any other request.
+        body_seconds: within which a request's body must arrive.
+        lease_seconds: after which a trainer that is heard of no more may be replaced by another.
+    """
+
+    model_name: str = "model"
+    token: str | None = None
+    max_upload_bytes: int = 1 << 30
+    max_body_bytes: int = 4 << 20
+    body_seconds: float = 60.0
+    lease_seconds: float = 600.0
+
+
+class Gate:
+    """Between the connections and the application; ASGI."""
+
+    def __init__(self, app: Any, settings: ServeSettings) -> None:
+        self._app, self._settings = app, settings
+        self._uploads = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if scope["path"] != "/health" and not self._may_enter(headers.get("authorization", "")):
+            await _refuse(send, 401, "this server wants a bearer token: Authorization: Bearer TOKEN")
+            return
+        upload = scope["path"] == "/upload_adapter"
+        limit = self._settings.max_upload_bytes if upload else self._settings.max_body_bytes
+        length = headers.get("content-length", "0")
+        if not re.fullmatch("[0-9]{1,18}", length) or int(length) > limit:
+            await _refuse(send, 413, f"the body has {length[:20]} bytes; this server takes up to {limit}")
+            return
+        if upload and self._uploads == _UPLOADS:
+            await _refuse(send, 429, f"{_UPLOADS} uploads are under way; try again later")
+            return
+        body = _Body(receive, limit, time.monotonic() + self._settings.body_seconds)
+        self._uploads += upload
+        try:
+            await self._app(scope, body.receive, send)
+        except _BodyError as error:
+            await _refuse(send, error.status, str(error))
+        finally:
+            self._uploads -= upload
+
+    def _may_enter(self, authorization: str) -> bool:
+        token = self._settings.token
+        return token is None or hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
+
+
+class _BodyError(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _Body:
+    """A body that may not grow beyond its limit nor take for ever."""
+
+    def __init__(self, receive: Receive, limit: int, until: float) -> None:
+        self._receive, self._limit, self._until = receive, limit, until
+        self._size, self._complete = 0, False
+
+    async def receive(self) -> MutableMapping[str, Any]:
+        if self._complete:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(0.001, self._until - time.monotonic()))
+        except TimeoutError:
+            raise _BodyError(408, "the request's body did not arrive in time") from None
+        self._size += len(message.get("body", b""))
+        if self._size > self._limit:
+            raise _BodyError(413, f"the body has more than {self._limit} bytes")
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,265 @@
+"""Every field of a request is served or refused: none is ignored, and none stops the server."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from servers import RunningServer, serving
+
+from covey.serving.requests import ChatRequest, CompletionRequest
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+SAID = [{"role": "user", "content": "say two"}]
+LEAST: dict[str, dict[str, Any]] = {
+    TEXT: {"prompt": "x", "max_tokens": 2, "seed": 1},
+    CHAT: {"messages": SAID, "max_tokens": 2, "seed": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving() as server:
+        yield server
+
+
+def ask(server: RunningServer, path: str, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(server.url + path, content=content, timeout=60, trust_env=False)
+
+
+def choice(server: RunningServer, path: str, **more: Any) -> Any:
+    answer = ask(server, path, LEAST[path] | more)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]
+
+
+BOTH: list[tuple[str, list[Any], list[Any]]] = [
+    # field, values that ask for nothing, values that would be ignored
+    ("presence_penalty", [0, 0.0, None], [0.5, -2, "0", False]),
+    ("frequency_penalty", [0, None], [1.0, True]),
+    ("repetition_penalty", [1, None], [1.1, True]),
+    ("logit_bias", [{}, None], [{"5": 100}, []]),
+    ("response_format", [{"type": "text"}, None], [{"type": "json_object"}, {"type": "json_schema"}, "text"]),
+    ("min_tokens", [0], [3]),
+    ("best_of", [1, None], [2, "1", True]),
+    ("service_tier", ["auto", None], ["flex"]),
+    ("store", [False], [True]),
+    ("user", ["someone", None], [5]),
+    ("guided_json", [None], [{}, "x"]),
+    ("max_token", [], [5]),
+    ("stream_options", [None], [{"include_usage": True}]),  # not without a stream
+    ("logprobs", [None], ["yes", -1, 2]),
+]
+CHATS: list[tuple[str, list[Any], list[Any]]] = [
+    ("tools", [[], None], [[{"type": "function", "function": {"name": "f"}}], {}]),
+    ("tool_choice", ["none", "auto", None], ["required", {"type": "function"}]),
+    ("parallel_tool_calls", [True, None], [False]),
+    ("functions", [[], None], [[{"name": "f"}]]),
+    ("function_call", ["none", None], [{"name": "f"}]),
+    ("top_logprobs", [0, None], [1, 5, 21, "1"]),
+    ("modalities", [["text"], None], [["text", "audio"]]),
+    ("audio", [None], [{"voice": "x"}]),
+    ("prediction", [None], [{"type": "content", "content": "x"}]),
+    ("reasoning_effort", [None], ["high"]),
+    ("web_search_options", [None], [{}]),
+    ("chat_template", [None], ["{{ 1 }}"]),
+    ("continue_final_message", [False], [True]),
+]
+TEXTS: list[tuple[str, list[Any], list[Any]]] = [
+    ("echo", [False, None], [True, 0]),
+    ("suffix", ["", None], ["x"]),
+    ("logprobs", [0, 1], [5, 1.5, True]),
+]
+FIELDS = [(TEXT, *one) for one in BOTH + TEXTS] + [(CHAT, *one) for one in BOTH + CHATS]
+
+
+@pytest.mark.parametrize(("path", "field", "neutral", "refused"), FIELDS, ids=lambda v: v if isinstance(v, str) else "")
+def test_no_field_is_ignored(
+    server: RunningServer, path: str, field: str, neutral: list[Any], refused: list[Any]
+) -> None:
+    said = choice(server, path)
+    for value in neutral:
+        same = choice(server, path, **{field: value})
+        assert (same.get("text"), same.get("message")) == (said.get("text"), said.get("message"))
+    for value in refused:
+        answer = ask(server, path, LEAST[path] | {field: value})
+        assert answer.status_code == 400, (field, value, answer.text)
+        assert field in answer.json()["error"]["message"]
+
+
+VALUES: list[Any] = [
+    *(None, True, False, "", "x", "1", -1, 0, 1, 2, 0.5, -0.0, 1e308, 10**30, -(10**30), [], {}, [[]], [None], [[[]]]),
+    *([-1], [[-1]], [1 << 70], [["x"]], [[[1 << 40]]], {"a": 1}, "x" * 5000, list(range(3000)), [[1] * 3000], "\x00"),
+]
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_any_value_of_any_field(server: RunningServer, path: str) -> None:
+    """Whatever comes: a completion or a clear refusal, soon, and the same completion as before for the next client."""
+    fields = (CompletionRequest if path == TEXT else ChatRequest).model_fields
+    before = choice(server, path, return_token_ids=True)
+    slowest = 0.0
+    with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+        for field in fields:
+            for value in VALUES:
+                started = time.monotonic()
+                answer = http.post(path, content=json.dumps(LEAST[path] | {field: value}).encode())
+                slowest = max(slowest, time.monotonic() - started)
+                assert answer.status_code in (200, 400, 404, 409), (field, value, answer.text)
+                if answer.status_code != 200:
+                    assert 10 < len(answer.json()["error"]["message"]) < 1000, (field, value)
+    assert slowest < 10
+    assert choice(server, path, return_token_ids=True) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b'{"prompt": "x"',
+        b'"' + b"x" * 100_000,
+        b"\xff\xfe{}",
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "seed": 1' + b"0" * 10_000 + b"}",
+        b'{"prompt": ' + b"[" * 200_000,
+        b'{"messages": ' + b'[{"content":' * 100_000,
+        b'{"prompt": ["x", 1, [1], null]}',
+        b'{"prompt": [1, true]}',
+        b'{"prompt": [5.5]}',
+    ],
+    ids=range(17),
+)
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_bodies_that_are_no_requests(server: RunningServer, path: str, body: bytes) -> None:
+    answer = ask(server, path, body)
+    assert answer.status_code == 400
+    assert len(answer.json()["error"]["message"]) < 1000
+    assert choice(server, path)
+
+
+def test_models_have_names(server: RunningServer) -> None:
+    for path in (TEXT, CHAT):
+        assert choice(server, path, model="tiny") == choice(server, path, model="") == choice(server, path)
+        for name in ("gpt-4", "tiny ", "x" * 5000):
+            answer = ask(server, path, LEAST[path] | {"model": name})
+            assert answer.status_code == 404
+            assert "this server has 'tiny'" in answer.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/v1/models/tiny", trust_env=False).json()["id"] == "tiny"
+    assert httpx.get(f"{server.url}/v1/models/gpt-4", trust_env=False).status_code == 404
+    nowhere = httpx.get(f"{server.url}/v2/nothing", trust_env=False)
+    assert (nowhere.status_code, nowhere.json()["error"]["code"]) == (404, 404)
+
+
+def test_parts_of_type_text_are_read(server: RunningServer) -> None:
+    def said(content: Any) -> Any:
+        return choice(server, CHAT, messages=[{"role": "user", "content": content}], return_token_ids=True)
+
+    parts = [{"type": "text", "text": "say "}, {"type": "text", "text": "two"}]
+    assert said("say two") == said([{"type": "text", "text": "say two"}]) == said(parts)
+    assert said("say two") != said("say one")
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        ([5], "messages"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"content": "x"}], "messages.0.role"),
+        ([{"role": 5, "content": "x"}], "messages.0.role"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "user", "content": []}], "messages.0.content"),
+        ([{"role": "user", "content": ["x"]}], "of type 'x'; only text is read"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "'image_url'; only text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "only text is read"),
+        ([{"role": "user", "content": "x", "name": "me"}], "'name' is not served"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "'tool_calls' is not served"),
+        (SAID * 5000, "at most 4096"),
+        ([{"role": "user", "content": "x" * 20_000}], "they have 20000 characters"),
+    ],
+)
+def test_messages_that_are_none(server: RunningServer, messages: Any, words: str) -> None:
+    answer = ask(server, CHAT, LEAST[CHAT] | {"messages": messages})
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+VARIABLES: list[dict[str, Any]] = [
+    {"chat_template": "{% for i in range(10**9) %}x{% endfor %}"},
+    {"tokenize": True},
+    {"add_generation_prompt": False},
+    {"continue_final_message": True},
+    {"tools": []},
+    {"documents": []},
+    {"return_tensors": "pt"},
+    {"tokenizer_kwargs": {}},
+    {"messages": []},
+    {"eos_token": "x"},
+    {"raise_exception": "x"},
+    {"range": 5},
+    {"unheard_of": 5},
+    {"brief": {"a": 1}},
+    {"brief": "x" * 2000},
+    {"__class__": 1},
+    {"": 1},
+]
+
+
+def test_templates_are_the_servers() -> None:
+    with serving() as server:
+        before = choice(server, CHAT, return_token_ids=True)
+        server.tokenizer.chat_template += "{% if brief %}Be brief.{% endif %}{% for i in range(2) %}{% endfor %}"
+        for values in VARIABLES:
+            answer = ask(server, CHAT, LEAST[CHAT] | {"chat_template_kwargs": values})
+            assert answer.status_code == 400, values
+            assert "chat_template_kwargs" in answer.json()["error"]["message"]
+        brief = choice(server, CHAT, return_token_ids=True, chat_template_kwargs={"brief": True})
+        assert len(brief["prompt_token_ids"]) > len(before["prompt_token_ids"])
+        assert choice(server, CHAT, return_token_ids=True, chat_template_kwargs={"brief": False}) == before
+
+
+def test_what_a_stream_says_besides(server: RunningServer) -> None:
+    for path in (TEXT, CHAT):
+        body = LEAST[path] | {"stream": True, "stream_options": {"include_usage": True}, "logprobs": path == CHAT or 0}
+        events = [line.removeprefix("data: ") for line in ask(server, path, body).text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        last = json.loads(events.pop())
+        whole = ask(server, path, LEAST[path] | {"logprobs": path == CHAT or 0}).json()
+        assert (last["choices"], last["usage"]) == ([], whole["usage"])
+        parts = [json.loads(event)["choices"][0]["logprobs"] for event in events]
+        if path == CHAT:
+            told = [one for part in parts for one in part["content"]]
+            assert told == whole["choices"][0]["logprobs"]["content"]
+        else:
+            told = [one for part in parts for one in part["token_logprobs"]]
+            assert told == whole["choices"][0]["logprobs"]["token_logprobs"]
+        assert len(told) == 2
+
+
+def test_latencies_are_counted(server: RunningServer) -> None:
+    def counted() -> dict[str, float]:
+        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        lines = [line.split() for line in text.splitlines() if line.startswith("covey_") and "_seconds" in line]
+        return {name: float(value) for name, value in lines}
+
+    before = counted()
+    for more in ({}, {"stream": True}, {"n": 3}):
+        ask(server, TEXT, LEAST[TEXT] | more)
+    after = counted()
+    for name, count in (("time_to_first_token", 5), ("queue_time", 5), ("request", 3)):
+        key = f"covey_{name}_seconds_count"
+        assert after[key] - before[key] == count
+        assert after[f'covey_{name}_seconds_bucket{{le="+Inf"}}'] == after[key]
+        assert after[f"covey_{name}_seconds_sum"] > before[f"covey_{name}_seconds_sum"]
