@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covey.cli_reports import difference, print_choices, print_questions, print_types
+from covey.cli_reports import PER_KIND, difference, kind_shares, percent, print_choices, print_kinds, print_questions
 from covey.cli_serve import serve
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
@@ -215,9 +215,10 @@ def evaluate(
     _show(result, show)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
-        table.add_row(name, f"{value:.4g}")
+        if not name.startswith(PER_KIND):
+            table.add_row(name, f"{value:.4g}")
     out.print(table)
-    print_types(out, result)
+    print_kinds(out, result)
     if other is not None:
         before = _trainer(other).evaluation()
         if result.correct is None or before.correct is None:
@@ -471,6 +472,8 @@ def _summary(trainer: GRPOTrainer, folder: Path) -> None:
                 interval = f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"
             value = f"{100 * record['eval/accuracy']:.1f} %" if name == "accuracy" else f"{record['eval/reward']:.3f}"
             table.add_row(f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}")
+            for kind, share in kind_shares(record):
+                table.add_row(f"  {kind}", *percent(share).rstrip(")").split(" ("), f"{share['total']:.0f}")
         out.print(table)
     minutes, seconds = divmod(round(trainer.state.seconds), 60)
     out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)
