@@ -96,7 +96,7 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
 
     if settings.masks_by_policy:
         # Such a mask enters the denominators of the step, so it is taken over all its rows, tied groups too.
-        rows = np.flatnonzero(batch.mask.any(axis=1))
+        rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
     reference = None
     if settings.needs_reference:
         reference, _ = learner.scores(batch, rows, temperature=settings.temperature, reference=True)
@@ -224,10 +224,7 @@ def _mismatch_metrics(batch: Batch, gradients: Gradients, settings: UpdateSettin
 
 
 def _mask_metrics(before: Batch, after: Batch) -> dict[str, float]:
-    exists = before.mask.copy()
-    for tokens in before.excluded.values():
-        exists |= tokens
-    total = max(int(exists.sum()), 1)
+    total = max(int(before.sampled.sum()), 1)
     metrics = {f"mask/{name}": float(tokens.sum() / total) for name, tokens in after.excluded.items()}
     if after.excluded:
         metrics["mask_ratio"] = float(after.mask.any(axis=1).mean())
