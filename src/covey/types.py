@@ -229,7 +229,7 @@ class Batch:
     @property
     def sampled(self) -> BoolArray:
         """`[N, T]` True where the row has a sampled token, masked or not."""
-        return np.logical_or.reduce([self.mask, *self.excluded.values()])
+        return np.asarray(np.logical_or.reduce([self.mask, *self.excluded.values()]), np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from covey.training.recorder import Recorder
 from covey.training.report import completion_rows, no_answer_ratio, rollout_metrics
 from covey.training.schedule import ACCURACY_STEPS, Progress, ResolvedPhase
 from covey.training.state import TrainerState
+from covey.training.stepwise import StepByStep
 from covey.training.update import Update, update
 from covey.types import Batch, Prompt
 from covey.types import Progress as ProgressCall
@@ -56,7 +57,7 @@ class TrainOutput:
     metrics: dict[str, Any]
 
 
-class GRPOTrainer:
+class GRPOTrainer(StepByStep):
     """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
 
     Args:
