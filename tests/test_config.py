@@ -736,3 +736,13 @@ def test_a_section_can_be_made_by_itself() -> None:
 
 def test_the_folder_may_come_first_without_a_name() -> None:
     assert GRPOConfig("runs/first", beta=0.0).run.output_dir == "runs/first"
+
+
+def test_the_documented_differences_from_trl_are_our_defaults() -> None:
+    text = (Path(__file__).parents[1] / "docs/training.md").read_text().split("## Coming from TRL")[1]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
+    assert len(rows) > 15
+    for name, documented in rows:
+        value = getattr(GRPOConfig(), name)
+        written = "none" if value is None else toml_value(value)
+        assert re.split("[,:]", documented)[0].strip() == written, name

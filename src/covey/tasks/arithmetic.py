@@ -83,22 +83,16 @@ def _gcd(rng: random.Random, digits: int) -> tuple[str, int]:
     return f"What is the greatest common divisor of {a} and {b}?", math.gcd(a, b)
 
 
-def _two(rng: random.Random, digits: int) -> list[int]:
-    """Two different numbers, in any order."""
+def _larger(rng: random.Random, digits: int) -> tuple[str, int]:
     a = b = _operand(rng, digits)
     while a == b:
         b = _operand(rng, digits)
-    return [a, b]
-
-
-def _larger(rng: random.Random, digits: int) -> tuple[str, int]:
-    a, b = _two(rng, digits)
     return f"Which number is larger, {a} or {b}?", max(a, b)
 
 
 def _smaller(rng: random.Random, digits: int) -> tuple[str, int]:
-    a, b = _two(rng, digits)
-    return f"Which number is smaller, {a} or {b}?", min(a, b)
+    question, larger = _larger(rng, digits)
+    return question.replace("larger", "smaller"), sum(map(int, re.findall(r"\d+", question))) - larger
 
 
 def _count_letters(rng: random.Random, digits: int) -> tuple[str, int]:
@@ -132,8 +126,23 @@ KINDS: Mapping[str, Callable[[random.Random, int], tuple[str, int]]] = {
 }
 """Kind of question -> (random numbers, digits) -> (question, answer)."""
 
-_TOGETHER: Mapping[str, tuple[str, ...]] = {"compare": ("larger", "smaller")}
-"""Names for several kinds: of two numbers, now the larger and now the smaller one is asked for."""
+COMPARE = "compare"
+"""Two numbers in both orders, asked for the larger and for the smaller one: four questions, one after another.
+
+Trained on in this order (`data.shuffle=false`), each step has as many answers that come first as answers that come
+second, so that noise teaches no preference for a place; and no preference for a size, since both are asked for.
+"""
+
+
+def _compare(rng: random.Random, digits: int) -> list[tuple[str, str, int]]:
+    question, larger = _larger(rng, digits)
+    a, b = map(int, re.findall(r"\d+", question))
+    return [
+        (kind, f"Which number is {kind}, {first} or {second}?", answer)
+        for first, second in ((a, b), (b, a))
+        for kind, answer in (("larger", larger), ("smaller", a + b - larger))
+    ]
+
 
 CHOICES: Mapping[str, str] = {"compare": "large", "larger": "large", "smaller": "small", "minimum": "small"}
 """Kinds whose answer is one of the numbers in the question, and whether it is the large or the small one."""
@@ -195,8 +204,8 @@ class Arithmetic(Task):
     ...}`.
 
     Args:
-        kinds: one of `KINDS` or several, as a list or joined by "+"; they alternate. `compare` stands for `larger` and
-            `smaller`.
+        kinds: one of `KINDS` or several, as a list or joined by "+"; they alternate. `compare` asks for the `larger`
+            and the `smaller` of the same two numbers, see `COMPARE`.
         digits: digits of the operands, 1 to 12. `gcd` takes numbers from 2 to 12 for 1 digit; `count_letters`
             has a fixed list of words.
         num_train: training rows. All are different questions, so a small space gives fewer.
@@ -220,11 +229,10 @@ class Arithmetic(Task):
         strict: bool = False,
         system_prompt: str | None = "Answer with the number only.",
     ) -> None:
-        named = kinds.split("+") if isinstance(kinds, str) else kinds
-        self.kinds = tuple(kind for name in named for kind in _TOGETHER.get(name, (name,)))
+        self.kinds = tuple(kinds.split("+") if isinstance(kinds, str) else kinds)
         for kind in self.kinds or ("",):
-            if kind not in KINDS:
-                raise ConfigError(f"kinds={kind!r}: no such kind of question; use {', '.join([*KINDS, *_TOGETHER])}")
+            if kind not in (*KINDS, COMPARE):
+                raise ConfigError(f"kinds={kind!r}: no such kind of question; use {', '.join([*KINDS, COMPARE])}")
         if not 1 <= digits <= 12:
             raise ConfigError(f"digits={digits}: operands have 1 to 12 digits; choose a number in between")
         if min(num_train, num_eval) < 1:
@@ -274,11 +282,15 @@ class Arithmetic(Task):
         while len(rows) < count and misses < _PATIENCE:
             # By draws, not by rows: a kind with few questions does not hold up the others.
             kind = self.kinds[(len(rows) + misses) % len(self.kinds)]
-            question, answer = KINDS[kind](rng, self.digits)
-            if question in rows or (question_hash(_content(question)) % HELD_OUT_ONE_IN == 0) != held_out:
+            drawn = _compare(rng, self.digits) if kind == COMPARE else [(kind, *KINDS[kind](rng, self.digits))]
+            if held_out:  # the four of a pair are not independent, and an evaluation's interval takes them to be
+                drawn = [rng.choice(drawn)]
+            new = [one for one in drawn if one[1] not in rows]
+            if not new or (question_hash(_content(new[0][1])) % HELD_OUT_ONE_IN == 0) != held_out:
                 misses += 1
                 continue
             misses = 0
-            uid = f"{kind}-{question_hash(question):016x}"
-            rows[question] = {"prompt": as_prompt(question), "answer": str(answer), "kind": kind, "uid": uid}
+            for own, question, answer in new[: count - len(rows)]:
+                uid = f"{own}-{question_hash(question):016x}"
+                rows[question] = {"prompt": as_prompt(question), "answer": str(answer), "kind": own, "uid": uid}
         return list(rows.values())
