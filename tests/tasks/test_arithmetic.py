@@ -88,7 +88,19 @@ def test_several_kinds_have_similar_shares() -> None:
     rows = Arithmetic(kinds="chain+minimum+compare", digits=2, num_train=600).train_rows(0)
     shares = [sum(row["kind"] == kind for row in rows) for kind in ("chain", "minimum", "larger", "smaller")]
     assert sum(shares) == 600
-    assert min(shares) > 100
+    assert min(shares) > 80  # `compare` brings four questions at a time
+
+
+def test_the_four_questions_about_two_numbers_stay_together() -> None:
+    rows = Arithmetic(kinds="compare", digits=2, num_train=400).train_rows(0)
+    for start in range(0, 400, 4):
+        four = rows[start : start + 4]
+        first, *others = (re.findall(r"\d+", question(row)) for row in four)
+        assert others == [first, first[::-1], first[::-1]]
+        assert [row["kind"] for row in four] == ["larger", "smaller"] * 2
+        assert [int(row["answer"]) for row in four] == [max(map(int, first)), min(map(int, first))] * 2
+    held_out = Arithmetic(kinds="compare", digits=2, num_eval=200).eval_rows()
+    assert len({content(row) for row in held_out}) > 150  # one of the four each
 
 
 def test_reward() -> None:
