@@ -224,7 +224,10 @@ def _mismatch_metrics(batch: Batch, gradients: Gradients, settings: UpdateSettin
 
 
 def _mask_metrics(before: Batch, after: Batch) -> dict[str, float]:
-    total = max(int(before.sampled.sum()), 1)
+    exists = before.mask.copy()
+    for tokens in before.excluded.values():
+        exists |= tokens
+    total = max(int(exists.sum()), 1)
     metrics = {f"mask/{name}": float(tokens.sum() / total) for name, tokens in after.excluded.items()}
     if after.excluded:
         metrics["mask_ratio"] = float(after.mask.any(axis=1).mean())
