@@ -340,6 +340,8 @@ def _question(entry: Any) -> Row:
     if answer not in options:
         raise ValueError(f"the answer {answer!r:.60} is not one of the options {', '.join(sorted(options))}")
     kept = {name: entry[name] for name in ("explanation", "topic", "meta_info") if name in entry}
+    if isinstance(kind := entry.get("topic", entry.get("meta_info")), str):
+        kept["kind"] = kind
     return {"question": question, "options": dict(sorted(options.items())), "answer": answer, **kept}
 
 
