@@ -256,7 +256,6 @@ VALUES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.filterwarnings("ignore:.* has no effect")
 @settings(max_examples=40, deadline=None)
 @given(VALUES)
 def test_any_config_survives_toml(values: dict[str, Any]) -> None:
