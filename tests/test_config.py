@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import pickle
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from covey.algorithms import make_objective
 from covey.algorithms.config import AlgorithmConfig, KLEstimator, LossType
 from covey.algorithms.presets import LOSS_PRESETS
 from covey.config import GRPOConfig, explain, render_explain
-from covey.config_names import FIELDS, SECTIONS, SYNONYMS
+from covey.config_names import FIELDS, SECTIONS, SYNONYMS, canonical_names
 from covey.config_text import parse_overrides, toml_value
 from covey.config_trl import NAMES, NO_EFFECT, UNSUPPORTED
 from covey.errors import ConfigError
@@ -448,6 +449,77 @@ def test_a_bad_loss_is_reported_once() -> None:
     assert len(problem(loss_type="nonsense").splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "fields"),
+    [
+        ({"use_baseline": True}, {}),
+        ({"use_unbiased_kl": True}, {"kl_estimator": "k3_unbiased"}),
+        ({"use_unbiased_kl": False}, {"kl_estimator": "k1"}),
+        ({"use_off_policy_masking": True}, {"reference_drift_threshold": 0.5}),
+        ({"off_policy_threshold": 0.3}, {"reference_drift_threshold": 0.3}),
+        ({"use_off_policy_masking": True, "off_policy_threshold": 0.7}, {"reference_drift_threshold": 0.7}),
+        ({"use_off_policy_masking": False, "off_policy_threshold": 0.7}, {"reference_drift_threshold": None}),
+        ({"algorithm": {"use_unbiased_kl": True, "kl_coef": 0.01}}, {"kl_estimator": "k3_unbiased", "beta": 0.01}),
+    ],
+)
+def test_names_of_the_usmle_document(given: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert canonical_names(given) == fields
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_baseline": False}, "use_baseline=False: without its group's mean .* remove it"),
+        ({"use_unbiased_kl": "yes"}, "use_unbiased_kl='yes': .* true or false"),
+        (
+            {"use_off_policy_masking": True, "reference_drift_threshold": 0.3},
+            "both set algorithm.reference_drift_thresh",
+        ),
+        ({"use_unbiased_kls": True}, "did you mean use_unbiased_kl"),
+    ],
+)
+def test_wrong_use_of_the_document_s_names(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**given)
+
+
+def test_a_rate_for_an_embedding_that_is_frozen_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"optim.embedding_lr=0.0002: with LoRA the embedding is frozen; remove it"):
+        GRPOConfig(embedding_lr=2e-4)
+    assert GRPOConfig(embedding_lr=2e-4, use_peft=False).embedding_lr == 2e-4
+    assert GRPOConfig(embedding_lr=2e-4, lora_target_modules=["q_proj", "embed_tokens"]).embedding_lr == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"beta": 0.0, "kl_estimator": "k1"}, "algorithm.kl_estimator='k1'"),
+        ({"loss_type": "reinforce", "epsilon": 0.1}, "algorithm.epsilon=0.1"),
+        ({"loss_type": "cispo", "delta": 2.0}, "algorithm.delta=2.0"),
+        ({"epsilon_max": 4.0}, "algorithm.epsilon_max=4.0"),
+        ({"sapo_temperature_neg": 2.0}, "algorithm.sapo_temperature_neg=2.0"),
+        ({"loss_type": "reinforce", "importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
+        ({"importance_sampling_cap": 2.0}, "algorithm.importance_sampling_cap=2.0"),
+        ({"adv_estimator": "rloo", "scale_rewards": "batch"}, "algorithm.scale_rewards='batch'"),
+        ({"scale_rewards": "none", "std_correction": 0}, "algorithm.std_correction=0"),
+        ({"reference_update_steps": 7}, "algorithm.reference_update_steps=7"),
+        ({"reference_update": "copy", "reference_ema_decay": 0.5}, "algorithm.reference_ema_decay=0.5"),
+        ({"reference_drift_reduction": "sum"}, "algorithm.reference_drift_reduction='sum'"),
+        ({"validity_min_length": 3}, "algorithm.validity_min_length=3"),
+        ({"dynamic_sampling_max_tries": 9}, "algorithm.dynamic_sampling_max_tries=9"),
+        ({"max_steps": 5, "num_train_epochs": 2.0}, "schedule.num_train_epochs=2.0"),
+        ({"use_peft": False, "lora_r": 8}, "model.lora_r=8"),
+        ({"inference_server_url": "http://127.0.0.1:1"}, "server.inference_server_url="),
+        ({"phases": [{"steps": 1, "name": "a", "learning_rate_cut": 0.1}]}, "phase 'a': learning_rate_cut"),
+    ],
+)
+def test_what_has_no_effect_is_said(given: dict[str, Any], named: str) -> None:
+    with pytest.warns(UserWarning, match=f"{re.escape(named)}.* has no effect: it acts only where"):
+        config = GRPOConfig(**given)
+    assert GRPOConfig() == GRPOConfig(**GRPOConfig().to_dict())  # a default is nobody's wish: no warning
+    assert config.to_dict()
+
+
 def test_an_update_of_a_reference_that_nothing_reads_is_worth_a_warning() -> None:
     with pytest.warns(UserWarning, match="has no effect"):
         GRPOConfig(beta=0.0, reference_update="copy")
@@ -664,3 +736,13 @@ def test_a_section_can_be_made_by_itself() -> None:
 
 def test_the_folder_may_come_first_without_a_name() -> None:
     assert GRPOConfig("runs/first", beta=0.0).run.output_dir == "runs/first"
+
+
+def test_the_documented_differences_from_trl_are_our_defaults() -> None:
+    text = (Path(__file__).parents[1] / "docs/training.md").read_text().split("## Coming from TRL")[1]
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
+    assert len(rows) > 15
+    for name, documented in rows:
+        value = getattr(GRPOConfig(), name)
+        written = "none" if value is None else toml_value(value)
+        assert re.split("[,:]", documented)[0].strip() == written, name

@@ -18,7 +18,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from covey.cli_reports import difference, print_choices, print_questions, print_summary, print_types
+from covey.cli_reports import (
+    PER_KIND,
+    difference,
+    print_choices,
+    print_kinds,
+    print_questions,
+    print_summary,
+)
 from covey.cli_seeds import group_seeds, run_labels
 from covey.cli_serve import serve
 from covey.config import GRPOConfig, render_explain
@@ -222,9 +229,10 @@ def evaluate(
     _show(result, show)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
-        table.add_row(name, f"{value:.4g}")
+        if not name.startswith(PER_KIND):
+            table.add_row(name, f"{value:.4g}")
     out.print(table)
-    print_types(out, result)
+    print_kinds(out, result)
     if other is not None:
         before = _trainer(other).evaluation()
         if result.correct is None or before.correct is None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from covey.observe.choices import share
 from covey.observe.console import visible
 from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference
@@ -18,6 +17,10 @@ if TYPE_CHECKING:
     from covey.training.evaluate import Evaluation
     from covey.training.questions import Question
     from covey.training.trainer import GRPOTrainer
+
+
+PER_KIND = ("eval/accuracy/", "eval/accuracy_low/", "eval/accuracy_high/", "eval/num_completions/")
+"""How the names of metrics begin that are of one kind of question."""
 
 
 def percent(share: Mapping[str, float]) -> str:
@@ -94,18 +97,21 @@ def print_questions(out: Console, questions: Sequence[Question], prompts: Mappin
     out.print(hardest)
 
 
-def print_types(out: Console, result: Evaluation) -> None:
-    """Success of agents by type of task, with intervals; nothing for single answers or a single type."""
-    by_type: dict[str, list[bool]] = {}
-    for group in result.rollout.groups:
-        for trajectory in group.trajectories:
-            by_type.setdefault(str(group.prompt.columns.get("type", "")), []).append(trajectory.success)
-    if len(by_type) < 2:
-        return
-    table = Table("type", "episodes", "success (95 %)")
-    for name, successes in sorted(by_type.items()):
-        table.add_row(name, str(len(successes)), percent(share(sum(successes), len(successes))))
-    out.print(table)
+def kind_shares(metrics: Mapping[str, float]) -> list[tuple[str, dict[str, float]]]:
+    """Each kind of question of an evaluation with its share of right answers, as `percent` takes it, and `total`."""
+    names = [name.removeprefix("eval/accuracy/") for name in metrics if name.startswith("eval/accuracy/")]
+    fields = {"share": "accuracy", "low": "accuracy_low", "high": "accuracy_high", "total": "num_completions"}
+    return [(name, {key: metrics[f"eval/{field}/{name}"] for key, field in fields.items()}) for name in names]
+
+
+def print_kinds(out: Console, result: Evaluation) -> None:
+    """Accuracy by kind of question, or success by type of task; nothing where there is a single one."""
+    shares = kind_shares(result.metrics)
+    if shares:
+        table = Table("kind", "answers", "right (95 %)")
+        for name, share in shares:
+            table.add_row(visible(name, 40), f"{share['total']:.0f}", percent(share))
+        out.print(table)
 
 
 def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
@@ -124,6 +130,8 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
                 interval = f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"
             value = f"{100 * record['eval/accuracy']:.1f} %" if name == "accuracy" else f"{record['eval/reward']:.3f}"
             table.add_row(f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}")
+            for kind, share in kind_shares(record):
+                table.add_row(f"  {kind}", *percent(share).rstrip(")").split(" ("), f"{share['total']:.0f}")
         out.print(table)
     minutes, seconds = divmod(round(trainer.state.seconds), 60)
     out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)

@@ -23,6 +23,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covey.algorithms.config import AlgorithmConfig
+from covey.config_effects import without_effect
 from covey.config_names import FIELDS, SECTIONS, canonical_names
 from covey.config_text import (
     FieldHelp,
@@ -264,16 +265,14 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"algorithm.num_iterations={algorithm.num_iterations} optimiser steps, so that samples of the step before "
             f"are too old already; set schedule.max_staleness to {algorithm.num_iterations} or more, or to 0"
         )
+    model = config.model
+    frozen = model.use_peft and model.adapter is None and "embed" not in str(model.lora_target_modules)
+    if config.optim.embedding_lr is not None and frozen:
+        problems.append(
+            f"optim.embedding_lr={config.optim.embedding_lr:g}: with LoRA the embedding is frozen; remove it, set "
+            "model.use_peft to false, or name the embedding (embed_tokens) in model.lora_target_modules"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
-    uses_reference = (
-        algorithm.beta > 0
-        or algorithm.reference_drift_threshold is not None
-        or any(phase.beta for phase in config.schedule.phases)
-    )
-    if algorithm.reference_update != "none" and not uses_reference:
-        warnings.warn(
-            f"algorithm.reference_update={algorithm.reference_update!r} has no effect: with "
-            "algorithm.beta=0 and no reference_drift_threshold nothing looks at the reference",
-            stacklevel=3,
-        )
+    for sentence in without_effect(config):
+        warnings.warn(sentence, stacklevel=3)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from covey import config_trl
+from covey import config_documents, config_trl
 from covey.algorithms.config import AlgorithmConfig
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
@@ -55,6 +55,9 @@ SYNONYMS: dict[str, str] = {
 }
 """Accepted on input, never written. One with dots in it is a whole path."""
 
+_OPTIONS = config_trl.NAMES | config_documents.NAMES
+"""Names that are no fields and are translated into some."""
+
 
 def field_path(field: str) -> str:
     """`beta` -> `algorithm.beta`."""
@@ -77,7 +80,7 @@ def resolve(path: str) -> str:
         if section not in ("", FIELDS[field]):
             raise ConfigError(f"{path}: {name} is no setting of section {section}; write {field_path(field)}")
         return field
-    if name in config_trl.NAMES:
+    if name in _OPTIONS:
         return name
     if path in SECTIONS:
         raise ConfigError(f"{path}: a section takes a table of settings, such as {path}={{...}}")
@@ -89,7 +92,7 @@ def _nearest(name: str, section: str) -> str:
         return f"write {field_path(name)}"
     sections = get_close_matches(section, SECTIONS, n=1) if section else []
     own = list(SECTIONS[sections[0]].model_fields) if sections else []
-    for names in (own, [*FIELDS, *SYNONYMS, *sorted(config_trl.NAMES)]):
+    for names in (own, [*FIELDS, *SYNONYMS, *sorted(_OPTIONS)]):
         for match in get_close_matches(name, names, n=1):
             field = SYNONYMS.get(match, match)
             return f"did you mean {field_path(field) if field in FIELDS else field}?"
@@ -103,7 +106,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if path in SECTIONS and isinstance(value, SECTIONS[path]):
             value = {name: getattr(value, name) for name in value.model_fields_set}
         name = path.rpartition(".")[2]
-        is_setting = name in FIELDS or name in SYNONYMS or name in config_trl.NAMES
+        is_setting = name in FIELDS or name in SYNONYMS or name in _OPTIONS
         if isinstance(value, Mapping) and (path in SECTIONS or (value and not is_setting)):
             yield from _leaves(value, f"{path}.")
         else:
@@ -165,7 +168,7 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
         if options.get(strategy) == "no":  # in TRL the strategy decides whether the number is looked at
             result.values.pop(steps, None)
     known = {**(base or {}), **result.values}
-    translated, problems = config_trl.translate(options, known)
+    translated, problems = config_trl.translate(options, known, config_documents.TRANSLATORS)
     result.problems.extend(problems)
     for field, value, written in translated:
         result.put(field, value, written)

@@ -375,19 +375,22 @@ def shared_field(field: str, value: Any) -> tuple[str, Any] | None:
     return field, value
 
 
-def translate(options: Options, known: Options) -> tuple[list[tuple[str, Any, str]], list[str]]:
+def translate(
+    options: Options, known: Options, further: tuple[tuple[tuple[str, ...], Translator], ...] = ()
+) -> tuple[list[tuple[str, Any, str]], list[str]]:
     """Turn TRL's options into fields.
 
     Args:
-        options: option -> value, all of `NAMES`.
+        options: option -> value, of `NAMES` or of the `further` translators.
         known: the fields that are given besides.
+        further: translators of other options, like `TRANSLATORS`.
 
     Returns:
         (field, value, option as written) for each field that follows; what is wrong, one message each.
     """
     settings: list[tuple[str, Any, str]] = []
     problems: list[str] = []
-    for names, translator in TRANSLATORS:
+    for names, translator in (*TRANSLATORS, *further):
         if any(name in options for name in names):
             try:
                 settings.extend(translator(options, known))

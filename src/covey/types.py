@@ -226,6 +226,11 @@ class Batch:
     old_logprobs: NDArray[np.float32]
     excluded: Mapping[str, BoolArray] = field(default_factory=dict)
 
+    @property
+    def sampled(self) -> BoolArray:
+        """`[N, T]` True where the row has a sampled token, masked or not."""
+        return np.asarray(np.logical_or.reduce([self.mask, *self.excluded.values()]), np.bool_)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:

@@ -102,7 +102,7 @@ def finite_difference(f: Callable[[np.ndarray], float], x: np.ndarray, step: flo
 def textbook_surrogate(o: Objective, name: str, w: float, frozen_w: float, a: float, lp: float) -> float:
     if name == "cispo":
         return -min(frozen_w, o.epsilon_max) * a * lp
-    if name == "reinforce":
+    if name in ("reinforce", "reinforce_kept"):
         return -a * lp
     if name == "sapo":
         tau = o.sapo_temperature_pos if a > 0 else o.sapo_temperature_neg
@@ -147,6 +147,7 @@ def textbook_loss(loss_type: str, objective: Objective, case: Case, logp: np.nda
                 "cispo": active_in_step,
                 "dr_grpo": rows * LENGTH,
                 "reinforce": rows,
+                "reinforce_kept": int(case.mask.any(axis=1).sum()),
             }.get(loss_type, len(active) * rows)
             loss += value / denominator
     return loss

@@ -20,10 +20,11 @@ MASK = np.array([[1, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)
         ("token_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
         ("constant_length", [[1 / 12, 1 / 12, 0], [1 / 12, 0, 0], [0, 0, 0]]),  # 3 completions × 4
         ("sequence_sum_mean", [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0], [0, 0, 0]]),
+        ("sequence_sum_kept", [[1 / 2, 1 / 2, 0], [1 / 2, 0, 0], [0, 0, 0]]),  # the empty row does not count
     ],
 )
 def test_by_hand_in_all_libraries(aggregation: str, expected: list[list[float]]) -> None:
-    counts = StepCounts(completions=3, active_tokens=3)
+    counts = StepCounts(completions=3, active_tokens=3, kept=2)
     np.testing.assert_allclose(token_weights(MASK, counts, aggregation, 4), expected)
     tensor = token_weights(torch.from_numpy(MASK), counts, aggregation, 4, dtype=torch.float64)
     np.testing.assert_allclose(tensor.numpy(), expected)
@@ -34,7 +35,7 @@ def test_by_hand_in_all_libraries(aggregation: str, expected: list[list[float]])
 def test_counts_add_up() -> None:
     parts = [count_step(MASK[:1]), count_step(MASK[1:])]
     total = sum(parts, StepCounts())
-    assert (total.completions, int(total.active_tokens)) == (3, 3)
+    assert (total.completions, int(total.active_tokens), int(total.kept)) == (3, 3, 2)
     assert total == count_step(MASK)
 
 

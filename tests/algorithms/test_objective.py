@@ -63,6 +63,7 @@ def hand_case() -> Case:
         # 4 sigmoid(0.5) = 2.489837; 4 sigmoid(-0.5) = 1.510163; 4/1.05 sigmoid(-0.525) = 1.415938
         ("sapo", ((-2.489837 - 1.510163) / 2 + 2 * 1.415938) / 2),
         ("reinforce", (-np.log(0.6) - np.log(0.1) + 2 * np.log(0.2)) / 2),
+        ("reinforce_kept", (-np.log(0.6) - np.log(0.1) + 2 * np.log(0.2)) / 2),
     ],
 )
 def test_each_loss_type_by_hand(loss_type: str, expected: float) -> None:

@@ -109,6 +109,7 @@ def test_presets_are_the_table() -> None:
         "cispo": ("cispo", "token", "token_mean"),
         "sapo": ("sapo", "token", "sequence_mean"),
         "reinforce": ("reinforce", "token", "sequence_sum_mean"),
+        "reinforce_kept": ("reinforce", "token", "sequence_sum_kept"),
     }
     assert {
         name: (o.surrogate, o.importance_sampling_level, o.aggregation) for name, o in LOSS_PRESETS.items()

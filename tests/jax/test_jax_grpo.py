@@ -84,6 +84,7 @@ VARIANTS += [
     {"loss_type": "dapo", "adv_estimator": "grpo", "scale_rewards": "batch", "epsilon": 0.1, "epsilon_high": 0.3},
     {"loss_type": "grpo", "adv_estimator": "rloo", "delta": 2.0, "entropy_coef": 0.05},
     {"loss_type": "bnpo", "mask_truncated_completions": True},
+    {"loss_type": "reinforce_kept", "mask_truncated_completions": True},
     {"loss_type": "bnpo", "off_policy_mask_threshold": 0.0},
     {"loss_type": "bnpo", "reference_drift_threshold": 0.0, "reference_drift_reduction": "sum"},
     {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
@@ -196,10 +197,11 @@ def test_every_variant_equals_the_numpy_reference(settings: dict[str, Any]) -> N
         mode, cap = config.importance_sampling_correction, config.importance_sampling_cap
         factor, old = mismatch_correction(before, old, mask, mode, cap), before
     weights = token_weights(mask, count_step(mask), objective.aggregation, 5)
-    exact = exact_kl(rows[0], rows[1])[at]
-    expected = policy_loss(
-        logp, old, advantages, mask, weights, objective, ref=ref, kl=exact, entropy=entropy, correction=factor
-    )
+    exact, sampled, own = exact_kl(rows[0], rows[1])[at], np.asarray(record["mask"]), objective.kl_aggregation
+    terms = {"ref": ref, "kl": exact, "entropy": entropy, "correction": factor}
+    if own is not None:  # masks leave the KL alone
+        terms["kl_weights"] = token_weights(sampled, count_step(sampled), own, 5)
+    expected = policy_loss(logp, old, advantages, mask, weights, objective, **terms)
     assert float(ours) == pytest.approx(float(expected.loss), rel=1e-10)
 
 

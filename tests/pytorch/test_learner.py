@@ -11,11 +11,11 @@ import torch
 from learner_cases import make_batch, make_learner
 from tiny_models import tiny_model, tiny_tokenizer
 
-from covey.algorithms import LOSS_PRESETS, make_objective
+from covey.algorithms import LOSS_PRESETS, compute_unbiased_kl, make_objective
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
 from covey.rollout.learning import Correction, rows_with_gradient
-from covey.types import Batch
+from covey.types import Batch, Episode
 
 
 def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -55,6 +55,35 @@ def test_gradient_matches_the_formula_on_the_plain_model() -> None:
     total.backward()
     for name, parameter in learner.policy.named_trainable_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_gradient_of_the_usmle_document_on_the_plain_model() -> None:
+    """usmle-qa.md: sums over kept sequences by their number, the KL of all tokens; on transformers' own logits."""
+    full = make_batch()
+    dropped = np.zeros(full.mask.shape, np.bool_)
+    dropped[[1, 5, 6]] = full.mask[[1, 5, 6]]
+    batch = replace(full, mask=full.mask & ~dropped, excluded={"validity_mask": dropped})
+    learner = make_learner()
+    ours = gradient(learner, batch, "reinforce_kept", beta=0.1, kl_estimator="exact_weighted")
+    learner.optimizer.zero_grad(set_to_none=True)
+    model = learner.policy.model
+
+    def logits_of(episode: Episode) -> torch.Tensor:
+        found = model(input_ids=torch.from_numpy(episode.token_ids)[None]).logits[0, :-1] / 0.8
+        return found[torch.from_numpy(episode.sampled[1:])].double()
+
+    policy_loss, kl = torch.zeros((), dtype=torch.float64), []
+    for row, episode in enumerate(batch.episodes):
+        current = logits_of(episode)
+        with torch.no_grad(), model.disable_adapter():
+            frozen = logits_of(episode)
+        said = torch.from_numpy(episode.token_ids[episode.sampled])[:, None]
+        sequence = torch.log_softmax(current, -1).gather(1, said).sum()
+        policy_loss = policy_loss - sequence * float(full.advantages[row, 0]) * (row not in (1, 5, 6)) / 9
+        kl.append(compute_unbiased_kl(current, frozen))
+    (policy_loss + 0.1 * torch.cat(kl).mean()).backward()
+    for name, parameter in learner.policy.named_trainable_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=5e-5)
 
 
 def test_rows_without_gradient_are_skipped_exactly() -> None:

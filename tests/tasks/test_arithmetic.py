@@ -24,14 +24,19 @@ def recompute(kind: str, text: str) -> int:
         return sum(numbers[0] for _ in range(numbers[1]))
     if kind == "gcd":
         return max(d for d in range(1, min(numbers) + 1) if numbers[0] % d == numbers[1] % d == 0)
-    if kind == "compare":
+    if kind == "larger":
         return sorted(numbers)[1]
-    if kind == "minimum":
+    if kind in ("smaller", "minimum"):
         return sorted(numbers)[0]
     if kind == "next_in_sequence":
         return numbers[-1] + (numbers[-1] - numbers[-2])
     letter, word = re.findall('"([a-z]+)"', text)
     return len(word.split(letter)) - 1
+
+
+def content(row: dict) -> tuple[str, ...]:
+    """The numbers of a question in order of size, or the word whose letters are counted."""
+    return tuple(sorted(re.findall(r"\d+", question(row)))) or tuple(re.findall('word "([a-z]+)"', question(row)))
 
 
 @pytest.mark.parametrize("digits", [1, 2])
@@ -46,10 +51,16 @@ def test_answers_are_right_and_the_split_is_disjoint(kind: str, digits: int) -> 
         assert not task.is_correct(f"The answer is {row['answer']}1.", row)
     assert len(train) > 30
     assert len(held_out) >= 5
-    for seed in range(3):
-        assert not {map(question, held_out)} & {map(question, task.train_rows(seed))}
-    assert not set(map(question, held_out)) & {q for seed in range(3) for q in map(question, task.train_rows(seed))}
+    trained = {content(row) for seed in range(3) for row in task.train_rows(seed)}
+    assert not {content(row) for row in held_out} & trained  # nor in another order
     assert len(set(map(question, train))) == len(train)
+
+
+def test_no_numbers_of_one_kind_are_held_out_of_another() -> None:
+    task = Arithmetic(kinds="compare+sum+gcd+product", digits=1, num_train=2_000, num_eval=500)
+    held_out, train = task.eval_rows(), task.train_rows(0)
+    assert {row["kind"] for row in held_out} == {"larger", "smaller", "sum", "gcd", "product"}
+    assert not {content(row) for row in held_out} & {content(row) for row in train}
 
 
 def test_sizes_and_seeds() -> None:
@@ -75,9 +86,21 @@ def test_rows_are_what_datasets_are_made_of() -> None:
 
 def test_several_kinds_have_similar_shares() -> None:
     rows = Arithmetic(kinds="chain+minimum+compare", digits=2, num_train=600).train_rows(0)
-    shares = [sum(row["kind"] == kind for row in rows) for kind in ("chain", "minimum", "compare")]
+    shares = [sum(row["kind"] == kind for row in rows) for kind in ("chain", "minimum", "larger", "smaller")]
     assert sum(shares) == 600
-    assert min(shares) > 120
+    assert min(shares) > 80  # `compare` brings four questions at a time
+
+
+def test_the_four_questions_about_two_numbers_stay_together() -> None:
+    rows = Arithmetic(kinds="compare", digits=2, num_train=400).train_rows(0)
+    for start in range(0, 400, 4):
+        four = rows[start : start + 4]
+        first, *others = (re.findall(r"\d+", question(row)) for row in four)
+        assert others == [first, first[::-1], first[::-1]]
+        assert [row["kind"] for row in four] == ["larger", "smaller"] * 2
+        assert [int(row["answer"]) for row in four] == [max(map(int, first)), min(map(int, first))] * 2
+    held_out = Arithmetic(kinds="compare", digits=2, num_eval=200).eval_rows()
+    assert len({content(row) for row in held_out}) > 150  # one of the four each
 
 
 def test_reward() -> None:
@@ -108,13 +131,38 @@ def test_reward() -> None:
         ("none", False),
         ("", False),
         ("8" * 100_000, False),
-        ("87 is larger" * 20_000, True),
+        ("87 is larger. " * 20_000, True),
+        ("The number 87 is a much larger number than the number 40.", True),
+        ("87 is larger than 40. 40 is a bit larger than 87.", False),
+        ("87 is larger than 40. 87 is the smaller number.", False),
+        ("87 is not larger than 40.", False),
+        ("87 is larger, 40 is smaller.", False),  # the last sentence answers another question
+        ("87 is the smaller number.", False),  # the only number, in a false sentence
+        ("It is not 87.", False),
+        ("-87 is larger than -90.", False),
+        ("-87", False),
     ],
 )
 def test_a_choice_must_be_made(text: str, right: bool) -> None:
     task = Arithmetic(kinds="compare", digits=2)
-    assert task.reward_funcs[0](completions=[text], answer=["87"], kind=["compare"]) == [float(right)]
-    assert task.is_correct(text, {"answer": "87", "kind": "compare"}) is right
+    assert task.reward_funcs[0](completions=[text], answer=["87"], kind=["larger"]) == [float(right)]
+    assert task.is_correct(text, {"answer": "87", "kind": "larger"}) is right
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("40 is smaller than 87.", True),
+        ("The lower of the two is: 40", True),
+        ("87 is larger, so 40 is smaller.", True),
+        ("40", True),
+        ("40 is the larger number.", False),  # what paying for the only number would teach
+        ("87 is larger than 40.", False),  # true, and no answer to what was asked
+        ("87 is smaller than 40.", False),
+    ],
+)
+def test_the_question_must_be_read(text: str, right: bool) -> None:
+    assert Arithmetic().is_correct(text, {"answer": "40", "kind": "smaller"}) is right
 
 
 def test_the_smallest_is_chosen_likewise() -> None:

@@ -25,13 +25,17 @@ class StepCounts:
     Attributes:
         completions: N, rows of the step. A row whose tokens are all masked still counts.
         active_tokens: tokens of the step that no mask excludes.
+        kept: rows of which some token is active.
     """
 
     completions: Any = 0
     active_tokens: Any = 0
+    kept: Any = 0
 
     def __add__(self, other: StepCounts) -> StepCounts:
-        return StepCounts(self.completions + other.completions, self.active_tokens + other.active_tokens)
+        return StepCounts(
+            self.completions + other.completions, self.active_tokens + other.active_tokens, self.kept + other.kept
+        )
 
 
 def count_step(mask: Array) -> StepCounts:
@@ -39,7 +43,9 @@ def count_step(mask: Array) -> StepCounts:
     up.
     """
     xp = array_namespace(mask)
-    return StepCounts(mask.shape[0], xp.sum(xp.astype(as_mask(mask), xp.int32)))
+    active = as_mask(mask)
+    kept = xp.sum(xp.astype(xp.any(active, axis=-1), xp.int32))
+    return StepCounts(mask.shape[0], xp.sum(xp.astype(active, xp.int32)), kept)
 
 
 def _sequence_mean(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
@@ -64,11 +70,16 @@ def _sequence_sum_mean(active: Array, counts: StepCounts, max_completion_length:
     return active / _positive(counts.completions)
 
 
+def _sequence_sum_kept(active: Array, counts: StepCounts, max_completion_length: int | None) -> Array:
+    return active / _positive(counts.kept)
+
+
 AGGREGATORS: dict[str, Callable[[Array, StepCounts, int | None], Array]] = {
     "sequence_mean": _sequence_mean,
     "token_mean": _token_mean,
     "constant_length": _constant_length,
     "sequence_sum_mean": _sequence_sum_mean,
+    "sequence_sum_kept": _sequence_sum_kept,
 }
 """`aggregation` -> `f(active [N, T] as 0/1 floats, counts, max_completion_length) -> weights [N, T]`."""
 
@@ -90,6 +101,7 @@ def token_weights(
     token_mean           [1/3 1/3 0], [1/3 0 0]   mean over the active tokens of the step
     constant_length      [1/6 1/6 0], [1/6 0 0]   with max_completion_length = 3
     sequence_sum_mean    [1/2 1/2 0], [1/2 0 0]   sum over a completion's tokens, mean over completions
+    sequence_sum_kept    [1/2 1/2 0], [1/2 0 0]   the same, mean over the completions that masks leave
     ```
 
     Args:

@@ -8,7 +8,9 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from covey.algorithms.presets import LOSS_PRESETS
 
-LossType = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo", "sapo", "reinforce"]
+LossType = Literal[
+    "grpo", "bnpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo", "sapo", "reinforce", "reinforce_kept"
+]
 KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased", "exact", "exact_weighted"]
 AdvantageEstimator = Literal["grpo", "naive_grpo", "dr_grpo", "rloo", "gigpo"]
 MismatchCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -25,7 +27,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         default="grpo",
         description="Surrogate and its average: grpo (mean within a completion, then over completions), "
         "bnpo, dapo (mean over tokens), dr_grpo (constant denominator), gspo and gspo_token (sequence "
-        "ratio), cispo, sapo, reinforce (no ratio, no clip).",
+        "ratio), cispo, sapo, reinforce (no ratio, no clip), reinforce_kept (the same, mean over the completions "
+        "that masks leave, and the KL over all sampled tokens: usmle-qa.md to the letter).",
     )
     adv_estimator: AdvantageEstimator = Field(
         default="grpo",

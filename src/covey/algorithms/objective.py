@@ -47,6 +47,7 @@ def policy_loss(
     kl: Array | None = None,
     entropy: Array | None = None,
     correction: Array | None = None,
+    kl_weights: Array | None = None,
 ) -> LossTerms:
     """Loss and metrics of some rows of an optimiser step.
 
@@ -64,12 +65,16 @@ def policy_loss(
         entropy: `[N, T]` of the policy at each token, differentiable where `entropy_coef` is not 0.
         correction: `[N, T]` or `[N, 1]` from `mismatch_correction`; multiplies the surrogate, and the KL where its
             estimator weighs tokens by their ratio (`OFF_POLICY_KL`): `old` is then not the policy that sampled.
+        kl_weights: `[N, T]` of the KL where `kl_aggregation` gives it weights of its own: its tokens are those with a
+            weight, whatever the mask. Metrics are of the active tokens all the same.
 
     Raises:
         ConfigError: the objective needs `ref`, `kl` or `entropy`, and it was not given.
     """
     xp = array_namespace(logp)
     mask = as_mask(mask)
+    kl_mask, kl_weights = (mask, weights) if kl_weights is None else (kl_weights > 0, kl_weights)
+    divergence = _divergence(masked(logp, kl_mask), masked(old, kl_mask), kl_mask, objective, ref, kl)
     logp, old, advantages, weights = (masked(x, mask) for x in (logp, old, advantages, weights))
     weights = xp.astype(weights, logp.dtype)
 
@@ -85,13 +90,12 @@ def policy_loss(
     }
 
     loss = policy
-    divergence = _divergence(logp, old, mask, objective, ref, kl)
     if divergence is not None:
         sums["kl_sum"] = divergence
         if correction is not None and objective.kl_estimator in OFF_POLICY_KL:
-            divergence = divergence * masked(correction, mask)
+            divergence = divergence * masked(correction, kl_mask)
         if objective.beta != 0:
-            loss = loss + objective.beta * xp.sum(weights * divergence)
+            loss = loss + objective.beta * xp.sum(xp.astype(masked(kl_weights, kl_mask), logp.dtype) * divergence)
     elif objective.beta != 0:
         missing = "kl" if objective.kl_estimator in VOCABULARY_KL else "ref"
         raise ConfigError(

@@ -39,6 +39,8 @@ class Objective:
         sapo_temperature_neg: the same for the others.
         beta: weight of the KL to the reference; 0 = no KL term.
         kl_estimator: name in `KL_ESTIMATORS` or `VOCABULARY_KL`.
+        kl_aggregation: name in `AGGREGATORS`: masks leave the KL alone, and its average is this one over all sampled
+            tokens; None = the KL has the surrogate's masks and weights.
         entropy_coef: weight of the entropy bonus; 0 = none.
     """
 
@@ -53,6 +55,7 @@ class Objective:
     sapo_temperature_neg: float = 1.05
     beta: float = 0.0
     kl_estimator: str = "k3"
+    kl_aggregation: str | None = None
     entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
@@ -64,6 +67,7 @@ class Objective:
         lookup(SURROGATES, self.surrogate, "surrogate")
         lookup(RATIOS, self.importance_sampling_level, "importance_sampling_level")
         lookup(AGGREGATORS, self.aggregation, "aggregation")
+        lookup(AGGREGATORS, self.kl_aggregation or self.aggregation, "kl_aggregation")
         lookup({**KL_ESTIMATORS, **VOCABULARY_KL}, self.kl_estimator, "kl_estimator")
         _require(0 <= self.eps_low <= 1, "epsilon", self.eps_low, "ratios are clipped around 1", "0 to 1")
         _require(self.upper >= 0, "epsilon_high", self.upper, "ratios are clipped around 1", "0 or more")
@@ -126,6 +130,8 @@ LOSS_PRESETS: dict[str, Objective] = {
     "cispo": Objective(surrogate="cispo", aggregation="token_mean"),
     "sapo": Objective(surrogate="sapo"),
     "reinforce": Objective(surrogate="reinforce", aggregation="sequence_sum_mean"),
+    # usmle-qa.md, train_step: -(log_probs * advantages * mask).sum() / mask.sum() + kl_coef * kl.mean()
+    "reinforce_kept": Objective(surrogate="reinforce", aggregation="sequence_sum_kept", kl_aggregation="token_mean"),
 }
 """`loss_type` -> its objective."""
 

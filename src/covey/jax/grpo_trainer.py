@@ -422,20 +422,23 @@ class GRPOTrainer(Trainer):
             cap = config.importance_sampling_cap
             factor = mismatch_correction(before, old, mask, config.importance_sampling_correction, cap)
             old = before
-        weights = token_weights(
-            mask, count_step(mask), objective.aggregation, config.max_completion_length, dtype=found.logp.dtype
-        )
+
+        def weights(of: jax.Array, aggregation: str) -> jax.Array:
+            limit, dtype = config.max_completion_length, found.logp.dtype
+            return token_weights(of, count_step(of), aggregation, limit, dtype=dtype)
+
         terms = policy_loss(
             found.logp,
             old,
             advantages,
             mask,
-            weights,
+            weights(mask, objective.aggregation),
             objective,
             ref=ref if config.uses_reference_logprobs else None,
             kl=found.kl,
             entropy=found.entropy,
             correction=factor,
+            kl_weights=weights(record["mask"], objective.kl_aggregation) if objective.kl_aggregation else None,
         )
         left, _ = combine_masks(mask, acting)
         return terms.loss, _metrics(record, terms.metrics, left)

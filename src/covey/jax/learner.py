@@ -19,17 +19,15 @@ from covey.algorithms import (
     VOCABULARY_KL,
     Objective,
     add_metrics,
-    count_step,
     mismatch_correction,
     policy_loss,
-    token_weights,
 )
 from covey.jax.compiling import Ahead
 from covey.jax.packing import MicroBatch, fill, pack_rows, sequence_length, shapes_for, size_up
 from covey.jax.policy import Policy, from_names, named_leaves, to_names
 from covey.jax.scoring import Scores, on_grid, output_head, predicting_states, score
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
-from covey.rollout.learning import Correction, FloatNT, Gradients
+from covey.rollout.learning import Correction, FloatNT, Gradients, loss_weights
 from covey.types import Batch
 
 Arrays = dict[str, Any]
@@ -136,9 +134,7 @@ class Learner:
         correction: Correction | None = None,
     ) -> Gradients:
         """Accumulate the gradient of the whole step; see `covey.pytorch.learner.Learner.forward_backward`."""
-        weights = np.asarray(
-            token_weights(batch.mask, count_step(batch.mask), objective.aggregation, max_completion_length), np.float32
-        )
+        weights, kl_weights = loss_weights(batch, objective, max_completion_length)
         values: dict[str, NDArray[Any]] = {
             "mask": batch.mask,
             "old": batch.old_logprobs,
@@ -149,6 +145,8 @@ class Learner:
             values["reference"] = reference
         if trainer_old is not None:
             values["trainer_old"] = trainer_old
+        if kl_weights is not None:
+            values["kl_weights"] = kl_weights
         exact = objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL
         given = {"frozen": self.policy.frozen}
         if exact:
@@ -200,6 +198,7 @@ class Learner:
                 kl=found.kl,
                 entropy=found.entropy if objective.entropy_coef > 0 else jax.lax.stop_gradient(found.entropy),
                 correction=factor,
+                kl_weights=arrays.get("kl_weights"),
             )
             return terms.loss, (found.logp, terms.metrics)
 

@@ -127,6 +127,11 @@ class ConsoleProgress(BaseObserver):
                 self._held_out = f"  {what} {format_number(metrics[name])} (step {step})"
         low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
         interval = "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
+        interval += "".join(
+            f", {visible(name.removeprefix('eval/accuracy/'), 40)} {format_number(value)}"
+            for name, value in metrics.items()
+            if name.startswith("eval/accuracy/")
+        )
         values = [
             f"{label} {format_number(metrics[name])}{interval if name == 'eval/accuracy' else ''}"
             for name, label in (("eval/accuracy", "accuracy"), ("eval/reward", "reward"))

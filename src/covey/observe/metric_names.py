@@ -47,6 +47,11 @@ reward | | mean over completions of the weighted sum of rewards, without those t
 reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards), mean over groups
 accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world, or by the reward
     that rewards.correctness names; absent where nothing says so
+accuracy/<kind> | fraction | the same of one kind of question, which is the row's column `kind` (a world's `type`);
+    in evaluations whose rows name 2 to 20 kinds
+accuracy_low/<kind> | fraction | lower end of its 95 % Wilson interval
+accuracy_high/<kind> | fraction | upper end of its 95 % Wilson interval
+num_completions/<kind> | completions | completions of this kind that were judged
 rewards/<function>/mean | | mean of this function's unweighted reward over the completions that it scored
 rewards/<function>/std | | standard deviation of the same over all completions of the step
 rewards/<function>/none | fraction | completions for which this function returned None

@@ -23,17 +23,15 @@ from covey.algorithms import (
     LossTerms,
     Objective,
     add_metrics,
-    count_step,
     mismatch_correction,
     policy_loss,
-    token_weights,
 )
 from covey.errors import ModelError
 from covey.pytorch.lanes import in_lanes
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
 from covey.pytorch.policy import Policy
-from covey.rollout.learning import Correction, FloatNT, Gradients
+from covey.rollout.learning import Correction, FloatNT, Gradients, loss_weights
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Batch, Episode
 
@@ -147,10 +145,7 @@ class Learner:
         stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
         those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
-        weights = np.asarray(
-            token_weights(batch.mask, count_step(batch.mask), objective.aggregation, max_completion_length)
-        )
-
+        weights, kl_weights = loss_weights(batch, objective, max_completion_length)
         exact = None
         if objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL:
             exact = cast(ExactKL, objective.kl_estimator)
@@ -185,12 +180,13 @@ class Learner:
                 old,
                 rows_NT.of(batch.advantages),
                 mask,
-                rows_NT.of(weights.astype(np.float32)),
+                rows_NT.of(weights),
                 objective,
                 ref=None if reference is None else rows_NT.of(reference),
                 kl=None if found.exact_kl is None else rows_NT.scatter(found.exact_kl),
                 entropy=None if found.entropy is None else rows_NT.scatter(found.entropy),
                 correction=factor,
+                kl_weights=None if kl_weights is None else rows_NT.of(kl_weights),
             )
             return found, terms
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -94,6 +94,11 @@ class Reference:
             else:
                 stack.enter_context(self._exchanged())
             yield
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward pass with the reference's weights, without gradients."""
+        with self.active():
+            return self._model(*args, **kwargs)
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import Objective
+from covey.algorithms import Objective, count_step, token_weights
 from covey.rollout.playing import TurnGenerator
 from covey.types import Batch, BoolArray, Generator
 
@@ -111,12 +111,24 @@ class Learner(Protocol):
     def restore(self, tensors: Mapping[str, Mapping[str, Any]], steps: int) -> None: ...
 
 
+def loss_weights(batch: Batch, objective: Objective, max_completion_length: int) -> tuple[FloatNT, FloatNT | None]:
+    """`[N, T]` weights of the surrogate, and those of the KL where it has its own, with the step's denominators."""
+
+    def weights(mask: BoolArray, aggregation: str) -> FloatNT:
+        return np.asarray(token_weights(mask, count_step(mask), aggregation, max_completion_length), np.float32)
+
+    own = None if objective.kl_aggregation is None else weights(batch.sampled, objective.kl_aggregation)
+    return weights(batch.mask, objective.aggregation), own
+
+
 def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
     """Rows whose gradient can differ from zero; the others are not run at all.
 
-    A row without an active token adds nothing. A row with advantage 0 (a tied group) adds nothing unless a KL or
-    entropy term acts on it.
+    A row without an active token adds nothing, unless masks leave the KL alone. A row with advantage 0 (a tied group)
+    adds nothing unless a KL or entropy term acts on it.
     """
+    if objective.beta > 0 and objective.kl_aggregation is not None:
+        return np.flatnonzero(batch.sampled.any(axis=1))
     active = batch.mask.any(axis=1)
     if objective.beta == 0 and objective.entropy_coef == 0:
         active &= ((batch.advantages != 0) & batch.mask).any(axis=1)

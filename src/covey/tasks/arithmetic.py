@@ -1,8 +1,8 @@
 """Procedural arithmetic with exact answers: no data to fetch, as much of it as wanted, several difficulties.
 
-A question belongs to the held-out set when the hash of its text says so (one in `HELD_OUT_ONE_IN`). Training
-and held-out questions are therefore disjoint for every seed and size, also where only a hundred questions
-exist. "3 + 5" and "5 + 3" are different texts and may lie on different sides.
+A question belongs to the held-out set when the hash of its content says so (one in `HELD_OUT_ONE_IN`): of its numbers,
+sorted, or of the word whose letters are counted. So no numbers stand on both sides, in whatever order and under
+whatever question, for every seed and size.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from covey.rewards.extract import (
     parse_number,
 )
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, question_hash
+from covey.tasks.base import Task, as_prompt
 from covey.tasks.dataset import Row
+from covey.tasks.split import question_hash, sorted_numbers
 from covey.types import Message
 
 HELD_OUT_ONE_IN = 5
@@ -82,11 +83,16 @@ def _gcd(rng: random.Random, digits: int) -> tuple[str, int]:
     return f"What is the greatest common divisor of {a} and {b}?", math.gcd(a, b)
 
 
-def _compare(rng: random.Random, digits: int) -> tuple[str, int]:
+def _larger(rng: random.Random, digits: int) -> tuple[str, int]:
     a = b = _operand(rng, digits)
     while a == b:
         b = _operand(rng, digits)
     return f"Which number is larger, {a} or {b}?", max(a, b)
+
+
+def _smaller(rng: random.Random, digits: int) -> tuple[str, int]:
+    question, larger = _larger(rng, digits)
+    return question.replace("larger", "smaller"), sum(map(int, re.findall(r"\d+", question))) - larger
 
 
 def _count_letters(rng: random.Random, digits: int) -> tuple[str, int]:
@@ -112,45 +118,85 @@ KINDS: Mapping[str, Callable[[random.Random, int], tuple[str, int]]] = {
     "chain": _chain,
     "product": _product,
     "gcd": _gcd,
-    "compare": _compare,
+    "larger": _larger,
+    "smaller": _smaller,
     "count_letters": _count_letters,
     "minimum": _minimum,
     "next_in_sequence": _next_in_sequence,
 }
 """Kind of question -> (random numbers, digits) -> (question, answer)."""
 
+COMPARE = "compare"
+"""Two numbers in both orders, asked for the larger and for the smaller one: four questions, one after another.
 
-def _statement(words: str) -> re.Pattern[str]:
-    """Finds a sentence that makes a choice: "87 is larger", "the larger number is 87"."""
-    number = r"([0-9]{1,12})"
-    before = rf"(?<![\d.]){number} is (?:the |a )?(?:{words})\b"
-    after = rf"\b(?:{words})\b[^.\d]{{0,40}}? is:? {number}(?!\d)"
-    return re.compile(f"{before}|{after}", re.ASCII | re.IGNORECASE)
+Trained on in this order (`data.shuffle=false`), each step has as many answers that come first as answers that come
+second, so that noise teaches no preference for a place; and no preference for a size, since both are asked for.
+"""
 
 
-CHOICES: Mapping[str, re.Pattern[str]] = {
-    "compare": _statement("larger|greater|bigger|largest|greatest|biggest"),
-    "minimum": _statement("smaller|lower|smallest|lowest|least|minimum"),
-}
-"""Kinds whose answer is one of the numbers in the question, with the form of a sentence that gives it."""
+def _compare(rng: random.Random, digits: int) -> list[tuple[str, str, int]]:
+    question, larger = _larger(rng, digits)
+    a, b = map(int, re.findall(r"\d+", question))
+    return [
+        (kind, f"Which number is {kind}, {first} or {second}?", answer)
+        for first, second in ((a, b), (b, a))
+        for kind, answer in (("larger", larger), ("smaller", a + b - larger))
+    ]
+
+
+CHOICES: Mapping[str, str] = {"compare": "large", "larger": "large", "smaller": "small", "minimum": "small"}
+"""Kinds whose answer is one of the numbers in the question, and whether it is the large or the small one."""
+
+_NUMBER = r"(?<![\d.−-])[0-9]{1,12}(?!\.?\d)"
+_WORD = (
+    r"(?:(?P<large{0}>larger|largest|greater|greatest|bigger|biggest|higher|highest|maximum)"
+    r"|(?P<small{0}>smaller|smallest|lower|lowest|lesser|less|least|minimum))\b"
+)
+_CLAIM = re.compile(
+    rf"(?P<before>{_NUMBER}) is (?P<how>(?:[a-z]{{1,12}} ){{0,3}}?){_WORD.format(1)}"
+    rf"(?: number)?(?: than (?:the number )?(?P<other>{_NUMBER}))?"
+    rf"|\b{_WORD.format(2)}[^.\d]{{0,40}}?(?: is| would be|:) (?P<after>{_NUMBER})",
+    re.ASCII | re.IGNORECASE,
+)
+_WORD_OR_NOT = re.compile(rf"\b(?:{_WORD.format('')}|not\b)|n't\b", re.ASCII | re.IGNORECASE)
 
 
 def read_answer(text: str, kind: str) -> Fraction | None:
     """The number that a completion gives as its answer, None if it gives none.
 
-    Where the answer is one of the question's own numbers (`CHOICES`), a sentence must say which ("87 is larger than
-    40", "the larger number is 87"), or only one number may occur. Simpler rules pay for something else and get it: the
-    last number for "40 is larger than 87", the first for repeating the question.
+    Where the answer is one of the question's own numbers (`CHOICES`), a sentence must say which: "87 is larger than
+    40", "the larger number is 87". The last such sentence must be about what was asked, and no other may contradict it
+    or be false by itself ("40 is larger than 87"). Without such a sentence only one number may occur, and no word that
+    compares. Simpler rules pay for something else and get it: the last number for "40 is larger than 87", the first
+    for repeating the question, the only one for "40 is the larger number" where the smaller one was asked for.
 
     Otherwise it is the number after `####`, in a box, after "answer", after "=", or else the last one: "3 + 4 = 7".
     """
     if kind not in CHOICES:
         return final_number(text, markers=_MARKERS)
-    said = CHOICES[kind].search(text[:MAX_TAIL])
-    if said:
-        return parse_number(said[1] or said[2])
-    named = set(re.findall(r"[0-9]+", text[:MAX_TAIL]))
-    return parse_number(named.pop()) if len(named) == 1 else None
+    return _chosen_number(text[:MAX_TAIL], CHOICES[kind])
+
+
+def _chosen_number(text: str, asked: str) -> Fraction | None:
+    claims = []
+    for found in _CLAIM.finditer(text):
+        word = "large" if found["large1"] or found["large2"] else "small"
+        number, other = int(found["before"] or found["after"]), found["other"]
+        true = other is None or (number > int(other) if word == "large" else number < int(other))
+        if not true or "not" in (found["how"] or "").lower().split():
+            return None
+        claims.append((word, number))
+    if claims:
+        said = dict(claims)
+        agree = len(set(claims)) == len(said) == len(set(said.values()))
+        return Fraction(number) if agree and word == asked else None
+    named = set(re.findall(r"[-−]?[0-9]+(?:[.,][0-9]+)*", text))
+    return parse_number(named.pop()) if len(named) == 1 and not _WORD_OR_NOT.search(text) else None
+
+
+def _content(question: str) -> str:
+    """What a question is about: its numbers, sorted, or the word whose letters are counted."""
+    return sorted_numbers(question) or question.rpartition(" word ")[2]
 
 
 class Arithmetic(Task):
@@ -158,7 +204,8 @@ class Arithmetic(Task):
     ...}`.
 
     Args:
-        kinds: one of `KINDS` or several, as a list or joined by "+"; they alternate.
+        kinds: one of `KINDS` or several, as a list or joined by "+"; they alternate. `compare` asks for the `larger`
+            and the `smaller` of the same two numbers, see `COMPARE`.
         digits: digits of the operands, 1 to 12. `gcd` takes numbers from 2 to 12 for 1 digit; `count_letters`
             has a fixed list of words.
         num_train: training rows. All are different questions, so a small space gives fewer.
@@ -184,8 +231,8 @@ class Arithmetic(Task):
     ) -> None:
         self.kinds = tuple(kinds.split("+") if isinstance(kinds, str) else kinds)
         for kind in self.kinds or ("",):
-            if kind not in KINDS:
-                raise ConfigError(f"kinds={kind!r}: no such kind of question; use {', '.join(KINDS)}")
+            if kind not in (*KINDS, COMPARE):
+                raise ConfigError(f"kinds={kind!r}: no such kind of question; use {', '.join([*KINDS, COMPARE])}")
         if not 1 <= digits <= 12:
             raise ConfigError(f"digits={digits}: operands have 1 to 12 digits; choose a number in between")
         if min(num_train, num_eval) < 1:
@@ -235,11 +282,15 @@ class Arithmetic(Task):
         while len(rows) < count and misses < _PATIENCE:
             # By draws, not by rows: a kind with few questions does not hold up the others.
             kind = self.kinds[(len(rows) + misses) % len(self.kinds)]
-            question, answer = KINDS[kind](rng, self.digits)
-            if question in rows or (question_hash(question) % HELD_OUT_ONE_IN == 0) != held_out:
+            drawn = _compare(rng, self.digits) if kind == COMPARE else [(kind, *KINDS[kind](rng, self.digits))]
+            if held_out:  # the four of a pair are not independent, and an evaluation's interval takes them to be
+                drawn = [rng.choice(drawn)]
+            new = [one for one in drawn if one[1] not in rows]
+            if not new or (question_hash(_content(new[0][1])) % HELD_OUT_ONE_IN == 0) != held_out:
                 misses += 1
                 continue
             misses = 0
-            uid = f"{kind}-{question_hash(question):016x}"
-            rows[question] = {"prompt": as_prompt(question), "answer": str(answer), "kind": kind, "uid": uid}
+            for own, question, answer in new[: count - len(rows)]:
+                uid = f"{own}-{question_hash(question):016x}"
+                rows[question] = {"prompt": as_prompt(question), "answer": str(answer), "kind": own, "uid": uid}
         return list(rows.values())

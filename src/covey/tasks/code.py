@@ -18,9 +18,10 @@ from covey.rewards.code import CodeReward, read_tests
 from covey.rewards.harness import split_check
 from covey.rewards.sandbox import Limits
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, hold_out, without_held_out
+from covey.tasks.base import Task, as_prompt
 from covey.tasks.dataset import Row, load_rows
 from covey.tasks.functions import make_problems
+from covey.tasks.split import hold_out, without_held_out
 
 
 class Code(Task):
@@ -112,7 +113,10 @@ def _rows(entries: list[Row], where: str) -> list[Row]:
         except (ValueError, SyntaxError, RewardError) as error:
             raise DataError(f"{where}: problem {number}: {error}; correct or remove it") from None
         uid = str(entry.get("task_id", entry.get("uid", number)))
-        rows.append({"prompt": as_prompt(question), "question": question, "tests": tests, "uid": f"code-{uid}"})
+        row = {"prompt": as_prompt(question), "question": question, "tests": tests, "uid": f"code-{uid}"}
+        if "family" in entry:
+            row |= {"family": entry["family"], "kind": entry["family"]}
+        rows.append(row)
     return rows
 
 

@@ -67,7 +67,7 @@ _FAMILIES = [
 
 
 def make_problems() -> list[Row]:
-    """All of them, always the same: `{"prompt": ..., "tests": {...}, "solution": ..., "uid": ...}`."""
+    """All of them, always the same: `{"prompt": ..., "tests": {...}, "solution": ..., "uid": ..., "family": ...}`."""
     rows = []
     for family in _FAMILIES:
         for value in family.values:
@@ -82,6 +82,7 @@ def make_problems() -> list[Row]:
                     "tests": {"kind": "call", "entry_point": family.name, "cases": cases},
                     "solution": f"def {signature}:\n    return {expression}\n",
                     "uid": f"{family.name}-{value}",
+                    "family": family.name,
                 }
             )
     return rows

@@ -10,8 +10,9 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.extract import final_number, parse_number
 from covey.rewards.text import numeric_match
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, hold_out, some_rows, without_held_out
+from covey.tasks.base import Task, as_prompt
 from covey.tasks.dataset import Row, load_rows
+from covey.tasks.split import hold_out, some_rows, without_held_out
 
 
 def reference_answer(solution: str) -> str | None:

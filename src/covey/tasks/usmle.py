@@ -18,8 +18,9 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.choice import extract_choice
 from covey.rewards.extract import completion_text
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt, hold_out, question_key, some_rows, without_held_out
+from covey.tasks.base import Task, as_prompt
 from covey.tasks.dataset import Row, load_rows
+from covey.tasks.split import hold_out, question_key, some_rows, without_held_out
 from covey.types import Message
 
 Wording = Literal["document", "brief"]
@@ -339,6 +340,8 @@ def _question(entry: Any) -> Row:
     if answer not in options:
         raise ValueError(f"the answer {answer!r:.60} is not one of the options {', '.join(sorted(options))}")
     kept = {name: entry[name] for name in ("explanation", "topic", "meta_info") if name in entry}
+    if isinstance(kind := entry.get("topic", entry.get("meta_info")), str):
+        kept["kind"] = kind
     return {"question": question, "options": dict(sorted(options.items())), "answer": answer, **kept}
 
 

@@ -22,6 +22,9 @@ or 1 (`rewards.correctness`).
 EVALUATION_STREAM = 1
 """Second entry of every evaluation request's random stream (0 is training), so that the two never share numbers."""
 
+MAX_KINDS = 20
+"""Accuracy is told kind by kind where rows name from 2 to so many kinds."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
@@ -88,7 +91,39 @@ def evaluate(
             "eval/accuracy_low": low,
             "eval/accuracy_high": high,
         }
+        metrics |= accuracy_by_kind(rollout, correct)
     return Evaluation(metrics, rollout, correct)
+
+
+def kind_of(prompt: Prompt) -> str:
+    """What sort of question a row is: its column `kind`, or a world's `type`; empty where it names none."""
+    return str(prompt.columns.get("kind", prompt.columns.get("type", "")))
+
+
+def accuracy_by_kind(rollout: Rollout, correct: BoolArray) -> dict[str, float]:
+    """`eval/accuracy/<kind>` and its interval for each kind of question, so that a mean cannot hide one that fails.
+
+    Args:
+        rollout: groups of an evaluation.
+        correct: `[N]` in the order of the groups.
+
+    Returns:
+        Nothing where rows name fewer than 2 kinds or more than `MAX_KINDS`.
+    """
+    sizes = [len(group.trajectories or group.episodes) for group in rollout.groups]
+    kinds = np.repeat([kind_of(group.prompt) for group in rollout.groups], sizes)
+    names = sorted(set(kinds.tolist()) - {""})
+    metrics: dict[str, float] = {}
+    for name in names if 2 <= len(names) <= MAX_KINDS else ():
+        right = correct[kinds == name]
+        low, high = wilson_interval(int(right.sum()), len(right))
+        metrics |= {
+            f"eval/accuracy/{name}": float(right.mean()),
+            f"eval/accuracy_low/{name}": low,
+            f"eval/accuracy_high/{name}": high,
+            f"eval/num_completions/{name}": float(len(right)),
+        }
+    return metrics
 
 
 def _mean(values: np.ndarray) -> float:

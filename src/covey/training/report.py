@@ -93,6 +93,8 @@ def completion_rows(
                 "policy_version": episode.policy_version,
             }
             entry |= {f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()}
+            if "kind" in group.prompt.columns:
+                entry["kind"] = str(group.prompt.columns["kind"])
             if correct is not None:
                 entry["correct"] = bool(correct[row])
             if batch is not None:

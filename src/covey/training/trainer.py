@@ -37,6 +37,7 @@ from covey.training.room import require_memory
 from covey.training.schedule import ACCURACY_STEPS, Progress, ResolvedPhase
 from covey.training.standard import best_metric
 from covey.training.state import TrainerState
+from covey.training.stepwise import StepByStep
 from covey.training.update import Update, update
 from covey.types import Batch, Prompt
 from covey.types import Progress as ProgressCall
@@ -58,7 +59,7 @@ class TrainOutput:
     metrics: dict[str, Any]
 
 
-class GRPOTrainer:
+class GRPOTrainer(StepByStep):
     """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
 
     Args:

@@ -97,7 +97,7 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
 
     if settings.masks_by_policy:
         # Such a mask is taken over all rows of the step, tied groups too.
-        rows = np.flatnonzero(batch.mask.any(axis=1))
+        rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
     reference = None
     if settings.needs_reference:
         reference, _ = learner.scores(batch, rows, temperature=settings.temperature, reference=True)
