@@ -51,8 +51,10 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
     policy = 0.0
     sums = {"kl": 0.0, "entropy": 0.0, "ratio": 0.0}
     left = 0
+    # usmle-qa.md divides by the kept sequences and leaves the KL of all sampled tokens alone
+    apart = 1 / sum(len(s.logp) for s in sequences) if loss_type == "reinforce_kept" else None
     for s, keep in zip(sequences, kept, strict=True):
-        if not keep:
+        if not keep and apart is None:
             continue
         length = len(s.logp)
         stale = get("off_policy") is not None and s.advantage < 0 and _mean(s.old - s.logp.detach()) > get("off_policy")
@@ -84,19 +86,23 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
                 "bnpo": 1 / tokens,
                 "dr_grpo": 1 / (len(sequences) * get("max_length", 1)),
                 "reinforce": 1 / len(sequences),
+                "reinforce_kept": 1 / max(sum(kept), 1),
             }[
                 {"gspo": "grpo", "gspo_token": "grpo", "sapo": "grpo", "dapo": "bnpo", "cispo": "bnpo"}.get(
                     loss_type, loss_type
                 )
             ]
+            total = total + (apart or scale) * get("beta", 0.0) * weighed
+            if not keep:
+                continue
             if acts:
                 total = total + scale * surrogate
                 policy += scale * float(surrogate.detach())
-            total = total + scale * (get("beta", 0.0) * weighed - get("entropy_coef", 0.0) * s.entropy[t])
+            total = total - scale * get("entropy_coef", 0.0) * s.entropy[t]
             sums["kl"] += float(kl.detach()) / tokens
             sums["entropy"] += float(s.entropy[t].detach()) / tokens
             sums["ratio"] += float(ratio.detach()) / tokens
-        left += seen
+        left += seen and keep
     return total, {"loss": float(total.detach()), "policy_loss": policy, "mask_ratio": left / len(sequences), **sums}
 
 
@@ -116,7 +122,7 @@ def _drifted(s: Completed, options: dict[str, Any]) -> bool:
 def _surrogate(
     loss_type: str, w: Tensor, logp: Tensor, a: float, low: float, high: float, options: dict[str, Any]
 ) -> Tensor:
-    if loss_type == "reinforce":
+    if loss_type.startswith("reinforce"):
         return -a * logp
     if loss_type == "cispo":
         return -min(float(w.detach()), options.get("epsilon_max", 5.0)) * a * logp

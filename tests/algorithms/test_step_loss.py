@@ -80,7 +80,11 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
     if "correction" in options:
         factor, old = mismatch_correction(trainer_old, old, mask, options["correction"], options["cap"]), trainer_old
     weights = token_weights(mask, count_step(mask), objective.aggregation, options["max_length"], dtype=torch.float64)
-    terms = policy_loss(logp, old, advantages, mask, weights, objective, ref=ref, entropy=entropy, correction=factor)
+    apart = objective.kl_aggregation and token_weights(
+        base, count_step(base), objective.kl_aggregation, dtype=torch.float64
+    )
+    given = {"ref": ref, "entropy": entropy, "correction": factor, "kl_weights": apart}
+    terms = policy_loss(logp, old, advantages, mask, weights, objective, **given)
     sums = {name: float(terms.metrics[f"{name}_sum"] / terms.metrics["active_tokens"]) for name in ("kl", "entropy")}
     return terms.loss, sums | {"policy_loss": float(terms.metrics["policy_loss"])}
 
