@@ -78,7 +78,8 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
     )
     factor = None
     if "correction" in options:
-        factor, old = mismatch_correction(trainer_old, old, mask, options["correction"], options["cap"]), trainer_old
+        counted = base if objective.kl_aggregation else mask
+        factor, old = mismatch_correction(trainer_old, old, counted, options["correction"], options["cap"]), trainer_old
     weights = token_weights(mask, count_step(mask), objective.aggregation, options["max_length"], dtype=torch.float64)
     apart = objective.kl_aggregation and token_weights(
         base, count_step(base), objective.kl_aggregation, dtype=torch.float64

@@ -420,7 +420,8 @@ class GRPOTrainer(Trainer):
         if config.importance_sampling_correction is not None:
             before = record["trainer_old"]
             cap = config.importance_sampling_cap
-            factor = mismatch_correction(before, old, mask, config.importance_sampling_correction, cap)
+            counted = record["mask"] if objective.kl_aggregation else mask
+            factor = mismatch_correction(before, old, counted, config.importance_sampling_correction, cap)
             old = before
 
         def weights(of: jax.Array, aggregation: str) -> jax.Array:

@@ -185,7 +185,8 @@ class Learner:
             old, factor = arrays["old"], None
             if correction is not None:
                 trainer = arrays.get("trainer_old", jax.lax.stop_gradient(found.logp))
-                factor = mismatch_correction(trainer, old, arrays["mask"], correction.mode, correction.cap)
+                counted = arrays["mask"] | (arrays["kl_weights"] > 0) if "kl_weights" in arrays else arrays["mask"]
+                factor = mismatch_correction(trainer, old, counted, correction.mode, correction.cap)
                 old = trainer
             terms = policy_loss(
                 found.logp,

@@ -173,7 +173,8 @@ class Learner:
             factor = None
             if correction is not None:
                 trainer = current.detach() if trainer_old is None else rows_NT.of(trainer_old)
-                factor = mismatch_correction(trainer, old, mask, correction.mode, correction.cap)
+                counted = mask if kl_weights is None else mask | (rows_NT.of(kl_weights) > 0)
+                factor = mismatch_correction(trainer, old, counted, correction.mode, correction.cap)
                 old = trainer
             terms = policy_loss(
                 current,
