@@ -323,7 +323,10 @@ def test_reward_errors_name_the_function_and_leave_the_trainer_usable() -> None:
         ([1.0] * 11, r"'reward' returned 11 rewards for 12 completions; it must return exactly one"),
         ([float("nan")] * 12, r"'reward' returned nan for sample 0 .*not finite.*None if"),
         (None, r"'reward' returned nothing \(None\)"),
-        (ValueError("no key"), r"'reward' raised ValueError: no key at .*test_jax_grpo.py:.* in reward for 12 responses"),
+        (
+            ValueError("no key"),
+            r"'reward' raised ValueError: no key at .*test_jax_grpo.py:.* in reward for 12 responses",
+        ),
     ]:
         returns.append(returned)
         with pytest.raises(RewardError, match=message):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.extract import completion_text
+from covey.rewards.parallel import WorkerPool
 from covey.rewards.text import TextReward, named
 from covey.types import Message
 
@@ -41,63 +43,73 @@ def has_tags(text: str, tags: Sequence[str]) -> bool:
         if not rest.startswith(opening) or rest.count(opening) != 1 or rest.count(closing) != 1:
             return False
         body, _, rest = rest.removeprefix(opening).partition(closing)
-        if not body.strip() or any(f"<{other}>" in body for other in tags):
+        if not body.strip() or any(f"<{other}>" in body or f"</{other}>" in body for other in tags):
             return False
         rest = rest.lstrip()
     return not rest
 
 
-def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json") -> TextReward:
+def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json", time_limit: float = 2.0) -> TextReward:
     """Reward 1.0 where a completion is JSON, bare or in its last fenced block, and fits a JSON schema (if given).
+
+    Args:
+        schema: its check can take time that is exponential in the text, so it runs in a process of its own.
+        name: the key of the reward in logs.
+        time_limit: seconds for the check of one completion; one that takes longer scores 0.
 
     Raises:
         ConfigError: the schema is none.
     """
     import jsonschema
 
-    validator = None
+    pool = None
     if schema is not None:
-        kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
         try:
-            kind.check_schema(schema)
+            jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator).check_schema(schema)
         except jsonschema.SchemaError as error:
             raise ConfigError(f"schema: {error.message}; give a JSON schema") from None
-        # jsonschema's own compares each item with each other one where they cannot be sorted
-        validator = jsonschema.validators.extend(kind, {"uniqueItems": _unique_items})(schema)
+        pool = WorkerPool(fits_schema, workers=1, time_limit=time_limit, memory_mb=2048)
+    written = json.dumps(schema)
 
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        return [float(_is_json(completion_text(completion), validator)) for completion in completions]
+        found = [json_text(completion_text(completion)) for completion in completions]
+        if pool is None:
+            return [float(text is not None) for text in found]
+        fits = iter(pool.map([(written, text) for text in found if text is not None]))
+        # whatever goes wrong in checking a text that nobody vouches for, it does not fit
+        return [float(text is not None and next(fits) is True) for text in found]
 
     return named(reward, name, ())
 
 
-def _unique_items(validator: Any, wanted: bool, items: Any, schema: Any) -> Iterator[Any]:
-    if wanted and validator.is_type(items, "array"):
-        texts = [json.dumps(_plain(item), sort_keys=True) for item in items]
-        if len(set(texts)) < len(texts):
-            import jsonschema
-
-            yield jsonschema.ValidationError("items are not unique")
-
-
-def _plain(value: Any) -> Any:
-    """The same text for values that JSON schema calls equal: 1 and 1.0, not 1 and true."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
-
-
-def _is_json(text: str, validator: Any) -> bool:
+def json_text(text: str) -> str | None:
+    """The JSON of a completion, or None if it is none (NaN and Infinity are none) or too long."""
     if len(text) > _MAX_JSON:
-        return False
+        return None
     blocks = _JSON_BLOCK.findall(text)
+    found = str(blocks[-1]) if blocks else text
     try:
-        value = json.loads(blocks[-1] if blocks else text)
-        return validator is None or bool(validator.is_valid(value))
+        json.loads(found, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def fits_schema(schema: str, text: str) -> bool:
+    """Runs in a worker."""
+    return bool(_validator(schema).is_valid(json.loads(text)))
+
+
+@lru_cache(maxsize=8)
+def _validator(schema: str) -> Any:
+    import jsonschema
+
+    read = json.loads(schema)
+    return jsonschema.validators.validator_for(read, default=jsonschema.Draft202012Validator)(read)
 
 
 def length_reward(most: int, *, least: int = 1, over: int = 0, name: str = "length") -> TextReward:

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 from covey.errors import RewardError
-from covey.rewards.jail import codec
+from covey.rewards.jail import codec, frames
 from covey.rewards.sandbox import Confined, JailEndedError, Limits, ProcessEndedError, Sandbox, parse_message
 
 Status = Literal["passed", "wrong_answer", "error", "timeout", "memory", "syntax", "cheat"]
@@ -44,6 +44,7 @@ _REASONS: Mapping[str, Status] = {
 }
 _LANGUAGE = re.compile(r"(?:```|~~~)[ \t]*([\w+-]*)")
 _LONGEST_NUMBER = 400
+_LONGEST_PROGRAM = 500_000
 _MOST_OF_ANSWER = 16 << 10
 _TIMES_EXPECTED = 8
 """A right answer's text is at most this many times as long as the expected one: 1.0000001 for 1."""
@@ -200,6 +201,9 @@ class TestHarness:
             RewardError: the tests themselves are broken, or the jail does not run.
         """
         code = extract_code(completion)
+        count = len(tests.tests if isinstance(tests, AssertTests) else tests.cases)
+        if len(code) > _LONGEST_PROGRAM:
+            return TestResult((Outcome("error", f"a program of {len(code)} characters"),) * count)
         ended = ""
         for _ in range(
             2
@@ -210,7 +214,6 @@ class TestHarness:
             except JailEndedError as error:
                 ended = str(error)
                 self._replace(sandbox)
-        count = len(tests.tests if isinstance(tests, AssertTests) else tests.cases)
         return TestResult((Outcome("error", ended),) * count)
 
     def run_all(self, jobs: Sequence[tuple[str, Tests]]) -> list[TestResult]:
@@ -280,7 +283,7 @@ class TestHarness:
         for stdin, expected in tests.cases:
             with sandbox.spawn(self._limits) as process:
                 try:
-                    process.send({"role": "program", "code": code, "stdin": stdin})
+                    _send_program(process, code, stdin)
                     answer = process.receive()
                     failed = _failure(answer)
                     if failed is None and answer.get("exit") != 0:
@@ -378,7 +381,17 @@ def _call(name: str, arguments: Sequence[Any]) -> bytes:
         tree = codec.Encoder(_no_handle)((list(arguments), {}))
     except codec.CodecError as error:
         raise RewardError(f"the arguments of a call are {error}", function="TestHarness") from None
-    return json.dumps({"name": name, "arguments": tree}).encode("utf-8", "surrogatepass")
+    request = json.dumps({"name": name, "arguments": tree, "changed": False}).encode("utf-8", "surrogatepass")
+    if len(request) > frames.MAX_BYTES:
+        raise RewardError(f"the arguments of a call are {len(request)} bytes, at most {frames.MAX_BYTES} are passed on")
+    return request
+
+
+def _send_program(process: Confined, code: str, stdin: str) -> None:
+    try:
+        process.send({"role": "program", "code": code, "stdin": stdin})
+    except ValueError as error:
+        raise RewardError(f"a program and its standard input are {error}", function="TestHarness") from None
 
 
 def _load(process: Confined, code: str) -> Outcome | None:
@@ -390,7 +403,12 @@ def _relay(
     tester: Confined, candidate: Confined, tests: AssertTests, remote: Mapping[str, str], outcomes: list[Outcome]
 ) -> Outcome | None:
     """Pass the tests' calls to the candidate and its answers back, until the tests are done."""
-    tester.send({"role": "tester", "setup": tests.setup, "tests": list(tests.tests), "remote": dict(remote)})
+    named = [*tests.entry_points, *tests.aliases]
+    order = {"role": "tester", "setup": tests.setup, "tests": list(tests.tests), "remote": dict(remote), "named": named}
+    try:
+        tester.send(order)
+    except ValueError as error:
+        raise RewardError(f"the test code is {error}", function="TestHarness") from None
     ready = False
     while True:
         try:

@@ -51,6 +51,8 @@ _START_SECONDS = 30.0
 _OUTPUT_KEPT = 64 << 10
 _MOST_TEXT = 64 << 10
 """Bytes of a message that is read here; longer ones are only passed on."""
+_MOST_PARTS = 5000
+"""In which a message may come: each costs work on this side."""
 # the same environment on every machine, or sets and numbers would come out differently
 _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "1"} | {  # else 64 MiB for each thread
     f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
@@ -305,7 +307,7 @@ class Confined:
 
     def receive_bytes(self) -> bytes:
         """The next message as it is; see `receive`."""
-        while True:
+        for _ in range(_MOST_PARTS):
             if len(self._received) >= 4:
                 (length,) = struct.unpack("!I", self._received[:4])
                 if length > frames.MAX_BYTES:
@@ -324,6 +326,7 @@ class Confined:
             if not part:
                 raise self._gone()
             self._received += part
+        raise ProcessEndedError("protocol", f"a message in more than {_MOST_PARTS} parts")
 
     def stop(self) -> tuple[int, int]:
         """Kill it; its signal and exit code."""

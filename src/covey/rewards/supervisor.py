@@ -25,6 +25,10 @@ _MOST_FILES = 65
 """Files and directories made over a program's life, its standard input among them."""
 
 
+_MOST_QUESTIONS = 20_000
+"""Answered over a program's life; one that is refused counts as 21. Each costs work on this side."""
+
+
 class Supervisor:
     """Answers the questions of one confined process.
 
@@ -35,10 +39,13 @@ class Supervisor:
 
     def __init__(self, listener: int, *, threads: int) -> None:
         self.listener = listener
-        self._threads, self._files = threads, _MOST_FILES
+        self._threads, self._files, self._questions = threads, _MOST_FILES, _MOST_QUESTIONS
 
     def answer(self) -> bool:
-        """Answer one question if there is one; False when none will come any more."""
+        """Answer one question if there is one; False when none will be answered any more."""
+        self._questions -= 1
+        if self._questions < 0:  # whoever asks waits until the program's time is over
+            return False
         poll = select.poll()
         poll.register(self.listener, select.POLLIN)
         events = dict(poll.poll(0)).get(self.listener, 0)
@@ -49,6 +56,7 @@ class Supervisor:
             fcntl.ioctl(self.listener, _RECEIVE, question)
             number, thread, _, call, _ = _QUESTION.unpack_from(question)
             error = self._refusal(thread, call)
+            self._questions -= 20 if error else 0
             try:
                 fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(number, 0, -error, 0 if error else _GO_ON))
             except OSError as refused:

@@ -111,7 +111,8 @@ def build_root(readable: list[str]) -> str | None:
             _bind(path, place + path)
         for name in ("null", "zero", "random", "urandom"):
             _bind(f"/dev/{name}", f"{place}/dev/{name}")
-        os.symlink("/solution/.stdin", place + "/dev/stdin")
+        for name, target in (("/dev/stdin", "/solution/.stdin"), ("/dev/shm", "/solution"), ("/tmp", "/solution")):
+            os.symlink(target, place + name)
         os.mkdir(place + "/solution")
         for link in ("/lib", "/lib64", "/usr/lib64"):  # they may be links into /usr
             if os.path.islink(link) and not os.path.lexists(place + link):

@@ -14,11 +14,14 @@ A tester's messages begin with a letter: `S` set up, `C` a call for the candidat
 from __future__ import annotations
 
 import ast
+import atexit
 import builtins
+import gc
 import json
 import linecache
 import os
 import sys
+import threading
 import traceback
 from types import ModuleType
 from typing import Any
@@ -51,7 +54,7 @@ def main(channel: int, *, rooted: bool) -> None:
 
 def _provide_input(data: bytes, *, rooted: bool) -> None:
     """Standard input is a file. `/dev/stdin` leads to it: by its name, else through the descriptor."""
-    if not data:
+    if not data and not rooted:
         return
     fd = os.open(".stdin", os.O_RDWR | os.O_CREAT, 0o600)
     if not rooted:
@@ -113,6 +116,8 @@ def _answer(
         return {"value": encode(target)}
     positional, named = decode(request["arguments"])
     value = encode(target(*positional, **named))
+    if not request.get("changed", True):
+        return {"value": value}
     # arguments that the call has changed, so that the caller can look at them
     changed = [
         [place, encode(argument)]
@@ -143,7 +148,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     except BaseException:
         text = type(error).__name__ + where
     kind = next((c.__name__ for c in type(error).__mro__ if getattr(builtins, c.__name__, None) is c), "Exception")
-    return {"failed": "error", "text": text[:_MAX_TEXT], "kind": kind}
+    said = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else None
+    return {"failed": "error", "text": text[:_MAX_TEXT], "kind": kind, "said": said}
 
 
 # ---------------------------------------------------------------- program
@@ -160,11 +166,13 @@ def _program(channel: int, message: dict[str, Any]) -> None:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
         outcome = _describe(error)
-    for stream in (sys.stdout, sys.stderr):
+    # as Python ends: threads, what was registered, what globals hold back, what is in a buffer
+    ends = (threading._shutdown, atexit._run_exitfuncs, module.__dict__.clear, gc.collect)  # type: ignore[attr-defined]
+    for end in (*ends, *(stream.flush for stream in (sys.stdout, sys.__stdout__) if stream and not stream.closed)):
         try:
-            stream.flush()
-        except BaseException:
-            code = code or 1
+            end()
+        except BaseException as error:
+            code = code or int(not isinstance(error, SystemExit))
     frames.send(channel, outcome or {"exit": code})
 
 
@@ -193,23 +201,26 @@ class _Remote:
         return self._tester.ask(self._request, positional, named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self._number is None:
+        if name.startswith("__"):
             raise AttributeError(name)
-        return self._tester.attribute(self._number, name)
+        if self._number is not None:
+            return self._tester.attribute(self._number, name)
+        found = self._tester.look_up(self._request)  # what a name stands for: a class, a module's constant
+        return getattr(found, name)
 
 
 class _Caller:
     """Sends a tester's calls out.
 
     Attributes:
-        failure: the exception raised last for a call that failed, and how that is told.
+        failure: the exception raised last for a call that failed, how that is told, and in which words.
     """
 
     def __init__(self, channel: int) -> None:
         self._channel = channel
         self._encode = codec.Encoder(self._known)
         self._decode = codec.Decoder(lambda number: _Remote(self, {"on": number}, number))
-        self.failure: tuple[BaseException | None, str] = (None, "")
+        self.failure: tuple[BaseException | None, str, str] = (None, "", "")
 
     def ask(self, request: dict[str, Any], positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         answer = self._exchange(request | {"arguments": self._encode((list(positional), named))})
@@ -217,8 +228,11 @@ class _Caller:
             _overwrite(positional[place], self._decode(tree))
         return self._decode(answer["value"])
 
+    def look_up(self, request: dict[str, Any]) -> Any:
+        return self._decode(self._exchange(request)["value"])
+
     def attribute(self, number: int, name: str) -> Any:
-        found = self._decode(self._exchange({"on": number, "name": name})["value"])
+        found = self.look_up({"on": number, "name": name})
         return _Remote(self, {"on": number, "name": name}) if isinstance(found, _Remote) else found
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -232,8 +246,10 @@ class _Caller:
         if not isinstance(answer, dict):
             raise _Forged
         if "failed" in answer:
-            error = _kind(answer.get("kind"))(str(answer.get("text"))[:_MAX_TEXT])
-            self.failure = (error, _told(answer["failed"]))
+            text = str(answer.get("text"))[:_MAX_TEXT]
+            said = answer.get("said")
+            error = _kind(answer.get("kind"))(said[:_MAX_TEXT] if isinstance(said, str) else text)
+            self.failure = (error, _told(answer["failed"]), text)
             raise error
         return answer
 
@@ -281,7 +297,10 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
     caller = _Caller(channel)
     exec(compile(message["setup"], "setup.py", "exec", dont_inherit=True), names)
     for alias, name in message["remote"].items():
-        names[alias] = _Remote(caller, {"name": name})
+        if (
+            alias not in names or alias in message["named"]
+        ):  # never what the setup has defined, by a star import or else
+            names[alias] = _Remote(caller, {"name": name})
     frames.send_bytes(channel, b"S")
     for test in message["tests"]:
         try:
@@ -296,8 +315,8 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
         except MemoryError:
             status, text = "memory", "out of memory"
         except BaseException as error:
-            failed, told = caller.failure
-            status, text = (told, str(error)) if error is failed else ("error", f"{type(error).__name__}: {error}")
+            failed, told, told_text = caller.failure
+            status, text = (told, told_text) if error is failed else ("error", f"{type(error).__name__}: {error}")
         result = {"result": status, "text": text[:_MAX_TEXT]}
         frames.send_bytes(channel, b"R" + json.dumps(result).encode())
     frames.send_bytes(channel, b"D")

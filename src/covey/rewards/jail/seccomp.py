@@ -29,7 +29,7 @@ _ALLOWED = (
     "readlinkat open openat creat umask getrlimit getrusage getpriority sysinfo uname futex "
     "set_robust_list get_robust_list rseq set_tid_address exit exit_group sched_getaffinity getrandom pipe pipe2 "
     "eventfd eventfd2 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 restart_syscall "
-    "arch_prctl membarrier getcpu statfs fstatfs copy_file_range sendfile msync mincore close_range "
+    "arch_prctl membarrier getcpu statfs fstatfs copy_file_range sendfile msync mincore "
     "alarm getitimer setitimer pause rt_sigpending rt_sigtimedwait rt_sigsuspend "
     "recvfrom shutdown getsockname getpeername getsockopt"
 )
@@ -99,7 +99,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _WHOLE = 0xFFFFFFFF
 _libc = ctypes.CDLL(None, use_errno=True)
-_CLONE_THREAD = 0x10000
+_CLONE_THREAD = 0x10F00  # with memory, files and signals shared: a table of files of its own has a limit of its own
 _CREATE, _TRUNCATE, _ASYNC = 0o100 | 0o20000000, 0o1000, 0o20000  # O_CREAT or O_TMPFILE, O_TRUNC, O_ASYNC
 
 Instruction = tuple[int, int, int, int]
@@ -125,6 +125,7 @@ _RULES: dict[str, tuple[tuple[Test, ...], ...]] = {
     ),
     "ioctl": ((Test(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),),),  # is it a terminal, FIONREAD, FIONBIO
     "prlimit64": ((Test(0, (0,)),),),  # its own limits
+    "close_range": ((Test(2, (0, 4)),),),  # not UNSHARE, likewise
     "socketpair": ((Test(0, (1,)), Test(1, (1,), 0xF)),),  # of streams, within the process
     "sendto": ((Test(4, (0,)), Test(4, (0,), high=True)),),  # to no address
 }

@@ -15,6 +15,7 @@ started, removes its folder and ends; a folder whose zygote was killed is remove
 from __future__ import annotations
 
 import array
+import builtins
 import contextlib
 import fcntl
 import gc
@@ -26,6 +27,7 @@ import signal
 import socket
 import sys
 import tempfile
+from _sitebuiltins import Quitter
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ def main(fd: int, order: dict[str, Any]) -> None:
     sys.path += order["paths"]
     for name in order["modules"]:
         __import__(name)
+    for name in ("exit", "quit"):  # as the module site provides them
+        setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
     del sys.path[len(sys.path) - len(order["paths"]) :]
     readable = sorted({*confine.system_paths(), *order["readable"]})
     refused = confine.enter_namespaces()
