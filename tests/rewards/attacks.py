@@ -152,6 +152,15 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
     ),
     "new namespaces": ("import ctypes\nif ctypes.CDLL(None).unshare(0x10000000): raise OSError", {"error"}),
     "raw threads": (_RAW_THREADS + "def f(x): return None", set()),
+    "a table of files for each thread": (
+        "import ctypes, os\nif ctypes.CDLL(None).syscall(436, 1000, 1001, 2): raise OSError",
+        {"error"},
+    ),
+    "a thread with a table of its own": (
+        _RAW_THREADS.replace("0x10f00", "0x10b00") + "if count: print('THROUGH')\ndef f(x): return None",
+        set(),
+    ),
+    "many small messages": ("import os\nwhile True: os.write(3, b'\\0')", {"cheat"}),
     "the owner of a pipe's signals": (
         _SIGNAL + "fcntl.fcntl(r, fcntl.F_SETOWN, {pid})\nfcntl.fcntl(r, fcntl.F_SETSIG, 9)" + _FIRE,
         {"error"},

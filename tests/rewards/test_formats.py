@@ -54,3 +54,17 @@ def test_names() -> None:
     for wrong in ((), ("a b",), ("<a>",)):
         with pytest.raises(ConfigError, match="tags="):
             tags_reward(*wrong)
+
+
+def test_hostile_json_is_no_json_of_the_schema() -> None:
+    price = json_reward({"type": "object", "properties": {"price": {"type": "number", "multipleOf": 0.01}}})
+    assert price(['{"price": 1e999}', '{"price": 2}']) == [0.0, 1.0]
+    assert json_reward()(["NaN", "[-Infinity]", "Infinity", "[1]"]) == [0.0, 0.0, 0.0, 1.0]
+    node = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}}
+    either = [{**node, "required": [name]} for name in ("x", "y")]
+    deep = json_reward({"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": either}}}, time_limit=1.0)
+    assert deep(['{"a":' * 24 + "{}" + "}" * 24, '{"x": 1}']) == [0.0, 1.0]
+
+
+def test_a_closing_tag_elsewhere() -> None:
+    assert not has_tags("<think>a </answer> b</think><answer>c</answer>", ("think", "answer"))

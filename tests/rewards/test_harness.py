@@ -162,6 +162,51 @@ def test_broken_tests_are_an_error_of_the_tests(harness: TestHarness) -> None:
         harness.run(ADD, AssertTests(("assert add(1, 2) == 3",), setup="import nothing_of_this_name"))
 
 
+def test_what_the_setup_defines_is_not_the_programs(harness: TestHarness) -> None:
+    """Names of a star import and of an asynchronous function are not seen by reading the setup."""
+    cheat = "def f(x): return 0\ndef isclose(a, b): return True\ndef helper(*a): return True"
+    star = AssertTests(("assert isclose(f(2), 1.4142, rel_tol=1e-3)",), setup="from math import *")
+    assert harness.run(cheat, star).score == 0.0
+    assert harness.run("def f(x): return x**0.5", star).score == 1.0
+    later = AssertTests(("assert helper(3) is True",), setup="async def helper(x):\n    return 3")
+    assert harness.run(cheat, later).score == 0.0
+
+
+def test_classes_and_messages_of_the_program(harness: TestHarness) -> None:
+    code = (
+        "class S:\n    LIMIT = 3\n    @staticmethod\n    def add(a, b): return a + b\n"
+        "    @classmethod\n    def of(cls, x):\n        s = cls()\n        s.x = x\n        return s\n"
+        "def f(x): raise ValueError('bad %d' % x)"
+    )
+    tests = AssertTests(
+        (
+            "assert S.add(1, 2) == 3",
+            "assert S.of(3).x == 3",
+            "assert S.LIMIT == 3",
+            "try:\n    f(1)\nexcept ValueError as error:\n    assert str(error) == 'bad 1'",
+        )
+    )
+    result = harness.run(code, tests)
+    assert result.score == 1.0, result
+    assert harness.run("def f(x): raise ValueError('bad')", AssertTests(("f(1)",))).outcomes[0].text == (
+        "ValueError: bad (line 1)"
+    )
+
+
+def test_a_long_argument_and_a_short_result(harness: TestHarness) -> None:
+    assert harness.run("def f(x): return sum(x)", CallTests("f", (((list(range(4000)),), 7998000),))).score == 1.0
+
+
+def test_what_is_too_long(harness: TestHarness) -> None:
+    """A completion's fault costs it the test, a test's fault is told."""
+    long = "# " + "x" * 600_000
+    assert harness.run(long, CallTests("f", (((1,), 1),))).outcomes[0].text == "a program of 600002 characters"
+    with pytest.raises(RewardError, match="the arguments of a call are 90000"):
+        harness.run(ADD, CallTests("add", ((("x" * 9_000_000, ""), ""),)))
+    with pytest.raises(RewardError, match="a program and its standard input are a message of 90000"):
+        harness.run(ADD, ProgramTests((("x" * 9_000_000, ""),)))
+
+
 # ---------------------------------------------------------------- programs
 
 

@@ -271,10 +271,47 @@ print(doctest.testmod())
 import sys
 print(len(sys.argv), __name__)
 """,
+    "leaving by exit": """\
+print(1)
+exit()
+""",
+    "a thread that nobody waits for": """\
+import threading, time
+def main():
+    time.sleep(0.1)
+    print(7)
+threading.Thread(target=main).start()
+""",
+    "what is registered for the end": """\
+import atexit
+atexit.register(lambda: print(731))
+""",
+    "output in a buffer": """\
+import os, sys
+f = os.fdopen(1, 'w', buffering=100000, closefd=False)
+f.write('1\\n')
+""",
+    "a closed output": """\
+import sys
+print(1)
+sys.stdout.close()
+""",
     "a large file": """\
 with open('x', 'wb') as f: print(f.write(b'x' * 200_000))
 """,
 }
+
+
+ENDS = (
+    "a doctest",
+    "logging",
+    "leaving by exit",
+    "a thread that nobody waits for",
+    "what is registered for the end",
+    "output in a buffer",
+    "a closed output",
+)
+"""These look at the main module, write to standard error, or have something to say when a program ends."""
 
 
 @pytest.fixture(scope="module", params=["namespace", "landlock"])
@@ -298,7 +335,7 @@ def test_a_program_prints_what_it_prints_outside(harness: TestHarness, name: str
     expected = "True\n" if name == "a program that cannot be started" else outside.stdout
     result = harness.run(code, ProgramTests((("", expected),)))
     assert result.score == 1.0, result
-    if name in ("a doctest", "logging"):  # these look at the main module, and write to standard error
+    if name in ENDS:
         return
     # and as a module whose function is called
     module = "```python\n" + code.replace("__name__", "'__main__'") + "\ndef answer(): return 1\n```"
@@ -321,6 +358,19 @@ def test_a_program_prints_what_it_prints_outside(harness: TestHarness, name: str
 )
 def test_ways_to_read_standard_input(harness: TestHarness, code: str) -> None:
     assert harness.run(code, ProgramTests((("3\n4\n", "7"), ("5\n6\n", "11")))).score == 1.0
+
+
+def test_a_file_system_of_its_own_has_a_temporary_folder_and_semaphores() -> None:
+    code = "import multiprocessing.dummy as m, sys\nopen('/tmp/a', 'w').write('x')\n"
+    code += "print(sum(m.Pool(2).map(int, sys.stdin)))"
+    with TestHarness() as harness:
+        assert harness.run(code, ProgramTests((("3\n4\n", "7"),))).score == 1.0
+
+
+def test_an_empty_standard_input(harness: TestHarness) -> None:
+    tests = ProgramTests((("", "''"),))
+    for code in ("print(repr(open('/dev/stdin').read()))", "import sys\nprint(repr(sys.stdin.read()))"):
+        assert harness.run(code, tests).score == 1.0
 
 
 def test_a_long_standard_input(harness: TestHarness) -> None:

@@ -164,7 +164,8 @@ def confine(
             _MS_NOSUID | _MS_NODEV | _MS_NOEXEC,
             f"size={file_bytes},nr_inodes=1000,mode=700",
         )
-        os.chdir("/solution")
+        os.mkdir("/solution/work")
+        os.chdir("/solution/work")
     else:
         os.chdir(scratch)
     processor = max(int(seconds) + 1, 1)

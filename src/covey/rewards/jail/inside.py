@@ -56,9 +56,10 @@ def _provide_input(data: bytes, *, rooted: bool) -> None:
     """Standard input is a file. `/dev/stdin` leads to it: by its name, else through the descriptor."""
     if not data and not rooted:
         return
-    fd = os.open(".stdin", os.O_RDWR | os.O_CREAT, 0o600)
+    place = "../.stdin" if rooted else ".stdin"
+    fd = os.open(place, os.O_RDWR | os.O_CREAT, 0o600)
     if not rooted:
-        os.unlink(".stdin")
+        os.unlink(place)
     while data:
         data = data[os.write(fd, data) :]
     os.lseek(fd, 0, os.SEEK_SET)
