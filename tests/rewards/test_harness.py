@@ -18,12 +18,10 @@ from covey.rewards.harness import (
     CallTests,
     ProgramTests,
     TestHarness,
-    extract_code,
-    same_output,
-    same_value,
     split_check,
 )
 from covey.rewards.jail import codec
+from covey.rewards.programs import extract_code, same_output, same_value
 from covey.rewards.sandbox import Limits
 from jails import missing
 
