@@ -41,7 +41,7 @@ class MathReward:
             raise ConfigError("math answers are compared by math-verify; pip install 'covey[math]'") from None
         self.required_columns = (column,)
         self._column = column
-        self._pool = WorkerPool(equal_answers, workers=workers, time_limit=time_limit)
+        self._pool = WorkerPool(equal_answers, workers=workers, time_limit=time_limit, prepare=load)
         self.timeouts = 0
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
@@ -74,6 +74,11 @@ class MathReward:
         if isinstance(found, Exception):
             raise RewardError(str(found), function="math", sample=index)
         return float(found)
+
+
+def load() -> None:
+    """Import what takes seconds, in a worker, before an answer's time begins."""
+    equal_answers("1", "1")
 
 
 def equal_answers(reference: str, text: str) -> float:

@@ -42,9 +42,18 @@ class WorkerPool:
         workers: processes; they start when they are first needed.
         time_limit: seconds for one item.
         memory_mb: address space of each process in MiB; what needs more fails there.
+        prepare: done in each new process before the first item's time begins, such as a slow import. Pickled likewise.
     """
 
-    def __init__(self, function: Callable[..., Any], *, workers: int, time_limit: float, memory_mb: int = 4096) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        workers: int,
+        time_limit: float,
+        memory_mb: int = 4096,
+        prepare: Callable[[], object] = int,
+    ) -> None:
         if getattr(type(function), "__module__", "") == "__main__" or getattr(function, "__module__", "") == "__main__":
             raise RewardError(
                 f"{function!r:.80} is defined in __main__, where other processes cannot find it; move it to a module"
@@ -52,7 +61,7 @@ class WorkerPool:
         self._function, self._time_limit = function, time_limit
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for _ in range(workers):
-            self._free.put(_Worker(function, memory_mb))
+            self._free.put(_Worker((function, prepare), memory_mb))
         self._workers = workers
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="covey-verify")
 
@@ -80,8 +89,8 @@ class WorkerPool:
 class _Worker:
     """One process, replaced when it has to be killed."""
 
-    def __init__(self, function: Callable[..., Any], memory_mb: int) -> None:
-        self._function, self._memory_mb = function, memory_mb
+    def __init__(self, functions: tuple[Callable[..., Any], Callable[[], object]], memory_mb: int) -> None:
+        self._functions, self._memory_mb = functions, memory_mb
         self._channel: socket.socket | None = None
         self._stop: Callable[[], object] = lambda: None
 
@@ -107,7 +116,7 @@ class _Worker:
         process, ours = start_python(_SERVE)
         self._channel = ours
         self._stop = weakref.finalize(self, end_python, process, ours)
-        frames.send(ours.fileno(), _order(self._function, self._memory_mb))
+        frames.send(ours.fileno(), _order(self._functions, self._memory_mb))
         try:
             answer = self._receive(_START_SECONDS)
         except BaseException:
@@ -115,7 +124,7 @@ class _Worker:
             raise
         if "error" in answer:
             self.stop()
-            raise RewardError(f"a process for {self._function!r:.80} did not start: {answer['error']}")
+            raise RewardError(f"a process for {self._functions[0]!r:.80} did not start: {answer['error']}")
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         assert self._channel is not None
@@ -135,7 +144,8 @@ def serve(channel: int) -> None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
     try:
-        function = pickle.loads(base64.b64decode(message["function"]))
+        function, prepare = pickle.loads(base64.b64decode(message["functions"]))
+        prepare()
     except BaseException as error:
         frames.send(channel, {"error": f"{type(error).__name__}: {error}"})
         return
@@ -189,5 +199,5 @@ class ParallelVerifier(Verifier):
         self._pool.close()
 
 
-def _order(function: Callable[..., Any], memory_mb: int) -> dict[str, Any]:
-    return {"function": base64.b64encode(pickle.dumps(function)).decode(), "memory": memory_mb << 20}
+def _order(functions: tuple[Callable[..., Any], Callable[[], object]], memory_mb: int) -> dict[str, Any]:
+    return {"functions": base64.b64encode(pickle.dumps(functions)).decode(), "memory": memory_mb << 20}
