@@ -103,6 +103,11 @@ class CompletionRequest(_Sampling):
     max_tokens: int = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=1)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """0 asks for them too: of the sampled tokens, and of no others."""
+        return self.logprobs is not None
+
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or ids.
 
@@ -128,6 +133,11 @@ class ChatRequest(_Sampling):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=16)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of the sampled tokens."""
+        return self.logprobs
 
 
 Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
