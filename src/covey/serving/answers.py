@@ -197,8 +197,12 @@ class Answering:
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
             found.append(Found(request.token_ids, text, tokens, answer))
         if isinstance(asked, ChatRequest):
-            return answer_body("chat.completion", "chatcmpl", self._name, found, [chat_choice(asked, f) for f in found])
-        return answer_body("text_completion", "cmpl", self._name, found, [completion_choice(asked, f) for f in found])
+            return answer_body(
+                "chat.completion", "chatcmpl", self._name, asked.n, found, [chat_choice(asked, f) for f in found]
+            )
+        return answer_body(
+            "text_completion", "cmpl", self._name, asked.n, found, [completion_choice(asked, f) for f in found]
+        )
 
     # ------------------------------------------------------------------ streams
 
@@ -221,7 +225,7 @@ class Answering:
                 body: dict[str, Any] = common | {"choices": [choice], "policy_version": part.version}
                 yield f"data: {json.dumps(body)}\n\n"
             if asked.stream_options.include_usage:
-                prompts = sum(len(job.request.token_ids) for job in jobs)
+                prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
                 usage = {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
                 yield f"data: {json.dumps(common | {'choices': [], 'usage': usage})}\n\n"
         except CoveyError as error:

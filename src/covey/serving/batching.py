@@ -19,6 +19,7 @@ from typing import Any, Literal
 from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
 from covey.rollout.checks import check_settings
+from covey.rollout.choices import check_choices
 from covey.serving.adapters import AdaptedWeights, Adapter
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
@@ -276,11 +277,10 @@ class BatchingEngine:
                 job.cancelled = True
             if cancelled:
                 self._waiting = deque(job for job in self._waiting if not job.cancelled)
+        self.counts.cancelled += sum(not job.over for job in cancelled)  # what is over is counted already
         for job in cancelled:
-            if job.row is None:
-                self.counts.cancelled += not job.over
-            elif self._running.pop(id(job.row), None) is not None:
-                self.counts.cancelled += 1
+            job.over = True
+            if job.row is not None and self._running.pop(id(job.row), None) is not None:
                 self._session.cancel(job.row)
 
     def _change_weights(self) -> None:
@@ -468,6 +468,7 @@ class BatchingEngine:
             raise GenerationError(
                 f"choices has a token id of {max(map(max, choices))}; the vocabulary has {self.vocabulary}"
             )
+        check_choices(choices, job.settings, self.context_length - length)
 
 
 def unheld(asked: int | None, held: int) -> VersionConflictError:

@@ -77,9 +77,11 @@ def chat_part(asked: Any, part: Part, tokens: list[str]) -> dict[str, Any]:
     return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
 
 
-def answer_body(kind: str, prefix: str, name: str, found: Sequence[Found], choices: Sequence[dict[str, Any]]) -> bytes:
-    """A whole answer; each choice gets its index."""
-    prompts = sum(len(one.prompt_ids) for one in found)
+def answer_body(
+    kind: str, prefix: str, name: str, n: int, found: Sequence[Found], choices: Sequence[dict[str, Any]]
+) -> bytes:
+    """A whole answer; each choice gets its index. A prompt counts once for its `n` completions, as with OpenAI."""
+    prompts = sum(len(one.prompt_ids) for one in found[::n])
     tokens = sum(len(one.answer.completion.token_ids) for one in found)
     body = {
         "id": f"{prefix}-{uuid.uuid4().hex}",
