@@ -69,11 +69,11 @@ def serve(
 
 def _check(url: str, token: str | None) -> bool:
     """Try a server and say of each step how it went; True when none failed."""
-    from covey.serving.check import check_server
+    from covey.serving.check import check_server, fitting_adapter
     from covey.serving.client import InferenceClient
 
     client = InferenceClient(url, token, timeout=60.0, retry_seconds=0.0)
-    steps = check_server(client)
+    steps = check_server(client, fitting_adapter(client))
     client.close()
     marks = {True: "[green]ok[/]", False: "[red]failed[/]", None: "[yellow]not told[/]"}
     for step in steps:

@@ -68,7 +68,8 @@ def test_log_probabilities_have_tokens_and_roles_come_once() -> None:
         choices = [event["choices"][0] for event in events(server, "/v1/chat/completions", **chat)]
         for index in (0, 1):
             roles = [choice["delta"].get("role") for choice in choices if choice["index"] == index]
-            assert roles[0] == "assistant" and set(roles[1:]) == {None}
+            assert roles[0] == "assistant"
+            assert set(roles[1:]) == {None}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/upload_adapter"])

@@ -23,7 +23,7 @@ from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 
 from covey.errors import AdapterError, GenerationError
-from covey.serving.adapters import Adapter, MalformedConfigError, read_adapter, read_config
+from covey.serving.adapters import Adapter, MalformedConfigError, example_layer, read_adapter, read_config
 from covey.serving.answers import Answering, UnknownModelError
 from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, unheld
 from covey.serving.gate import Gate, ServeSettings
@@ -55,7 +55,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     app = FastAPI(title="covey", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     lease = TrainerLease(settings.lease_seconds)
-    instance = uuid.uuid4().hex
+    instance, layer = uuid.uuid4().hex, example_layer(model)
     answering = Answering(engine, tokenizer, settings.model_name)
     uploading = asyncio.Lock()
 
@@ -72,6 +72,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
             "waiting": waiting,
             "max_completion_length": engine.max_completion_length,
             "context_length": engine.context_length,
+            "example_layer": layer,
         }
         return JSONResponse(body, status_code=200 if engine.healthy else 503)
 
