@@ -87,7 +87,8 @@ def made_adapter(
     module: str = "model.layers.0.self_attn.q_proj", width: int = 576, out: int | None = None
 ) -> tuple[bytes, dict[str, Any]]:
     """A throw-away adapter of rank 1 on one layer of `width` inputs and `out` outputs (None = as many), with B = 0: it
-    changes nothing."""
+    changes nothing.
+    """
     name, out = f"base_model.model.{module}", width if out is None else out
     tensors = {f"{name}.lora_A.weight": torch.zeros(1, width), f"{name}.lora_B.weight": torch.zeros(out, 1)}
     targets = [module.rpartition(".")[2]]
