@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import logging
 from typing import Annotated, Any
 
@@ -70,11 +69,11 @@ def serve(
 
 def _check(url: str, token: str | None) -> bool:
     """Try a server and say of each step how it went; True when none failed."""
-    from covey.serving.check import check_server
+    from covey.serving.check import check_server, fitting_adapter
     from covey.serving.client import InferenceClient
 
     client = InferenceClient(url, token, timeout=60.0, retry_seconds=0.0)
-    steps = check_server(client)
+    steps = check_server(client, fitting_adapter(client))
     client.close()
     marks = {True: "[green]ok[/]", False: "[red]failed[/]", None: "[yellow]not told[/]"}
     for step in steps:
@@ -93,7 +92,12 @@ def _serve(model: str, *, host: str, port: int, token: str | None, **options: An
     missing = [name for name in _WANTED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"covey serve needs {', '.join(missing)}; pip install 'covey[serve]'")
-    if not _is_loopback(host) and not token:
+    from covey.serving.client import check_token
+    from covey.serving.pages import is_loopback
+
+    token = token or None
+    check_token(token)
+    if not is_loopback(host) and not token:
         raise ConfigError(
             f"--host {host}: others can reach it, so give a token (--token or COVEY_SERVER_TOKEN), or use 127.0.0.1"
         )
@@ -108,12 +112,3 @@ def _serve(model: str, *, host: str, port: int, token: str | None, **options: An
     out.print(f"serving {model} at http://{address[0]}:{address[1]} (Ctrl-C to stop)", highlight=False)
     limits = ConnectionLimits(address=options["max_connections"])
     uvicorn_server(app, limits).run(sockets=[listening])
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

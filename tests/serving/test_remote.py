@@ -20,7 +20,7 @@ from covey.errors import ConfigError, GenerationError, ServingError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
 from covey.serving import InferenceClient, RemoteEngine, check_server, upload_adapter_weights, write_adapter
-from covey.serving.check import made_adapter
+from covey.serving.check import fitting_adapter, made_adapter
 from covey.serving.client import RefusedError
 from covey.types import Completion, Request, SamplingSettings
 
@@ -234,9 +234,12 @@ def test_the_check(server: RunningServer) -> None:
         ("hash", True),
         ("completion", True),
     ]
+    fitting = check_server(client(server.url), fitting_adapter(client(server.url)))  # whatever the model is
+    assert [step.passed for step in fitting] == [True] * 5
     refused = check_server(client(server.url))  # an adapter for another model
     assert [(step.name, step.passed) for step in refused] == [("health", True), ("upload", False)]
     assert "the model's is (32, 32)" in refused[1].detail
+    assert "fits SmolLM2-135M only" in refused[1].detail
 
     def documents_server(path: str, body: bytes) -> tuple[int, Any]:
         if path == "/health":
@@ -244,6 +247,7 @@ def test_the_check(server: RunningServer) -> None:
         return (200, {"policy_version": 1}) if path == "/upload_adapter" else (404, {"detail": "Not Found"})
 
     with fake_server(documents_server) as url:
+        assert fitting_adapter(client(url)) is None
         steps = check_server(client(url))
         assert [step.passed for step in steps] == [True, True, None, None, None]
     assert [step.passed for step in check_server(client("http://127.0.0.1:9", retry_seconds=0))] == [False]

@@ -153,6 +153,14 @@ def read_adapter(weights: bytes, config: Mapping[str, Any], model: nn.Module | N
     return Adapter(pairs)
 
 
+def example_layer(model: nn.Module) -> dict[str, Any] | None:
+    """The first layer that an adapter may be for: `module` (its name), `out` and `in` (its widths); None = none."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and isinstance(layer.weight, Tensor):
+            return {"module": name, "out": layer.weight.shape[0], "in": layer.weight.shape[1]}
+    return None
+
+
 def read_config(text: bytes | str) -> Any:
     """The JSON of an upload's config.
 

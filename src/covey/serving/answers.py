@@ -13,6 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,6 +30,8 @@ Done = TypeVar("Done")
 _CHARACTERS = 32
 """Most characters of a prompt for each token of the context: a longer text does not fit, and is not tokenised."""
 _LONGEST_TEXT = 1 << 20
+_REMEMBERED_TEXTS = 1 << 16
+"""Texts of single tokens that are kept: decoding one takes as long as looking up a hundred."""
 
 
 class UnknownModelError(CoveyError):
@@ -48,6 +51,7 @@ class Answering:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
+        self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token: str(tokenizer.decode([token])))
         eos = tokenizer.eos_token_id
         self._ends = () if eos is None else (int(eos),)
 
@@ -106,7 +110,7 @@ class Answering:
             def put(what: Any) -> None:
                 loop.call_soon_threadsafe(queue.put_nowait, (index, what))
 
-            tokens = lambda ids, logprobs: put((ids, logprobs))  # noqa: E731
+            tokens = lambda *new: put(new)  # noqa: E731
             return Job(request, settings, put, tokens, policy_version=asked.policy_version)
 
         jobs = [job(index, request) for index, request in enumerate(requests)]
@@ -181,7 +185,7 @@ class Answering:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=special)["input_ids"]]
 
     def _texts(self, ids: Sequence[int]) -> list[str]:
-        return [str(self._tokenizer.decode([token])) for token in ids]
+        return [self._text(token) for token in ids]
 
     def _body(
         self, asked: CompletionRequest | ChatRequest, requests: Sequence[Request], answers: Sequence[Answer]
@@ -189,12 +193,16 @@ class Answering:
         found = []
         for request, answer in zip(requests, answers, strict=True):
             ids = answer.completion.token_ids.tolist()
-            tokens = self._texts(ids) if asked.logprobs not in (None, False) else []
+            tokens = self._texts(ids) if asked.wants_logprobs else []
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
             found.append(Found(request.token_ids, text, tokens, answer))
         if isinstance(asked, ChatRequest):
-            return answer_body("chat.completion", "chatcmpl", self._name, found, [chat_choice(asked, f) for f in found])
-        return answer_body("text_completion", "cmpl", self._name, found, [completion_choice(asked, f) for f in found])
+            return answer_body(
+                "chat.completion", "chatcmpl", self._name, asked.n, found, [chat_choice(asked, f) for f in found]
+            )
+        return answer_body(
+            "text_completion", "cmpl", self._name, asked.n, found, [completion_choice(asked, f) for f in found]
+        )
 
     # ------------------------------------------------------------------ streams
 
@@ -212,12 +220,12 @@ class Answering:
         try:
             async for part in self._parts(jobs, queue):
                 sampled += len(part.token_ids)
-                tokens = self._texts(part.token_ids) if asked.logprobs not in (None, False) else []
+                tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
                 choice = chat_part(asked, part, tokens) if chat else completion_part(asked, part, tokens)
                 body: dict[str, Any] = common | {"choices": [choice], "policy_version": part.version}
                 yield f"data: {json.dumps(body)}\n\n"
             if asked.stream_options.include_usage:
-                prompts = sum(len(job.request.token_ids) for job in jobs)
+                prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
                 usage = {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
                 yield f"data: {json.dumps(common | {'choices': [], 'usage': usage})}\n\n"
         except CoveyError as error:
@@ -233,18 +241,19 @@ class Answering:
                 index, what = await queue.get()
                 if isinstance(what, CoveyError):
                     raise what
-                ids, logprobs = ([], []) if isinstance(what, Answer) else what
+                ids, logprobs, version = ([], [], what.versions[-1][1]) if isinstance(what, Answer) else what
+                first = not said[index]
                 said[index] += ids
                 whole = str(self._tokenizer.decode(said[index], skip_special_tokens=True))
                 if isinstance(what, Answer):
                     left -= 1
-                    version, reason = what.versions[-1][1], what.completion.finish_reason
-                    yield Part(index, [], [], version, reason, whole[len(told[index]) :])
+                    reason = what.completion.finish_reason
+                    yield Part(index, [], [], version, reason, whole[len(told[index]) :], first)
                     continue
                 # a character may need several tokens: what is not whole yet is told later
                 new = "" if whole.endswith("\ufffd") else whole[len(told[index]) :]
                 told[index] += new
-                yield Part(index, ids, logprobs, self._engine.version, None, new)
+                yield Part(index, ids, logprobs, version, None, new, first)
         finally:
             if left:
                 self._engine.cancel(jobs)

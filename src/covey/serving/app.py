@@ -8,20 +8,22 @@ Every answer carries the `policy_version` that produced it.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, File, Form, Request, UploadFile
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BeforeValidator
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 
 from covey.errors import AdapterError, GenerationError
-from covey.serving.adapters import Adapter, MalformedConfigError, read_adapter, read_config
+from covey.serving.adapters import Adapter, MalformedConfigError, example_layer, read_adapter, read_config
 from covey.serving.answers import Answering, UnknownModelError
 from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, unheld
 from covey.serving.gate import Gate, ServeSettings
@@ -53,7 +55,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     app = FastAPI(title="covey", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     lease = TrainerLease(settings.lease_seconds)
-    instance = uuid.uuid4().hex
+    instance, layer = uuid.uuid4().hex, example_layer(model)
     answering = Answering(engine, tokenizer, settings.model_name)
     uploading = asyncio.Lock()
 
@@ -70,6 +72,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
             "waiting": waiting,
             "max_completion_length": engine.max_completion_length,
             "context_length": engine.context_length,
+            "example_layer": layer,
         }
         return JSONResponse(body, status_code=200 if engine.healthy else 503)
 
@@ -92,13 +95,13 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         request: Request,
         adapter_weights: UploadFile = File(),  # noqa: B008 (that is how FastAPI is told)
         adapter_config: UploadFile | str = File(),  # noqa: B008
-        policy_version: int | None = Form(default=None, ge=1, le=1 << 53),
+        policy_version: Annotated[int | None, BeforeValidator(_digits), Form(ge=1, le=1 << 53)] = None,
         trainer: str = Form(default="", max_length=200),
         takeover: bool = Form(default=False),
         restart: bool = Form(default=False),
     ) -> dict[str, Any]:
         lease.check(trainer, takeover=takeover)
-        _check_parts(await request.form())
+        _check_parts(await request.form(), _PARTS)
         async with uploading:  # one at a time is in memory
             adapter = await asyncio.to_thread(_read_upload, adapter_weights, adapter_config, model)
             lease.check(trainer, takeover=takeover)
@@ -112,7 +115,8 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
             return {"policy_version": engine.version, "sha256": engine.sha256, "instance": instance}
 
     @app.post("/release_trainer")
-    async def release_trainer(trainer: str = Form(max_length=200)) -> dict[str, Any]:
+    async def release_trainer(request: Request, trainer: str = Form(max_length=200)) -> dict[str, Any]:
+        _check_parts(await request.form(), ("trainer",))
         lease.release(trainer)
         return {"policy_version": engine.version}
 
@@ -162,14 +166,21 @@ async def _timed(events: AsyncIterator[str], done: Callable[[], None]) -> AsyncI
     done()
 
 
-def _check_parts(form: FormData) -> None:
+def _check_parts(form: FormData, known: Sequence[str]) -> None:
     """Each part once, and none that means nothing here."""
     names = [name for name, _ in form.multi_items()]
     for name in names:
-        if name not in _PARTS or names.count(name) > 1:
+        if name not in known or names.count(name) > 1:
             raise AdapterError(
-                f"the part {name!r:.80} is unknown, or comes twice; send each of {', '.join(_PARTS)} once"
+                f"the part {name!r:.80} is unknown, or comes twice; send each of {', '.join(known)} once"
             )
+
+
+def _digits(value: Any) -> Any:
+    """A version as it stands in a form; Python would read 1_0, +1 and 1.0 too."""
+    if isinstance(value, str) and not re.fullmatch("[0-9]{1,16}", value):
+        raise ValueError("must be a whole number, written in digits")
+    return value
 
 
 def _read_upload(weights: UploadFile, config: UploadFile | str, model: Any) -> Adapter:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
 from covey.rollout.checks import check_settings
+from covey.rollout.choices import check_choices
 from covey.serving.adapters import AdaptedWeights, Adapter
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
@@ -40,7 +41,8 @@ class Job:
     Attributes:
         request: prompt and random stream.
         settings: how its tokens are drawn.
-        on_tokens: called with the ids and log-probabilities of new tokens; None = only the end is told.
+        on_tokens: called with the ids and log-probabilities of new tokens, and the version of the weights that they
+            were sampled with; None = only the end is told.
         on_end: called with the completion and its (token, version) list, or with what went wrong.
         policy_version: of the weights that it must begin with; None = any.
         since: when it was asked for, by `time.monotonic`.
@@ -50,12 +52,13 @@ class Job:
     request: Request
     settings: SamplingSettings
     on_end: Callable[[Answer | CoveyError], None]
-    on_tokens: Callable[[list[int], list[float]], None] | None = None
+    on_tokens: Callable[[list[int], list[float], int], None] | None = None
     policy_version: int | None = None
     row: Any = None
     told: int = 0
     begun: bool = False
     cancelled: bool = False
+    over: bool = False
     since: float = field(default_factory=time.monotonic)
     kept: Counter[str] = field(default_factory=Counter)
 
@@ -274,8 +277,9 @@ class BatchingEngine:
                 job.cancelled = True
             if cancelled:
                 self._waiting = deque(job for job in self._waiting if not job.cancelled)
+        self.counts.cancelled += sum(not job.over for job in cancelled)  # what is over is counted already
         for job in cancelled:
-            self.counts.cancelled += 1
+            job.over = True
             if job.row is not None and self._running.pop(id(job.row), None) is not None:
                 self._session.cancel(job.row)
 
@@ -388,10 +392,11 @@ class BatchingEngine:
         if job.on_tokens is not None and job.row.sampled > job.told:
             ids = [int(token) for token in job.row.own[job.row.turn + job.told :]]
             logprobs = [float(value) for value in job.row.logprobs[job.told :]]
-            job.told = job.row.sampled
-            self._deliver(lambda: job.on_tokens and job.on_tokens(ids, logprobs))
+            job.told, version = job.row.sampled, job.row.versions[-1][1]
+            self._deliver(lambda: job.on_tokens and job.on_tokens(ids, logprobs, version))
 
     def _end(self, job: Job, found: Answer | CoveyError) -> None:
+        job.over = True
         self.counts.failed += isinstance(found, CoveyError)
         self._deliver(lambda: job.on_end(found))
 
@@ -463,6 +468,7 @@ class BatchingEngine:
             raise GenerationError(
                 f"choices has a token id of {max(map(max, choices))}; the vocabulary has {self.vocabulary}"
             )
+        check_choices(choices, job.settings, self.context_length - length)
 
 
 def unheld(asked: int | None, held: int) -> VersionConflictError:

@@ -35,7 +35,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is new of one completion in a stream; the finish reason comes last, without tokens."""
+    """What is new of one completion in a stream; the role comes first, the finish reason last, without tokens."""
 
     index: int
     token_ids: list[int]
@@ -43,42 +43,45 @@ class Part:
     version: int
     finish_reason: str | None
     text: str
+    first: bool
 
 
 def completion_choice(asked: CompletionRequest, one: Found) -> dict[str, Any]:
     """One of `choices` of `/v1/completions`."""
     logprobs = None
-    if asked.logprobs is not None:
+    if asked.wants_logprobs:
         logprobs = _completion_logprobs(one.tokens, one.answer.completion.logprobs.tolist())
     return {"text": one.text, **_common(asked, one), "logprobs": logprobs}
 
 
 def chat_choice(asked: ChatRequest, one: Found) -> dict[str, Any]:
     """One of `choices` of `/v1/chat/completions`."""
-    logprobs = _chat_logprobs(one.tokens, one.answer.completion.logprobs.tolist()) if asked.logprobs else None
+    logprobs = _chat_logprobs(one.tokens, one.answer.completion.logprobs.tolist()) if asked.wants_logprobs else None
     return {"message": {"role": "assistant", "content": one.text}, **_common(asked, one), "logprobs": logprobs}
 
 
 def completion_part(asked: Any, part: Part, tokens: list[str]) -> dict[str, Any]:
     """One choice of an event of `/v1/completions`."""
     found = {"index": part.index, "text": part.text, "finish_reason": part.finish_reason}
-    if asked.logprobs is not None:
+    if asked.wants_logprobs:
         found["logprobs"] = _completion_logprobs(tokens, part.logprobs)
     return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
 
 
 def chat_part(asked: Any, part: Part, tokens: list[str]) -> dict[str, Any]:
     """One choice of an event of `/v1/chat/completions`."""
-    delta = {"role": "assistant", "content": part.text}
+    delta = ({"role": "assistant"} if part.first else {}) | {"content": part.text}
     found = {"index": part.index, "delta": delta, "finish_reason": part.finish_reason}
-    if asked.logprobs:
+    if asked.wants_logprobs:
         found["logprobs"] = _chat_logprobs(tokens, part.logprobs)
     return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
 
 
-def answer_body(kind: str, prefix: str, name: str, found: Sequence[Found], choices: Sequence[dict[str, Any]]) -> bytes:
-    """A whole answer; each choice gets its index."""
-    prompts = sum(len(one.prompt_ids) for one in found)
+def answer_body(
+    kind: str, prefix: str, name: str, n: int, found: Sequence[Found], choices: Sequence[dict[str, Any]]
+) -> bytes:
+    """A whole answer; each choice gets its index. A prompt counts once for its `n` completions, as with OpenAI."""
+    prompts = sum(len(one.prompt_ids) for one in found[::n])
     tokens = sum(len(one.answer.completion.token_ids) for one in found)
     body = {
         "id": f"{prefix}-{uuid.uuid4().hex}",

@@ -38,8 +38,8 @@ def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] 
 
     Args:
         client: the server.
-        adapter: to upload; None = a made one that changes nothing, for which the server's model must have a module
-            `model.layers.0.self_attn.q_proj` of SmolLM2-135M's shape.
+        adapter: to upload, such as `fitting_adapter`; None = a made one that changes nothing, for which the server's
+            model must have a module `model.layers.0.self_attn.q_proj` of SmolLM2-135M's shape.
     """
     steps: list[Step] = []
 
@@ -60,7 +60,12 @@ def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] 
     answers: list[Any] = []
 
     def upload() -> str:
-        answers.append(client.upload_adapter(weights, config))
+        try:
+            answers.append(client.upload_adapter(weights, config))
+        except RefusedError as error:
+            if adapter is not None:
+                raise
+            raise RefusedError(f"{error} (what was tried fits SmolLM2-135M only)", error.status) from error
         return f"{len(weights)} bytes"
 
     if not tried("upload", upload):
@@ -78,11 +83,27 @@ def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] 
     return steps
 
 
-def made_adapter(module: str = "model.layers.0.self_attn.q_proj", width: int = 576) -> tuple[bytes, dict[str, Any]]:
-    """A throw-away adapter of rank 1 on one square layer, with B = 0: it changes nothing."""
-    name = f"base_model.model.{module}"
-    tensors = {f"{name}.lora_A.weight": torch.zeros(1, width), f"{name}.lora_B.weight": torch.zeros(width, 1)}
-    return save(tensors), {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
+def made_adapter(
+    module: str = "model.layers.0.self_attn.q_proj", width: int = 576, out: int | None = None
+) -> tuple[bytes, dict[str, Any]]:
+    """A throw-away adapter of rank 1 on one layer of `width` inputs and `out` outputs (None = as many), with B = 0: it
+    changes nothing.
+    """
+    name, out = f"base_model.model.{module}", width if out is None else out
+    tensors = {f"{name}.lora_A.weight": torch.zeros(1, width), f"{name}.lora_B.weight": torch.zeros(out, 1)}
+    targets = [module.rpartition(".")[2]]
+    return save(tensors), {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": targets, "bias": "none"}
+
+
+def fitting_adapter(client: InferenceClient) -> tuple[bytes, dict[str, Any]] | None:
+    """A `made_adapter` for the layer that a server names in `/health`; None where it names none."""
+    try:
+        layer = client.health().get("example_layer")
+    except CoveyError:
+        return None
+    if not isinstance(layer, dict) or not (isinstance(layer.get("in"), int) and isinstance(layer.get("out"), int)):
+        return None
+    return made_adapter(str(layer.get("module")), layer["in"], layer["out"])
 
 
 def _completion(client: InferenceClient, version: int) -> Step:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from covey.errors import ServingError
+from covey.errors import ConfigError, ServingError
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class InferenceClient:
         self.url = url.rstrip("/")
         self._retry_seconds, self._sleep = retry_seconds, sleep
         token = token or os.environ.get(TOKEN_VARIABLE)
+        check_token(token)
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
         try:
@@ -174,6 +176,19 @@ class InferenceClient:
             log.warning("%s%s: %s; trying again in %.1f s", self.url, path, trouble, wait)
             self._sleep(wait * random.uniform(0.5, 1.0))
             wait = min(2 * wait, 10.0)
+
+
+def check_token(token: str | None) -> None:
+    """Refuse a token that no header can carry.
+
+    Raises:
+        ConfigError: it has other characters than the visible ones of ASCII.
+    """
+    if token and not re.fullmatch("[!-~]+", token):
+        raise ConfigError(
+            "the server's token must be of visible ASCII characters, without spaces, since an HTTP header carries it; "
+            f"set another --token or {TOKEN_VARIABLE}, such as that of: openssl rand -hex 32"
+        )
 
 
 async def upload_adapter_weights(

@@ -11,6 +11,11 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import ClientDisconnect
+
+from covey.serving.client import check_token
+from covey.serving.pages import trouble_with_page
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -25,7 +30,8 @@ class ServeSettings:
 
     Attributes:
         model_name: that `/v1/models` lists.
-        token: bearer token that every request but `/health` must carry; None = none.
+        token: bearer token that every request but `/health` must carry; None = none, and then web pages of others are
+            kept out (`covey.serving.pages`).
         max_upload_bytes: of an adapter.
         max_body_bytes: of any other request.
         body_seconds: within which a request's body must arrive.
@@ -38,6 +44,14 @@ class ServeSettings:
     max_body_bytes: int = 4 << 20
     body_seconds: float = 60.0
     lease_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse a token that no header can carry.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        check_token(self.token)
 
 
 class Gate:
@@ -56,6 +70,10 @@ class Gate:
         if scope["path"] != "/health" and not self._may_enter(headers.get("authorization", "")):
             await _refuse(send, 401, "this server wants a bearer token: Authorization: Bearer TOKEN")
             return
+        listening = (scope.get("server") or ("", None))[0]
+        if self._settings.token is None and (trouble := trouble_with_page(headers, listening)):
+            await _refuse(send, 403, trouble)
+            return
         upload = scope["path"] == "/upload_adapter"
         limit = self._settings.max_upload_bytes if upload else self._settings.max_body_bytes
         length = headers.get("content-length", "0")
@@ -71,6 +89,8 @@ class Gate:
             await self._app(scope, body.receive, send)
         except _BodyError as error:
             await _refuse(send, error.status, str(error))
+        except ClientDisconnect:
+            pass  # it went away in the middle of its body: there is nobody to tell
         finally:
             self._uploads -= upload
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _COUNTERS = {
     "completions": "completions sampled",
     "tokens": "tokens sampled",
-    "prompt_tokens": "tokens of prompts",
+    "prompt_tokens": "tokens of prompts, for each completion anew",
     "cancelled": "completions that nobody waited for any more",
     "failed": "completions that failed",
     "uploads": "adapters applied",

@@ -18,6 +18,7 @@ import numpy as np
 from torch import nn
 
 from covey.errors import GenerationError, ServingError
+from covey.rollout.choices import cut_choices
 from covey.serving.adapters import read_adapter, write_adapter
 from covey.serving.client import InferenceClient, RefusedError, warn_of_mismatch
 from covey.types import Completion, IntArray, Progress, Request, SamplingSettings, Support
@@ -300,8 +301,13 @@ class RemoteSession:
 
     def _send(self, row: _Row) -> None:
         settings = self._settings
-        left = self.room_for_turn(row, 0) if row.keep else settings.max_tokens
-        row.future = self._engine.submit(row.request, replace(settings, max_tokens=max(1, left)), self._version)
+        room = self.room_for_turn(row, 0) if row.keep else settings.max_tokens
+        left = max(1, min(room, self._engine.context_length - len(row.ids)))
+        settings, request = replace(settings, max_tokens=left), row.request
+        if request.choices is not None:  # the server refuses what cannot be said whole: here the turn is cut short
+            request = replace(request, choices=cut_choices(request.choices, left))
+            settings = replace(settings, stop_strings=())
+        row.future = self._engine.submit(request, settings, self._version)
         self._open.append(row)
 
 

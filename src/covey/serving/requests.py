@@ -5,6 +5,7 @@ A request is read strictly: types are not guessed at, unknown fields are refused
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -78,19 +79,25 @@ class _Sampling(BaseModel):
             raise ValueError("stream_options is for stream=true only")
         if self.stream and self.return_support:
             raise ValueError("return_support is not streamed; leave stream out")
+        if self.return_support and self.temperature == 0 and self.choices is None:
+            raise ValueError("return_support is not for temperature=0, where one token is left; leave one of them out")
+        if self.seed is not None and self.streams is not None:
+            raise ValueError("seed and streams both say which random numbers are drawn; leave one of them out")
         return self
 
     def settings(self, max_tokens: int, eos_token_ids: tuple[int, ...], vocabulary: int) -> SamplingSettings:
         """As the engine understands it."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        ends = tuple(self.stop_token_ids) if self.stop_token_ids is not None else eos_token_ids
+        ends = () if self.ignore_eos else eos_token_ids
+        if self.stop_token_ids is not None:  # they stop, whether the model's own end is ignored or not
+            ends = tuple(self.stop_token_ids)
         return SamplingSettings(
             temperature=self.temperature,
             top_k=self.top_k if 0 < self.top_k < vocabulary else 0,
             top_p=self.top_p,
             min_p=self.min_p,
             max_tokens=max_tokens,
-            eos_token_ids=() if self.ignore_eos else ends,
+            eos_token_ids=ends,
             stop_strings=tuple(stop),
             keep_support=self.return_support and self.temperature > 0,
         )
@@ -102,6 +109,11 @@ class CompletionRequest(_Sampling):
     prompt: str | list[Any]
     max_tokens: int = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=1)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """0 asks for them too: of the sampled tokens, and of no others."""
+        return self.logprobs is not None
 
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, as text or ids.
@@ -129,6 +141,29 @@ class ChatRequest(_Sampling):
     logprobs: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=16)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Of the sampled tokens."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _one_length(self) -> ChatRequest:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} and max_completion_tokens={self.max_completion_tokens}: they mean the "
+                "same; send one of them"
+            )
+        return self
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> None:
+    """Of two values under one name, one would be ignored."""
+    seen = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise RequestError(f"{name!r:.80} is given twice; send each field once")
+        seen.add(name)
+
 
 Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
 
@@ -144,6 +179,9 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
         raise RequestError(f"the body has {lists} lists and objects; send up to {_MOST_LISTS} in one request")
     try:
         given = from_json(body, allow_inf_nan=False)
+        json.loads(body, object_pairs_hook=_keys_once)  # no deeper than what was read
+    except RequestError:
+        raise
     except ValueError as error:
         raise RequestError(f"the body is no JSON: {error!s:.300}") from error
     if not isinstance(given, dict):
