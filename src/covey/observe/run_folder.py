@@ -422,6 +422,15 @@ class RunFolder:
         """Steps at which an evaluation left a table, ascending."""
         return sorted(number for kind, number, _ in self._tables() if kind == "eval")
 
+    def last_logged_step(self) -> int:
+        """The last step that `metrics.jsonl` tells of, 0 before the first."""
+        return max((record["step"] for record in self.read_metrics()), default=0)
+
+    def last_step(self) -> int:
+        """The last step that anything in the folder tells of: metrics, answers, or tables of completions."""
+        answered = max((record["step"] for record in self.read_answers()), default=0)
+        return max([self.last_logged_step(), answered, *(number for _, number, _ in self._tables())])
+
     def _tables(self) -> Iterator[tuple[str, int, Path]]:
         if self.completions.is_dir():
             for path in list(self.completions.iterdir()):
