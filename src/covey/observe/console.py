@@ -84,7 +84,7 @@ class ConsoleProgress(BaseObserver):
         self._bar: Progress | None = None
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`, `last_eval` of a resumed run."""
+        """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`, `last_eval` (of a resume)."""
         self._total = info.get("total_steps")
         self._start_step = int(info.get("start_step") or 0)
         self._started = time.monotonic()
