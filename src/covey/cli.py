@@ -28,9 +28,9 @@ from covey.cli_reports import (
 )
 from covey.cli_seeds import group_seeds, run_labels
 from covey.cli_serve import serve
+from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
-from covey.files import folder_problem
 from covey.observe.console import visible
 from covey.observe.statistics import paired_difference
 
@@ -200,8 +200,9 @@ def evaluate(
     """
     from covey.training import setup
     from covey.training.choices import ChoiceTask
+    from covey.training.evaluate import NOTHING_JUDGED
 
-    config = _config_for(model, adapter, overrides)
+    config = config_for(model, adapter, overrides)
     changes: dict[str, Any] = {
         "task": task,
         "world": world,
@@ -214,7 +215,8 @@ def evaluate(
         config = config.replace(correctness=None)  # they say themselves what is right
     acting = config.environment.world is not None
     if config.data.task is None and config.data.eval_dataset is None and not acting:
-        raise ConfigError("nothing to measure on: give --task NAME, --world NAME or --dataset FILE")
+        missing = "" if model.startswith("pkg:") or os.path.exists(model) else f"; and {model} does not exist here"
+        raise ConfigError(f"nothing to measure on: give --task NAME, --world NAME or --dataset FILE{missing}")
     if config.data.task is None and config.data.dataset is None and not acting:
         config = config.replace(dataset=config.data.eval_dataset)
     measured = setup.load_task(config)
@@ -227,6 +229,8 @@ def evaluate(
     trainer = _trainer(config)
     result = trainer.evaluation()
     _show(result, show)
+    if result.judged is not None and not result.judged.any():
+        out.print(f"no accuracy: {NOTHING_JUDGED}", markup=False, highlight=False)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
         if not name.startswith(PER_KIND):
@@ -262,7 +266,7 @@ def sample(
     from covey.training import setup
     from covey.types import Request
 
-    config = _config_for(model, adapter, None).replace(max_completion_length=max_tokens)
+    config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
     task = setup.load_task(config) if system is None else None
     policy = setup.make_policy(config)
     engine = setup.make_engine(config, policy)
@@ -448,29 +452,6 @@ def _show(result: Evaluation, number: int) -> None:
 
 def _recipe_file(recipe: Path) -> Path:
     return recipe / "recipe.toml" if os.path.isdir(recipe) else recipe
-
-
-def _config_for(model: str, adapter: str | None, overrides: list[str] | None) -> GRPOConfig:
-    """Settings for looking at a model: a run's own with its adapter, or the defaults."""
-    from covey.observe.run_folder import RunFolder
-
-    if RunFolder.is_run(model):
-        folder = RunFolder.read(model)
-        config = GRPOConfig.from_toml(folder.whole_config(), overrides=overrides or [])
-        config = config.replace(upload_adapters_to_server=False)  # looking does not need the server that trained it
-        if adapter is None and config.model.use_peft:
-            adapter = str(next((path for path in (folder.adapter, folder.best) if path.is_dir()), "")) or None
-        elif not config.model.use_peft and folder.adapter.is_dir():
-            config = config.replace(model=str(folder.adapter))
-        for kept in (str(folder.adapter), str(folder.best)):
-            problem = folder_problem(kept) if kept in (adapter, config.model.model) else ""
-            if problem:
-                raise ConfigError(f"{kept}: {problem}; `covey resume {model}` writes a finished run's adapter anew")
-        if adapter is None and config.model.use_peft:
-            raise ConfigError(f"{model}: the run has no adapter yet; give --adapter, or wait for its first checkpoint")
-        return config if adapter is None else config.replace(adapter=adapter)
-    config = GRPOConfig.from_overrides(overrides or [])
-    return config.replace(model=model) if adapter is None else config.replace(model=model, adapter=adapter)
 
 
 def _last_message(prompt: str) -> str:

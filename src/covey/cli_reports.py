@@ -118,13 +118,16 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     """Held out before and after, and where everything is."""
     evaluations = [record for record in trainer.state.log_history if "eval/reward" in record]
     if len(evaluations) > 1:
-        name = "accuracy" if "eval/accuracy" in evaluations[0] else "reward"
+        name = "accuracy" if any("eval/accuracy" in record for record in evaluations) else "reward"
         table = Table("held-out", name, "95 % interval", "problems")
         shown = {"before": evaluations[0], "after": evaluations[-1]}
         best = [record for record in evaluations[1:-1] if record["step"] == trainer.state.best_step]
         if trainer.args.evaluation.load_best_model_at_end and best:
             shown["best"] = best[-1]
         for label, record in shown.items():
+            if name == "accuracy" and "eval/accuracy" not in record:
+                table.add_row(f"{label} (step {record['step']})", "-", "-", f"{record['eval/num_completions']:.0f}")
+                continue
             interval = "-"
             if name == "accuracy":
                 interval = f"{100 * record['eval/accuracy_low']:.1f} to {100 * record['eval/accuracy_high']:.1f} %"

@@ -12,7 +12,7 @@ TRL's names are accepted on input (`covey.config_names`, `covey.config_trl`) and
 
 from __future__ import annotations
 
-import re
+import os
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
@@ -39,7 +39,7 @@ from covey.config_text import (
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.observe.config import RunConfig
-from covey.observe.metric_names import describe_metric
+from covey.observe.metric_names import says_which_is_best
 from covey.rewards.config import RewardConfig
 from covey.rollout.config import ModelConfig, SamplingConfig
 from covey.serving.config import ServerConfig
@@ -131,6 +131,8 @@ class GRPOConfig(BaseModel):
         Raises:
             ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
         """
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ConfigError(f"{path}: is no file; give the path of a TOML file")
         try:
             table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
@@ -180,8 +182,6 @@ class GRPOConfig(BaseModel):
 
 GRPOTrainingArgs = GRPOConfig
 
-_MORE_IS_BETTER = re.compile(r"eval/(accuracy(_low|_high)?|reward|rewards/.+/mean|agent/success)")
-"""Covey's own metrics of an evaluation that can say which one is the best; reward functions may log others."""
 _PATHS = ("model", "adapter", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
 """Fields that name files, or may."""
 
@@ -224,7 +224,7 @@ def _check_across_sections(config: GRPOConfig) -> None:
             "lower it"
         )
     metric = config.evaluation.metric_for_best_model
-    if describe_metric(metric) is not None and not _MORE_IS_BETTER.fullmatch(metric):
+    if not says_which_is_best(metric):
         problems.append(
             f"evaluation.metric_for_best_model={metric!r}: is no metric of an evaluation of which more is better; use "
             "eval/accuracy, eval/reward, eval/rewards/<function>/mean, or what a reward function logs through "

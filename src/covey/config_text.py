@@ -215,7 +215,8 @@ def _requirement(path: str, field: FieldInfo, value: Any) -> str:
         close = get_close_matches(str(value), choices, n=1)
         fix = f"did you mean {close[0]!r}?" if close else f"set {path} to one of these"
         return f"must be {type_text(field)}; {fix}"
-    return f"must be {type_text(field)} ({meaning}); set {path} to such a value"
+    finite = "finite " if isinstance(value, float) and not math.isfinite(value) else ""
+    return f"must be {finite}{type_text(field)} ({meaning}); set {path} to such a value"
 
 
 def no_path(value: Any) -> str:

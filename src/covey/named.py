@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from covey.errors import ConfigError
 
 Made = TypeVar("Made")
+_NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,)}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def make_named(kind: str, name: str, factories: Mapping[str, Callable[..., Made]], **options: Any) -> Made:
@@ -34,6 +36,13 @@ def make_named(kind: str, name: str, factories: Mapping[str, Callable[..., Made]
     for option in options:
         if option not in known:
             raise ConfigError(f"{kind}={base!r} has no option {option!r}; {_nearest(option, known)}")
+    parameters = inspect.signature(factory).parameters
+    for option, value in options.items():
+        allowed = _NUMBERS.get(str(getattr(parameters[option].annotation, "__name__", parameters[option].annotation)))
+        if allowed is not None and type(value) not in allowed:
+            raise ConfigError(
+                f"{kind}={name!r}: {option}={value!r:.80} is {type(value).__name__}, and must be {_WORDS[allowed[0]]}"
+            )
     try:
         return factory(**options)
     except TypeError as error:

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import CoveyError
 from covey.observe.run_folder import RunFolder
+from covey.training.checkpoint import load_checkpoint
+from covey.training.restoring import changed_settings, find_checkpoint
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
 LAST = "checkpoints/step_000002"
@@ -80,9 +82,35 @@ def a_pipe(run: Path) -> None:
     os.mkfifo(run / "metrics.jsonl")
 
 
+def emptied(*kept: str) -> Callable[[Path], None]:
+    """Nothing is left but what every run has at its start, and `kept`."""
+
+    def damage(run: Path) -> None:
+        for path in run.iterdir():
+            if path.name not in ("versions.json", "config.toml", "run.lock", *kept):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name in {"metrics.jsonl", "questions.jsonl", "events.jsonl"} - {*kept}:
+            (run / name).touch()
+        for name in {"completions", "checkpoints"} - {*kept}:
+            (run / name).mkdir()
+
+    return damage
+
+
+def evaluated_and_gone_on(run: Path) -> None:
+    """With load_best_model_at_end, the evaluation at step 0 had left a checkpoint before step 1 began."""
+    emptied()(run)
+    lines = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "phase": 0}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "all broken": (all_broken, "none of its 2 checkpoints is whole .*restore the folder checkpoints/"),
     "all gone": (lambda run: shutil.rmtree(run / "checkpoints"), "reach step 2, and there is no checkpoint left"),
+    "events left": (emptied("events.jsonl"), "no checkpoint left, though events.jsonl says 'step 1 is saved'"),
+    "tables left": (emptied("completions"), "reach step 2, and there is no checkpoint left, though run.save_steps"),
+    "adapter left": (emptied("adapter"), "no checkpoint left, though adapter/ is there"),
+    "best left": (lambda run: (emptied()(run), (run / "best").mkdir()), "though best/ holds weights"),
     "names nothing": (lambda run: (run / LAST / "COMPLETE").write_text('{"files": {}}'), "names no files.*delete it"),
     "empty state": (state(lambda d: d.update(state={})), "lacks trainer, plan, random"),
     "no groups": (state(lambda d: d.update(groups=[])), "lacks the tensors of policy"),
@@ -119,6 +147,30 @@ def test_damage_is_one_clear_error(whole: tuple[Path, GRPOTrainer], tmp_path: Pa
     with pytest.raises(CoveyError, match=message):
         made.train(resume_from_checkpoint=True)
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_an_evaluation_that_left_a_checkpoint_is_a_sign_of_it(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
+    run, config, notes = tmp_path / "run", whole[1].args.replace(save_steps=50), []
+    shutil.copytree(whole[0], run)
+    evaluated_and_gone_on(run)
+    assert find_checkpoint(RunFolder.read(run), config, notes) is None
+    assert notes == ["the run was stopped in step 2, before its first checkpoint: it begins again"]
+    best = config.replace(load_best_model_at_end=True)
+    with pytest.raises(CoveyError, match="reach step 1, and there is no checkpoint left, though it was evaluated at"):
+        find_checkpoint(RunFolder.read(run), best, notes)
+
+
+def test_settings_that_differ_from_the_checkpoints_are_named(whole: tuple[Path, GRPOTrainer]) -> None:
+    folder, made = whole
+    checkpoint = load_checkpoint(folder / LAST)
+    config = made.args.replace(output_dir=folder)
+    assert changed_settings(checkpoint, config.replace(logging_steps=7)) == []
+    assert changed_settings(checkpoint, config.replace(learning_rate=0.5, num_generations=4)) == [
+        "settings differ from those that step_000002 was made with: sampling.num_generations 2 -> 4, "
+        "optim.learning_rate 1e-05 -> 0.5"
+    ]
+    with pytest.raises(CoveyError, match=r"model\.lora_alpha=8\.0: .* was made with 32"):
+        changed_settings(checkpoint, config.replace(lora_alpha=8.0))
 
 
 def test_what_is_lost_without_being_needed_is_said(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:

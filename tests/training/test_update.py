@@ -152,6 +152,23 @@ def test_the_numbers_of_several_passes_are_their_means_and_extremes(monkeypatch:
     assert done.metrics["clip_ratio/high_max"] == max(clipped)
 
 
+def test_masks_are_told_as_their_means_over_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 rows pass 1 keeps all, pass 2 loses row 0, pass 3 rows 0 to 2."""
+    batch, lost = make_batch(), iter([0, 1, 3])
+
+    def mask(*arguments: Any) -> Any:
+        keep = batch.mask.copy()
+        keep[: next(lost)] = False
+        return keep
+
+    monkeypatch.setattr("covey.training.update.off_policy_mask", mask)
+    done = update(make_learner(), batch, settings(num_iterations=3, off_policy_mask_threshold=1.0), 1e-3)
+    tokens = batch.mask.sum(axis=1)
+    shares = [0, tokens[0] / tokens.sum(), tokens[:3].sum() / tokens.sum()]
+    assert done.metrics["mask/off_policy_mask"] == pytest.approx(sum(shares) / 3)
+    assert done.metrics["mask_ratio"] == pytest.approx((12 / 12 + 11 / 12 + 9 / 12) / 3)
+
+
 def test_the_mismatch_is_over_all_tokens_where_all_were_scored() -> None:
     batch = with_a_tied_group()
     logp, _ = make_learner().scores(batch, np.arange(12), temperature=1.0)

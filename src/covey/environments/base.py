@@ -157,8 +157,15 @@ def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
         )
     observation, reward, *ends, info = returned
     done, solved = any(map(bool, ends)), bool(ends[0])
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-        raise EpisodeError(f"step returned the reward {reward!r:.40}; it must be a finite number")
+    if (
+        isinstance(reward, bool)
+        or not isinstance(reward, Real)
+        or not math.isfinite(reward)
+        or abs(float(reward)) > 1e30
+    ):
+        raise EpisodeError(
+            f"step returned the reward {reward!r:.40}; it must be a finite number, up to 1e30 in magnitude"
+        )
     if not isinstance(info, Mapping):
         raise EpisodeError(f"step returned {info!r:.40} as info; it must be a mapping")
     known = seen.actions is None or action in seen.actions

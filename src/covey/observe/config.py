@@ -22,7 +22,11 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
     seed: int = Field(
         default=42, ge=0, lt=2**63, description="Seed of everything random: data order, adapter, sampled completions."
     )
-    logging_steps: int = Field(default=1, ge=1, description="Optimiser steps between lines of metrics.")
+    logging_steps: int = Field(
+        default=1,
+        ge=1,
+        description="Optimiser steps between lines of metrics on the screen; metrics.jsonl has every step.",
+    )
     save_steps: int = Field(
         default=50, ge=0, description="Optimiser steps between checkpoints; 0 = only at the end of the run."
     )

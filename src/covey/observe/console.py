@@ -84,7 +84,7 @@ class ConsoleProgress(BaseObserver):
         self._bar: Progress | None = None
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`."""
+        """Say what runs and begin the bar. `info`: `total_steps`, `start_step`, `name`, `last_eval` (of a resume)."""
         self._total = info.get("total_steps")
         self._start_step = int(info.get("start_step") or 0)
         self._started = time.monotonic()
@@ -92,6 +92,8 @@ class ConsoleProgress(BaseObserver):
         length = f"{self._total} steps" if self._total else "no fixed number of steps"
         resumed = f", from step {self._start_step}" if self._start_step else ""
         self._say(f"{name}: {length}{resumed}")
+        if info.get("last_eval"):
+            self._note_held_out(info["last_eval"]["step"], info["last_eval"])
         if self._live:
             self._bar = Progress(
                 TextColumn("step"),
@@ -121,10 +123,7 @@ class ConsoleProgress(BaseObserver):
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
         """Print the accuracy with its interval."""
-        for name in ("eval/reward", "eval/accuracy"):  # the second, where there is one
-            if name in metrics:
-                what = "held-out" if name == "eval/accuracy" else "held-out reward"
-                self._held_out = f"  {what} {format_number(metrics[name])} (step {step})"
+        self._note_held_out(step, metrics)
         low, high = metrics.get("eval/accuracy_low"), metrics.get("eval/accuracy_high")
         interval = "" if low is None or high is None else f" (95 %: {format_number(low)} to {format_number(high)})"
         interval += "".join(
@@ -138,6 +137,12 @@ class ConsoleProgress(BaseObserver):
             if name in metrics
         ]
         self._say(f"evaluation at step {step}: {', '.join(values) or 'done'}")
+
+    def _note_held_out(self, step: int, metrics: Metrics) -> None:
+        for name in ("eval/reward", "eval/accuracy"):  # the second, where there is one
+            if name in metrics:
+                what = "held-out" if name == "eval/accuracy" else "held-out reward"
+                self._held_out = f"  {what} {format_number(metrics[name])} (step {step})"
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Print the first few."""

@@ -119,9 +119,10 @@ def mean_and_range(seeds: Sequence[Points]) -> list[tuple[int, float, float, flo
 
 def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, title: str = "") -> Path:
     """Draw several runs in one picture: for each label the mean over its seeds, with a band from lowest to
-    highest.
+    highest, both of the values as they were logged.
 
-    Training metrics are smoothed seed by seed before they are averaged; evaluations are not smoothed.
+    A training metric of a single run is drawn thin as it was logged, and smoothed, as its label says; evaluations are
+    not smoothed.
 
     Args:
         runs: label -> one list of `metrics.jsonl` lines for each seed.
@@ -136,16 +137,18 @@ def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, 
     for position, (axis, name) in enumerate(axes):
         for number, (label, seeds) in enumerate(runs.items()):
             lines = [series(records, name) for records in seeds]
-            if not name.startswith("eval/"):
-                lines = [smooth(points) for points in lines]
             rows = mean_and_range(lines)
             if not rows:
                 continue
             colour = _COLOURS[number % len(_COLOURS)]
             steps, means, lows, highs = zip(*rows, strict=True)
-            name_in_legend = (
-                f"{label} (mean of {len(seeds)} seeds, band: lowest to highest)" if len(seeds) > 1 else label
-            )
+            name_in_legend = label
+            if len(seeds) > 1:
+                name_in_legend = f"{label} (mean of {len(seeds)} seeds, band: lowest to highest)"
+            elif not name.startswith("eval/") and len(rows) > 2:
+                axis.plot(steps, means, color=colour, linewidth=0.6, alpha=0.4)
+                name_in_legend = f"{label} (thick: mean of {2 * smoothing_half_width(lines[0]) + 1} steps)"
+                means = tuple(value for _, value in smooth(lines[0]))
             marker = "o" if name.startswith("eval/") or len(rows) == 1 else ""
             axis.plot(
                 steps,

@@ -146,3 +146,11 @@ def describe_metric(name: str) -> MetricDefinition | None:
         inner = describe_metric(name.removeprefix("eval/"))
         return None if inner is None else MetricDefinition(inner.unit, inner.meaning + ", on the evaluation prompts")
     return next((definition for pattern, definition in _FAMILIES if pattern.fullmatch(name)), None)
+
+
+_MORE_IS_BETTER = re.compile(r"eval/(accuracy(_low|_high)?|reward|rewards/.+/mean|agent/success)")
+
+
+def says_which_is_best(name: str) -> bool:
+    """True for a metric by which the best evaluation can be chosen; what reward functions log is taken at its word."""
+    return describe_metric(name) is None or _MORE_IS_BETTER.fullmatch(name) is not None

@@ -422,6 +422,29 @@ class RunFolder:
         """Steps at which an evaluation left a table, ascending."""
         return sorted(number for kind, number, _ in self._tables() if kind == "eval")
 
+    def is_finished(self) -> bool:
+        """True when the run's last event is its end."""
+        ends = [event.get("message") for event in self.read_events() if event.get("kind") == "run"]
+        return bool(ends) and ends[-1] == "finished"
+
+    def describe_weights(self, path: Path) -> str:
+        """Of which step `best` or `adapter` are, as the run's events tell it."""
+        kind = "adapter" if path == self.adapter else "best"
+        said = [str(event.get("message")) for event in self.read_events() if event.get("kind") == kind]
+        if kind == "adapter":
+            return f"{path} ({said[-1]})" if said else f"{path}, the end of the run"
+        step = f": {said[-1]}" if said else ""
+        return f"{path}, the best evaluation so far{step}; the run has no adapter/ yet"
+
+    def last_logged_step(self) -> int:
+        """The last step that `metrics.jsonl` tells of, 0 before the first."""
+        return max((record["step"] for record in self.read_metrics()), default=0)
+
+    def last_step(self) -> int:
+        """The last step that anything in the folder tells of: metrics, answers, or tables of completions."""
+        answered = max((record["step"] for record in self.read_answers()), default=0)
+        return max([self.last_logged_step(), answered, *(number for _, number, _ in self._tables())])
+
     def _tables(self) -> Iterator[tuple[str, int, Path]]:
         if self.completions.is_dir():
             for path in list(self.completions.iterdir()):

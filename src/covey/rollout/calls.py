@@ -57,7 +57,7 @@ def _guarded(work: Callable[[], Any]) -> Any:
     except KeyboardInterrupt:
         if threading.current_thread() is threading.main_thread():
             raise
-        return Failure(RuntimeError("KeyboardInterrupt"))
+        return Failure(RuntimeError("it raised KeyboardInterrupt, though no key was pressed"))
     except BaseException as error:
         return Failure(error)
 

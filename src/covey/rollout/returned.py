@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from covey.errors import RewardError, raised_at
 
 _MAX_SHOWN = 500
+MAX_REWARD = 1e30
+"""The largest magnitude of a reward: the variance of a group, and an advantage in single precision, are then finite."""
 
 
 def as_list(returned: Any, count: int) -> Any:
@@ -49,7 +51,7 @@ def read_rewards(name: str, returned: Any, rows: Sequence[str]) -> NDArray[np.fl
         rows: for each of the N completions the name of its dataset row, for messages.
 
     Raises:
-        RewardError: not a list, not N entries, or an entry that is no finite number.
+        RewardError: not a list, not N entries, or an entry that is no finite number up to `MAX_REWARD` in magnitude.
     """
     count = len(rows)
     if not isinstance(returned, list | tuple):
@@ -94,8 +96,12 @@ def _read_number(value: Any) -> tuple[float, str]:
     try:
         # item(): torch warns when float() is called on a tensor that needs a gradient.
         number = float(value.item() if hasattr(value, "item") else value)
+    except OverflowError:
+        return math.nan, f"larger than {MAX_REWARD:g}"
     except Exception:
         return math.nan, f"a {type(value).__name__}"
+    if math.isfinite(number) and abs(number) > MAX_REWARD:
+        return math.nan, f"larger than {MAX_REWARD:g}"
     return number, "" if math.isfinite(number) else "not finite"
 
 
@@ -115,6 +121,7 @@ def shorten(text: str) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        return shorten(repr(value))
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}... ({len(text)} characters)"
     except Exception:
         return f"<{type(value).__name__}>"

@@ -30,6 +30,8 @@ def read_file(path: Path) -> Iterator[Any]:
     if path.is_dir() or not kind:
         what = "a folder" if path.is_dir() else "no known format"
         raise DataError(f"{path}: {what}; give a file that ends in {', '.join(_FORMATS)}")
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: is a pipe or a device, not a file, and may never end; write its rows to a file")
     readers = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
     try:
         yield from readers.get(kind, _read_jsonl)(path)

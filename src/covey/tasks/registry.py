@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,12 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 def task_names() -> tuple[str, ...]:
     """The names that `get_task` knows."""
     return tuple(sorted(_TASKS))
+
+
+def task_options(name: str) -> tuple[str, ...]:
+    """What the task of a name, with or without options in it, can be given; empty for one that is not known."""
+    factory = _TASKS.get(name.partition(":")[0])
+    return () if factory is None else tuple(inspect.signature(factory).parameters)
 
 
 def get_task(name: str, **options: Any) -> Task:

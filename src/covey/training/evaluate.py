@@ -22,6 +22,8 @@ or 1 (`rewards.correctness`).
 EVALUATION_STREAM = 1
 """Second entry of every evaluation request's random stream (0 is training), so that the two never share numbers."""
 
+NOTHING_JUDGED = "the environment failed in every episode, so nothing is known of the policy's accuracy"
+
 MAX_KINDS = 20
 """Accuracy is told kind by kind where rows name from 2 to so many kinds."""
 
@@ -34,11 +36,13 @@ class Evaluation:
         metrics: `eval/...` values, defined in `covey.observe.metric_names`.
         rollout: the prompts with their completions and rewards.
         correct: one entry for each completion, or None where nothing says what is correct.
+        judged: in a world, False for an episode that its environment's failure ended; None elsewhere.
     """
 
     metrics: dict[str, float]
     rollout: Rollout
     correct: BoolArray | None
+    judged: BoolArray | None = None
 
 
 def evaluate(
@@ -55,8 +59,8 @@ def evaluate(
 ) -> Evaluation:
     """Sample `samples` completions, or play `samples` episodes, of each held-out prompt, and count the correct ones.
 
-    Accuracy is the share of completions for which `is_correct` holds, of episodes that end in success. Without
-    `is_correct` there is none, and only `eval/reward` is reported.
+    Accuracy is the share of completions for which `is_correct` holds, of episodes that end in success; an episode that
+    its environment's failure ended is left out. Without `is_correct`, or with every episode failed, there is none.
 
     The interval is Wilson's over the completions; with `samples` above 1 completions of one prompt are not independent,
     and the interval is too narrow: use 1 to quote a number.
@@ -83,16 +87,14 @@ def evaluate(
     metrics |= {f"eval/{name}": value for name, value in rollout.metrics.items()}
     for name in rollout.groups[0].reward_parts:
         metrics[f"eval/rewards/{name}/mean"] = _mean(np.concatenate([g.reward_parts[name] for g in rollout.groups]))
-    correct = correct_completions(rollout, is_correct)
+    correct, judged = correct_completions(rollout, is_correct), judged_episodes(rollout)
     if correct is not None:
-        low, high = wilson_interval(int(correct.sum()), len(correct))
-        metrics |= {
-            "eval/accuracy": float(correct.mean()),
-            "eval/accuracy_low": low,
-            "eval/accuracy_high": high,
-        }
-        metrics |= accuracy_by_kind(rollout, correct)
-    return Evaluation(metrics, rollout, correct)
+        right = correct if judged is None else correct[judged]
+        if len(right):
+            low, high = wilson_interval(int(right.sum()), len(right))
+            metrics |= {"eval/accuracy": float(right.mean()), "eval/accuracy_low": low, "eval/accuracy_high": high}
+        metrics |= accuracy_by_kind(rollout, correct, judged)
+    return Evaluation(metrics, rollout, correct, judged)
 
 
 def kind_of(prompt: Prompt) -> str:
@@ -100,18 +102,21 @@ def kind_of(prompt: Prompt) -> str:
     return str(prompt.columns.get("kind", prompt.columns.get("type", "")))
 
 
-def accuracy_by_kind(rollout: Rollout, correct: BoolArray) -> dict[str, float]:
+def accuracy_by_kind(rollout: Rollout, correct: BoolArray, judged: BoolArray | None = None) -> dict[str, float]:
     """`eval/accuracy/<kind>` and its interval for each kind of question, so that a mean cannot hide one that fails.
 
     Args:
         rollout: groups of an evaluation.
         correct: `[N]` in the order of the groups.
+        judged: `[N]`, False where an entry does not count; None = all do.
 
     Returns:
         Nothing where rows name fewer than 2 kinds or more than `MAX_KINDS`.
     """
     sizes = [len(group.trajectories or group.episodes) for group in rollout.groups]
     kinds = np.repeat([kind_of(group.prompt) for group in rollout.groups], sizes)
+    if judged is not None:
+        kinds, correct = kinds[judged], correct[judged]
     names = sorted(set(kinds.tolist()) - {""})
     metrics: dict[str, float] = {}
     for name in names if 2 <= len(names) <= MAX_KINDS else ():
@@ -129,6 +134,12 @@ def accuracy_by_kind(rollout: Rollout, correct: BoolArray) -> dict[str, float]:
 def _mean(values: np.ndarray) -> float:
     scored = values[~np.isnan(values)]
     return float(scored.mean()) if len(scored) else float("nan")
+
+
+def judged_episodes(rollout: Rollout) -> BoolArray | None:
+    """`[N]` False for an episode that its environment's failure ended; None where no world is acted in."""
+    played = [trajectory for group in rollout.groups for trajectory in group.trajectories]
+    return np.array([trajectory.ended != "failed" for trajectory in played], dtype=np.bool_) if played else None
 
 
 def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolArray | None:

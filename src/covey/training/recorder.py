@@ -27,10 +27,10 @@ from covey.training.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from covey.training.evaluate import Evaluation
+from covey.training.evaluate import NOTHING_JUDGED, Evaluation
 from covey.training.questions import Answers
 from covey.training.report import completion_rows
-from covey.training.restoring import checked_state, damage_explained, find_checkpoint, lost_lines
+from covey.training.restoring import changed_settings, checked_state, damage_explained, find_checkpoint, lost_lines
 from covey.training.schedule import PhasePlan
 from covey.training.standard import require_measured
 
@@ -98,6 +98,7 @@ class Recorder:
                     "start_step": trainer.state.global_step,
                     "run_id": folder.run_id,
                     "name": self._settings.run_name or folder.path.name,
+                    "last_eval": next((r for r in reversed(trainer.state.log_history) if "eval/reward" in r), None),
                     "model": trainer.args.model.model,
                 },
             )
@@ -214,6 +215,9 @@ class Recorder:
         self._tell_failures(rows)
         draw_run(folder)
 
+        if result.judged is not None and not result.judged.any():
+            self.event("evaluation", f"step {state.global_step}: {NOTHING_JUDGED}; it is not compared with the others")
+            return
         require_measured(self._trainer.best_metric, list(metrics))
         value = float(metrics[self._trainer.best_metric])
         state.best_metric_name = self._trainer.best_metric
@@ -223,6 +227,7 @@ class Recorder:
             if state.global_step > 0:
                 with folder.publishing(folder.best) as aside:
                     self._trainer.policy.save_pretrained(aside)
+                folder.append_event("best", f"step {state.global_step} ({state.best_metric_name} {value:.4g})")
             if self._trainer.args.evaluation.load_best_model_at_end:
                 self._save(folder)
         elif state.global_step > 0:
@@ -260,9 +265,11 @@ class Recorder:
                 "plan": self._plan.state(),
                 "random": _random_state(),
                 "tokens_per_micro_batch": trainer.learner.tokens_per_micro_batch,
+                "settings": trainer.args.to_dict(),
             },
             run_id=folder.run_id,
         )
+        folder.append_event("checkpoint", f"step {state.global_step} is saved")
         self._unsaved = False
         best = state.best_step if trainer.args.evaluation.load_best_model_at_end else None
         prune_checkpoints(folder.checkpoints, self._settings.save_total_limit, best)
@@ -276,12 +283,13 @@ class Recorder:
             if folder.read_metrics():
                 self._notes.append("config.toml was gone; it has the settings of this resume now")
         if path is None:
-            path = find_checkpoint(folder, trainer.args.run.save_steps, self._notes)
+            path = find_checkpoint(folder, trainer.args, self._notes)
         if path is None:
             folder.truncate_after(-1)
             return
         checkpoint = load_checkpoint(path, run_id=folder.run_id)
         state = checked_state(checkpoint, trainer.learner.tensors(), trainer.best_metric)
+        self._notes += changed_settings(checkpoint, trainer.args)
         self._notes += lost_lines(folder, checkpoint, trainer.args)
         with damage_explained(checkpoint):
             self._plan.restore(checkpoint.state["plan"])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from covey.config import GRPOConfig
 
 
-def find_checkpoint(folder: RunFolder, save_steps: int, notes: list[str]) -> Path | None:
+def find_checkpoint(folder: RunFolder, config: GRPOConfig, notes: list[str]) -> Path | None:
     """The newest whole checkpoint; None for a run that was stopped before its first one, which begins again.
 
     What is worth a sentence is added to `notes`.
@@ -42,20 +42,52 @@ def find_checkpoint(folder: RunFolder, save_steps: int, notes: list[str]) -> Pat
         return newest
     fix = (
         "restore the folder checkpoints/ from a backup, or start a new run in another run.output_dir; what is there "
-        "was "
-        "not touched"
+        "was not touched"
     )
     if broken:
         path, problem = next(iter(broken.items()))
         raise CheckpointError(
             f"{folder.path}: none of its {len(broken)} checkpoints is whole (the newest, {path.name}: {problem}); {fix}"
         )
-    last = max((record["step"] for record in folder.read_metrics()), default=0)
-    if folder.adapter.exists() or 0 < save_steps < last:
-        raise CheckpointError(f"{folder.path}: its metrics reach step {last}, and there is no checkpoint left; {fix}")
-    if last > 0:
-        notes.append(f"the run was stopped in step {last + 1}, before its first checkpoint: it begins again")
+    last, known = folder.last_step(), folder.last_logged_step()
+    sign = _sign_of_a_checkpoint(folder, config, last)
+    if sign:
+        raise CheckpointError(
+            f"{folder.path}: its files reach step {last}, and there is no checkpoint left, though {sign}; {fix}"
+        )
+    if last > 0 or folder.best.exists():
+        gone = f" (its metrics.jsonl reaches step {known} only)" if known < last - 1 else ""
+        notes.append(f"the run was stopped in step {last + 1}, before its first checkpoint: it begins again{gone}")
     return None
+
+
+def _sign_of_a_checkpoint(folder: RunFolder, config: GRPOConfig, last: int) -> str:
+    """What in a folder without checkpoints says that there was one; "" = nothing.
+
+    Args:
+        folder: of the run.
+        config: its settings.
+        last: the last step that anything in the folder tells of.
+    """
+    for event in folder.read_events():
+        kind, message = event.get("kind"), str(event.get("message"))
+        if kind == "checkpoint":
+            return f"events.jsonl says {message!r}"
+        if kind == "run" and (message == "finished" or message.startswith("resumed at step")):
+            return f"events.jsonl says {message!r}"
+    if folder.adapter.exists():
+        return "adapter/ is there"
+    if 0 < config.run.save_steps < last:
+        return f"run.save_steps is {config.run.save_steps}"
+    if config.evaluation.load_best_model_at_end:
+        # An evaluation that is the best so far leaves a checkpoint before the next step begins.
+        done = {record["step"] for record in folder.read_metrics() if record.get("eval/reward") is not None}
+        done |= set(folder.evaluation_steps())
+        if any(step < last for step in done):
+            return f"it was evaluated at step {min(done)} with evaluation.load_best_model_at_end"
+    if folder.best.exists() and last == 0:
+        return "best/ holds weights of a later one"
+    return ""
 
 
 def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], best_metric: str) -> TrainerState:
@@ -108,6 +140,36 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
             f"far and would go on by {best_metric}; resume with the settings that it was started with"
         )
     return state
+
+
+_FREE = ("output_dir", "run_name", "report_to", "progress", "logging_steps", "num_completions_to_print")
+"""Settings of [run] that change nothing in what is learned."""
+_SHAPE = ("model", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
+"""Settings of [model] that say what the weights of a checkpoint are the weights of."""
+
+
+def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
+    """Says in one sentence which settings differ from those that the checkpoint was made with, if any.
+
+    Raises:
+        ConfigError: its weights would mean something else under those of today.
+    """
+    before, changed = checkpoint.state.get("settings", {}), []
+    with damage_explained(checkpoint):
+        for section, fields in config.to_dict().items() if before else ():
+            for name, value in fields.items():
+                was = before.get(section, {}).get(name, value)  # settings of a later version are not compared
+                if was == value or (section == "run" and name in _FREE):
+                    continue
+                changed.append(f"{section}.{name} {was!r:.60} -> {value!r:.60}")
+                if section == "model" and name in _SHAPE:
+                    raise ConfigError(
+                        f"{section}.{name}={value!r:.80}: the checkpoint {checkpoint.path} was made with {was!r:.80}; "
+                        f"resume with that, or start a new run in another run.output_dir"
+                    )
+    if not changed:
+        return []
+    return [f"settings differ from those that {checkpoint.path.name} was made with: {', '.join(changed)}"]
 
 
 def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:

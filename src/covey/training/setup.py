@@ -30,7 +30,7 @@ from covey.rollout.scoring import Scorer
 from covey.serving.client import InferenceClient
 from covey.serving.remote import RemoteEngine
 from covey.serving.vllm import VLLMEngine
-from covey.tasks import Task, get_task
+from covey.tasks import Task, get_task, task_options
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_factor, resolve_warmup_steps
@@ -71,8 +71,15 @@ def load_task(config: GRPOConfig) -> Task | None:
     data = config.data
     if data.task is None:
         return None
-    options = {"path": data.dataset, "eval_path": data.eval_dataset}
-    return get_task(data.task, **{name: value for name, value in options.items() if value is not None})
+    files = {"path": ("dataset", data.dataset), "eval_path": ("eval_dataset", data.eval_dataset)}
+    known = task_options(data.task)
+    for option, (field, value) in files.items():
+        if value is not None and known and option not in known:
+            raise ConfigError(
+                f"data.{field}={value!r:.200}: it does not go with data.task={data.task!r}, which brings its own rows; "
+                "remove one of them"
+            )
+    return get_task(data.task, **{name: value for name, (_, value) in files.items() if value is not None})
 
 
 def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:
@@ -80,6 +87,16 @@ def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig
     if source is None or "max_completion_length" in config.sampling.model_fields_set:
         return config
     return config.replace(max_completion_length=source.max_completion_length)
+
+
+def _seen_in_training(train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> int:
+    """Number of held-out rows that equal a training row, apart from their `uid` and `id`."""
+
+    def key(row: Mapping[str, Any]) -> str:
+        return repr(sorted((str(name), repr(value)) for name, value in row.items() if name not in ("uid", "id")))
+
+    known = {key(row) for row in train} if held_out else set()
+    return sum(key(row) in known for row in held_out)
 
 
 def load_data(
@@ -113,6 +130,14 @@ def load_data(
     scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=config.rewards.reward_timeout)
     train = load_rows(train_dataset)
     held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test")
+    seen = _seen_in_training(train, held_out) if task is None else 0
+    if seen:
+        log.warning(
+            "%d of the %d held-out rows (data.eval_dataset) are training rows too: what is measured on them is no "
+            "held-out result; take them out of one of the two",
+            seen,
+            len(held_out),
+        )
     if config.evaluation.num_eval_prompts is not None:
         held_out = held_out[: config.evaluation.num_eval_prompts]
     for rows in (train, held_out):

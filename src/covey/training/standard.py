@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from covey.errors import ConfigError
+from covey.observe.metric_names import says_which_is_best
 from covey.training.evaluate import IsCorrect
 
 if TYPE_CHECKING:
@@ -93,9 +94,10 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
     """
     if wanted in metrics:
         return
-    near = get_close_matches(wanted, metrics, n=1)
+    usable = sorted(name for name in metrics if says_which_is_best(name))
+    near = get_close_matches(wanted, usable, n=1)
     raise ConfigError(
         f"evaluation.metric_for_best_model={wanted!r}: the evaluation did not measure it; "
         + (f"did you mean {near[0]!r}? " if near else "")
-        + f"It measured {', '.join(sorted(metrics))}"
+        + f"Of what it measured, use {', '.join(usable)}"
     )

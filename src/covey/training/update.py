@@ -105,6 +105,7 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
 
     trainer_old = None
     passes: list[dict[str, float]] = []
+    masks: list[dict[str, float]] = []
     for iteration in range(settings.num_iterations):
         masked = batch
         if settings.masks_by_policy:
@@ -114,6 +115,7 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
                 result.metrics |= _mismatch_metrics(batch, current, batch.mask, settings)
         rows_now = rows_with_gradient(masked, settings.objective)
         result.batch = replace(masked, advantages=batch.advantages)
+        masks.append(_mask_metrics(batch, masked))
         if len(rows_now) == 0:
             result.skipped = "" if result.optimizer_steps else _why_nothing(masked)
             break
@@ -136,7 +138,7 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
             result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken"
             break
         result.optimizer_steps += 1
-    result.metrics |= _of_all_passes(passes) | _mask_metrics(batch, result.batch)
+    result.metrics |= _of_all_passes(passes) | _means(masks)
     result.metrics.setdefault("loss", 0.0)
     result.metrics.setdefault("grad_norm", 0.0)
     result.metrics["time/reference"] = referenced - began
@@ -214,13 +216,17 @@ def _of_all_passes(passes: list[dict[str, float]]) -> dict[str, float]:
     """Means over the passes; extremes are those of any."""
     if not passes:
         return {}
-    found = {name: float(np.mean([each[name] for each in passes])) for name in passes[0]}
+    found = _means(passes)
     found["clip_ratio/low_min"] = min(each["clip_ratio/low_mean"] for each in passes)
     found["clip_ratio/high_max"] = max(each["clip_ratio/high_mean"] for each in passes)
     return found | {
         "ratio/min": min(each["ratio/min"] for each in passes),
         "ratio/max": max(each["ratio/max"] for each in passes),
     }
+
+
+def _means(passes: list[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([each[name] for each in passes])) for name in passes[0]}
 
 
 def _mismatch_metrics(
