@@ -105,6 +105,7 @@ def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkey
         return [0.0 if no else float(text[:1].lower() < "n") for no, text in zip(hard, completions, strict=True)]
 
     changes = {"max_steps": 4, "save_steps": 2, "dynamic_sampling": True, "prompt_weighting": "difficulty"}
+    changes["correctness"] = "reward"
     args = GRPOConfig(**(settings | changes))
     whole = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
     sampled: list[list[Group]] = [[]]

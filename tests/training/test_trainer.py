@@ -336,5 +336,5 @@ def test_bad_input_is_one_clear_error(settings: dict[str, Any], tmp_path: Path) 
         trainer(args=GRPOConfig(**(settings | {"max_steps": -1, "phases": [{"minutes": 1.0}]})))
     ready = trainer()
     ready.train()
-    with pytest.raises(RunFolderError, match="covey resume"):
+    with pytest.raises(RunFolderError, match="resume_from_checkpoint=True"):
         trainer().train()
