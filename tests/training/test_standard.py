@@ -163,5 +163,5 @@ def test_rewards_named_in_the_settings_are_used_from_python_too(settings: dict[s
 
 
 def test_what_is_suggested_for_the_best_model_is_not_refused_then() -> None:
-    with pytest.raises(ConfigError, match="Of what it measured, use eval/reward, eval/shiny$"):
+    with pytest.raises(ConfigError, match="use eval/reward, eval/shiny"):
         require_measured("eval/nothing", ["eval/num_completions", "eval/reward", "eval/shiny", "eval/seconds"])
