@@ -114,7 +114,7 @@ def test_each_run_has_a_name_of_its_own(tmp_path):
 
 
 def test_the_band_of_seeds_holds_every_logged_value(tmp_path, monkeypatch):
-    """Rewards 0, 1, 0 and 1, 0, 1: the mean is 0.5 and the band 0 to 1 at every step, which smoothed runs would lose."""
+    """Rewards 0, 1, 0 and 1, 0, 1: the mean is 0.5 and the band 0 to 1 at every step, which smoothing loses."""
     from matplotlib.axes import Axes
 
     seen = []
