@@ -30,7 +30,9 @@ LEVELS = {
     **dict.fromkeys(("serving", "observe"), 3),
     **dict.fromkeys(("training", "distributed"), 4),
     **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_trl", "config_text"), 5),
-    **dict.fromkeys(("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "demo", "__main__", "__init__"), 5),
+    **dict.fromkeys(
+        ("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "cli_weights", "demo", "__main__", "__init__"), 5
+    ),
 }
 SAME_LEVEL = {
     ("tasks", "rewards"),

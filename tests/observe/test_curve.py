@@ -111,3 +111,14 @@ def test_each_run_has_a_name_of_its_own(tmp_path):
     assert run_labels([tmp_path / "a" / "x", tmp_path / "b" / "y"]) == ["x", "y"]
     same = [tmp_path / "a" / "x", tmp_path / "b" / "x"]
     assert run_labels(same) == [str(path) for path in same]
+
+
+def test_the_band_of_seeds_holds_every_logged_value(tmp_path, monkeypatch):
+    """Rewards 0, 1, 0 and 1, 0, 1: the mean is 0.5 and the band 0 to 1 at every step, which smoothing loses."""
+    from matplotlib.axes import Axes
+
+    seen = []
+    monkeypatch.setattr(Axes, "fill_between", lambda self, steps, low, high, **options: seen.append((low, high)))
+    seeds = [[{"step": step, "reward": float((step + seed) % 2)} for step in range(3)] for seed in (0, 1)]
+    draw_comparison({"a": seeds}, tmp_path / "a.png")
+    assert seen == [((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder
+from covey.training.standard import require_measured
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
 
@@ -159,3 +160,8 @@ def test_rewards_named_in_the_settings_are_used_from_python_too(settings: dict[s
     assert trainer.data.scorer.names == ("same",)
     assert not trainer.only_in_memory
     assert make(settings, has_e).only_in_memory
+
+
+def test_what_is_suggested_for_the_best_model_is_not_refused_then() -> None:
+    with pytest.raises(ConfigError, match="use eval/reward, eval/shiny"):
+        require_measured("eval/nothing", ["eval/num_completions", "eval/reward", "eval/shiny", "eval/seconds"])
