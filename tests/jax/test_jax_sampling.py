@@ -177,5 +177,4 @@ def test_validity_is_judged_on_text() -> None:
     assert 0 < valid.sum() < 12
     assert (lengths[valid] >= 3).all()
     _, metrics = jax.jit(trainer.loss_and_metrics)(state.params, record)
-    mask = np.asarray(record["mask"])
     assert float(metrics["mask_ratio"]) == pytest.approx(valid.mean())  # completions that are left
