@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-worlds test-vllm check lint bench clean
+.PHONY: demo test test-worlds test-vllm wheel site docs check lint bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -59,6 +59,24 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The wheel in an environment without the working tree: what an outsider installs starts, explains itself, and trains.
+WHEEL := build/wheel
+wheel: $(VENV)/.dev
+	rm -rf $(WHEEL) && $(BIN)/python -m build --quiet --wheel --outdir $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH) \
+		|| $(WHEEL)/venv/bin/python -m pip install $(TORCH) --index-url https://download.pytorch.org/whl/cpu
+	$(WHEEL)/venv/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt $(WHEEL)/covey-*.whl
+	cd $(WHEEL) && venv/bin/covey --version && venv/bin/covey --help > help.txt \
+		&& venv/bin/covey config --explain > options.txt && venv/bin/python ../../tests/wheel_step.py
+
+# The site: built strictly, a link that leads nowhere is an error.
+site: $(VENV)/.dev
+	$(BIN)/zensical build --strict
+
+docs: $(VENV)/.dev
+	$(BIN)/zensical serve
 
 check: lint test
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from command import Command
+from covey import __version__
 
 
 def test_help_lists_the_commands(covey: Command) -> None:
@@ -15,6 +16,11 @@ def test_help_lists_the_commands(covey: Command) -> None:
     assert status == 0
     for command in ("train", "resume", "eval", "sample", "config", "curve"):
         assert command in out
+
+
+def test_version_and_shell_completion(covey: Command) -> None:
+    assert covey("--version")[:2] == (0, f"covey {__version__}\n")
+    assert "--install-completion" in covey("--help")[1]
 
 
 def test_train_eval_sample_curve(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:

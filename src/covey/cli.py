@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from covey import __version__
 from covey.cli_reports import (
     PER_KIND,
     difference,
@@ -42,10 +43,8 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="covey",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    help="Train language models with Group Relative Policy Optimization (GRPO).",
 )
 out = Console()
 err = Console(stderr=True)
@@ -75,6 +74,21 @@ def main() -> None:
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"covey {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models with Group Relative Policy Optimization (GRPO)."""
 
 
 @app.command()
