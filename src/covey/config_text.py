@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
+import tomli_w
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -60,7 +61,7 @@ def explain() -> list[FieldHelp]:
         defaults = model()
         for name, field in model.model_fields.items():
             default = getattr(defaults, name)
-            text = "none" if default is None else toml_value(default)
+            text = "none" if default is None else json.dumps(default)
             lines.append(FieldHelp(section, name, type_text(field), text, field.description or ""))
     return lines
 
@@ -286,31 +287,10 @@ def _number(text: str) -> float | str:
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """Sections as TOML tables; settings that are None are left out, which reads back as None."""
-    lines: list[str] = []
-    for section, settings in sections.items():
-        lines += ["", f"[{section}]"]
-        tables = {}
-        for name, value in settings.items():
-            if isinstance(value, list | tuple) and any(isinstance(item, Mapping | BaseModel) for item in value):
-                tables[name] = value
-            elif value is not None:
-                lines.append(f"{name} = {toml_value(value)}")
-        for name, items in tables.items():
-            for item in items:
-                lines += ["", f"[[{section}.{name}]]"]
-                lines += [f"{key} = {toml_value(inner)}" for key, inner in item.items() if inner is not None]
-    return "\n".join(lines[1:]) + "\n"
+    return tomli_w.dumps(_without_none(sections))
 
 
-def toml_value(value: Any) -> str:
-    """One value as TOML: bool, int, float, str, lists of these, and inline tables."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        # JSON escapes all that TOML wants escaped but DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
-    return "{" + ", ".join(f"{toml_value(str(key))} = {toml_value(inner)}" for key, inner in value.items()) + "}"
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

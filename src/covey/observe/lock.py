@@ -2,7 +2,7 @@
 
 The kernel's record lock is what counts: it vanishes with the process that took it, a kill included, and
 forked children do not inherit it (an orphaned reward worker must not block a resume). The process id in the
-file is for the message, and for file systems without locks.
+file is for the message, and for file systems without locks, where `filelock` would give up.
 """
 
 from __future__ import annotations

@@ -229,10 +229,10 @@ class _Chunk:
         return self.scale_by_slope(self.p)
 
     def entropy_gradient(self) -> Tensor:
-        """`f r` of the entropy."""
+        """`f r` of the entropy; destroys logp_v."""
         assert self.p is not None
         assert self.entropy is not None
-        return self.scale_by_slope((self.logp_v + self.entropy[:, None]).mul_(self.p).neg_())
+        return self.scale_by_slope(self.logp_v.add_(self.entropy[:, None]).mul_(self.p).neg_())
 
     def kl_gradient(self) -> Tensor:
         """`f r` of the divergence."""
@@ -321,7 +321,7 @@ class _Score(torch.autograd.Function):
             value = chunk.value()
             if value is not None:
                 kl[start:stop] = value
-            # logp last: it destroys p.
+            # In this order: the entropy's destroys logp_v, which the divergence's reads, and logp's destroys p.
             if "kl" in vectors:
                 _product_into(vectors["kl"][start:stop], chunk.kl_gradient(), operand.T, factor)
             if "entropy" in vectors:
