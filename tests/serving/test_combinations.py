@@ -80,11 +80,17 @@ def test_forms(server: RunningServer) -> None:
 
 
 def test_a_prompt_counts_once(server: RunningServer) -> None:
+    def counted() -> float:
+        lines = httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+        return float(next(line for line in lines if line.startswith("covey_prompt_tokens_total ")).split()[1])
+
+    before = counted()
     body = {"prompt": [[5, 6], [7, 8, 9]], "n": 4, "max_tokens": 1}
     assert ask(server, TEXT, body).json()["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
     more = {"stream": True, "stream_options": {"include_usage": True}}
     last = ask(server, TEXT, body | more).text.splitlines()[-4].removeprefix("data: ")
     assert json.loads(last)["usage"]["prompt_tokens"] == 5
+    assert counted() == before + 10
 
 
 def test_choices_that_are_cut_leave_the_same_tokens() -> None:

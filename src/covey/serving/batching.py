@@ -172,7 +172,7 @@ class BatchingEngine:
         return self._thread.is_alive() and not self._stopping and self._adapter is not None
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue completions, all or none.
+        """Queue the completions of one request, all or none. Those of one prompt share its array.
 
         Raises:
             QueueFullError: too many wait already.
@@ -192,6 +192,8 @@ class BatchingEngine:
                     f"{len(self._waiting)} completions wait and {self._max_waiting} may; try again later"
                 )
             self._waiting.extend(jobs)
+            prompts = {id(job.request.token_ids): len(job.request.token_ids) for job in jobs}
+            self.counts.prompt_tokens += sum(prompts.values())
             self._lock.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
@@ -350,7 +352,6 @@ class BatchingEngine:
                 continue
             self.latencies.queue.observe(time.monotonic() - job.since)
             self._running[id(job.row)] = job
-            self.counts.prompt_tokens += len(job.request.token_ids)
 
     def _advance(self) -> None:
         if not self._running:

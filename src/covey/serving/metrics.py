@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _COUNTERS = {
     "completions": "completions sampled",
     "tokens": "tokens sampled",
-    "prompt_tokens": "tokens of prompts, for each completion anew",
+    "prompt_tokens": "tokens of prompts taken on, each once for all completions that a request asks of it",
     "cancelled": "completions that nobody waited for any more",
     "failed": "completions that failed",
     "uploads": "adapters applied",
