@@ -314,7 +314,7 @@ def test_reward_errors_name_the_function_and_leave_the_trainer_usable() -> None:
     returns: list[Any] = []
 
     def reward(responses: list[list[int]]) -> Any:
-        if isinstance(returns[-1], Exception):
+        if isinstance(returns[-1], BaseException):
             raise returns[-1]
         return returns[-1]
 
@@ -327,6 +327,7 @@ def test_reward_errors_name_the_function_and_leave_the_trainer_usable() -> None:
             ValueError("no key"),
             r"'reward' raised ValueError: no key at .*test_jax_grpo.py:.* in reward for 12 responses",
         ),
+        (SystemExit(0), r"'reward' raised SystemExit: 0 at .*test_jax_grpo.py:.* in reward for 12 responses"),
     ]:
         returns.append(returned)
         with pytest.raises(RewardError, match=message):

@@ -322,8 +322,22 @@ def test_exit_from_a_reward_function_does_not_exit(timeout: float | None) -> Non
     def leaves(completions: list[str]) -> list[float]:
         sys.exit(3)
 
-    with pytest.raises(RewardError, match="'leaves' failed: SystemExit: 3"):
+    async def leaves_late(completions: list[str]) -> list[float]:
+        sys.exit(0)
+
+    def leaves_amid(completions: list[str]) -> Iterator[float]:
+        yield 1.0
+        sys.exit()
+
+    where = r"at \S*test_scoring\.py:\d+, in"
+    with pytest.raises(RewardError, match=f"'leaves' failed: SystemExit: 3 {where} leaves"):
         score(leaves, ["a"], timeout=timeout)
+    with pytest.raises(RewardError, match=f"'leaves_late' failed: SystemExit: 0 {where} leaves_late"):
+        score(leaves_late, ["a"], timeout=timeout)
+    with pytest.raises(RewardError, match=f"'leaves_amid' failed for sample 1: SystemExit:  {where} leaves_amid"):
+        score(leaves_amid, ["a", "b"], timeout=timeout)
+    with pytest.raises(RewardError, match=r"for sample 0 .*: a Leaving"):
+        score(returning([type("Leaving", (), {"__float__": sys.exit})()]), ["a"], timeout=timeout)
 
 
 def test_a_generator_that_fails_names_the_sample() -> None:

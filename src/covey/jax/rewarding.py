@@ -90,7 +90,7 @@ class HostRewards:
             returned = as_list(self._call(asked, said, responses, mask, columns), len(said))
         except RewardError as error:
             raise RewardError(f"reward function {self.name!r}: {error}", function=self.name) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RewardError(
                 f"reward function {self.name!r} raised {describe_error(error)} for {len(said)} responses; correct it, "
                 "or return None for a response that it cannot score",

@@ -33,7 +33,7 @@ def as_list(returned: Any, count: int) -> Any:
     try:
         for value in islice(returned, count + 1):
             values.append(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if inspect.isgenerator(returned):  # it failed at this very sample
             raise RewardError(describe_error(error), sample=len(values)) from error
         raise
@@ -98,7 +98,7 @@ def _read_number(value: Any) -> tuple[float, str]:
         number = float(value.item() if hasattr(value, "item") else value)
     except OverflowError:
         return math.nan, f"larger than {MAX_REWARD:g}"
-    except Exception:
+    except (Exception, SystemExit):
         return math.nan, f"a {type(value).__name__}"
     if math.isfinite(number) and abs(number) > MAX_REWARD:
         return math.nan, f"larger than {MAX_REWARD:g}"
