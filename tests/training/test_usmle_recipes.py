@@ -36,7 +36,6 @@ def test_two_steps(recipe: str, model_folder: Path, tmp_path: Path) -> None:
         "sampling.max_completion_length": 12,
         "schedule.max_steps": 2,
         "evaluation.eval_steps": 2,
-        "evaluation.load_best_model_at_end": "false",
         "run.output_dir": tmp_path / "run",
         "run.progress": "false",
         "algorithm.validity_min_length": 1,
