@@ -127,6 +127,15 @@ def test_plain_console_prints_a_line_every_few_steps():
     assert "hidden" not in text.getvalue()
 
 
+def test_a_resumed_console_knows_what_was_held_out():
+    text = io.StringIO()
+    progress = ConsoleProgress(Console(file=text, width=200))
+    last = {"step": 3, "eval/reward": 0.9, "eval/accuracy": 0.425}
+    progress.on_run_start({}, {"total_steps": 9, "start_step": 4, "name": "demo", "last_eval": last})
+    progress.on_step(5, {"reward": 0.5})
+    assert text.getvalue().splitlines()[-1].startswith("step 5/9  reward 0.500  held-out 0.425 (step 3)")
+
+
 def test_live_console_shows_a_bar_and_ends_cleanly():
     text = io.StringIO()
     console = Console(file=text, width=120, force_terminal=True)

@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
+from covey.observe.observers import BaseObserver, Observers
 from covey.observe.run_folder import RunFolder
+from covey.training import recorder
+from covey.training.setup import load_data
 from covey.training.standard import require_measured
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
@@ -91,6 +94,37 @@ def test_a_run_whose_first_evaluation_is_the_best_ends_with_those_weights(
     assert all(bool((saved[key] == again[key]).all()) for key in saved)
 
 
+def test_a_kill_between_best_and_its_checkpoint_repeats_the_steps_since_the_last_one(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(BaseException):
+        """What no handler of the run sees, as a SIGKILL."""
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KilledError
+
+    def rewards(completions: list[str], **columns: Any) -> list[float]:
+        return [len(set(text)) / 8 for text in completions]
+
+    changes = {"eval_on_start": False, "eval_steps": 1, "load_best_model_at_end": True}
+    unbroken = make(settings, rewards, **(changes | {"output_dir": settings["output_dir"] + "-unbroken"}))
+    unbroken.train()
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder, "save_checkpoint", killed)
+        with pytest.raises(KilledError):
+            make(settings, rewards, **changes).train()
+    folder = RunFolder.read(settings["output_dir"])
+    assert folder.best.is_dir()
+    assert list(folder.checkpoints.iterdir()) == []
+    resumed = make(settings, rewards, **changes)
+    resumed.train(resume_from_checkpoint=True)
+    assert "before its first checkpoint: it begins again" in events(folder, "warning")[-1]
+    for name in ("best_step", "best_metric", "num_tokens", "policy_version"):
+        assert getattr(resumed.state, name) == getattr(unbroken.state, name), name
+    theirs = unbroken.policy.state_dict()
+    assert all(bool((theirs[name] == value).all()) for name, value in resumed.policy.state_dict().items())
+
+
 def test_best_weights_that_are_gone_are_said_and_the_last_ones_kept(settings: dict[str, Any]) -> None:
     changes = {"eval_steps": 1, "load_best_model_at_end": True}
     make(settings, Falling(), **changes).train()
@@ -110,6 +144,38 @@ def test_the_scale_of_the_best_evaluation_stays_over_a_resume(settings: dict[str
     same = make(settings, [has_e, has_a], **(changes | {"max_steps": 2}))
     same.train(resume_from_checkpoint=True)
     assert same.state.best_metric == max(r["eval/reward"] for r in same.state.log_history if "eval/reward" in r)
+
+
+def test_a_resume_is_told_of_the_last_evaluation(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    class Listening(BaseObserver):
+        def on_run_start(self, config: Any, info: Any) -> None:
+            told.append(info["last_eval"])
+
+    monkeypatch.setattr(recorder, "make_observers", lambda *_, **__: Observers([Listening()]))
+    changes = {"eval_steps": 1, "save_steps": 1}
+    make(settings, has_e, **(changes | {"max_steps": 1})).train()
+    with RunFolder.create(settings["output_dir"], resume=True) as folder:  # nobody wrote the run's own lines
+        folder.append_metrics(0, {"eval/reward": 0.25})
+        folder.append_metrics(1, {"phase": 0})
+        folder.append_metrics(1, {"eval/reward": 0.5})
+    make(settings, has_e, **changes).train(resume_from_checkpoint=True)
+    assert told == [None, {"step": 1, "eval/reward": 0.5}]
+
+
+def test_held_out_rows_that_are_trained_on_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    def said(train: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> str:
+        caplog.clear()
+        load_data(GRPOConfig(), None, has_e, train, held_out)
+        return caplog.text
+
+    named = [row | {"uid": str(number)} for number, row in enumerate(ROWS)]
+    assert "2 of the 3 held-out rows (data.eval_dataset) are training rows too" in said(
+        named, [*ROWS[:2], {"prompt": "say five: "}]
+    )
+    assert said(ROWS[:2], ROWS[2:]) == ""
+    assert said([ROWS[0] | {"answer": "1"}], [ROWS[0] | {"answer": "2"}]) == ""
 
 
 @pytest.mark.parametrize(
