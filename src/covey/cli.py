@@ -21,9 +21,10 @@ from rich.table import Table
 from covey import __version__
 from covey.cli_reports import (
     PER_KIND,
-    difference,
     print_choices,
+    print_difference,
     print_kinds,
+    print_left_out,
     print_questions,
     print_summary,
 )
@@ -33,7 +34,6 @@ from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.observe.console import visible
-from covey.observe.statistics import paired_difference
 
 if TYPE_CHECKING:
     from covey.training.choices import ChoiceTask
@@ -214,7 +214,6 @@ def evaluate(
     """
     from covey.training import setup
     from covey.training.choices import ChoiceTask
-    from covey.training.evaluate import NOTHING_JUDGED
 
     config = config_for(model, adapter, overrides)
     changes: dict[str, Any] = {
@@ -243,8 +242,7 @@ def evaluate(
     trainer = _trainer(config)
     result = trainer.evaluation()
     _show(result, show)
-    if result.judged is not None and not result.judged.any():
-        out.print(f"no accuracy: {NOTHING_JUDGED}", markup=False, highlight=False)
+    print_left_out(out, _name(config), result)
     table = Table("metric", "value")
     for name, value in result.metrics.items():
         if not name.startswith(PER_KIND):
@@ -253,13 +251,8 @@ def evaluate(
     print_kinds(out, result)
     if other is not None:
         before = _trainer(other).evaluation()
-        if result.correct is None or before.correct is None:
-            raise ConfigError(
-                "--baseline compares right answers, and nothing says here which are right; give --task, or "
-                "name a reward in rewards.correctness"
-            )
-        found = paired_difference(before.correct.tolist(), result.correct.tolist())
-        out.print(f"accuracy against {_name(other)}: {difference(found)}", markup=False, highlight=False)
+        print_left_out(out, _name(other), before)
+        print_difference(out, _name(other), before, result)
 
 
 @app.command()

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from covey.errors import ConfigError
 from covey.observe.console import visible
 from covey.observe.run_folder import RunFolder
-from covey.observe.statistics import PairedDifference
+from covey.observe.statistics import PairedDifference, paired_difference
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Evaluation
@@ -112,6 +113,35 @@ def print_kinds(out: Console, result: Evaluation) -> None:
         for name, share in shares:
             table.add_row(visible(name, 40), f"{share['total']:.0f}", percent(share))
         out.print(table)
+
+
+def print_left_out(out: Console, name: str, result: Evaluation) -> None:
+    """How many episodes say nothing of the policy, where there are any."""
+    from covey.training.evaluate import NOTHING_JUDGED
+
+    failed, total = int((~result.judged).sum()), len(result.judged)
+    left_out = f"{name}: the environment failed in {failed} of {total} episodes, which accuracy leaves out"
+    if failed:
+        text = left_out if failed < total else f"no accuracy: {NOTHING_JUDGED}"
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_difference(out: Console, name: str, before: Evaluation, after: Evaluation) -> None:
+    """Accuracy of a model against that of `name` on the same problems, of those that both could be judged on.
+
+    Raises:
+        ConfigError: nothing says which completions are right.
+    """
+    if before.correct is None or after.correct is None:
+        raise ConfigError(
+            "--baseline compares right answers, and nothing says here which are right; give --task, or "
+            "name a reward in rewards.correctness"
+        )
+    both = before.judged & after.judged
+    found = "no episode was judged for both"
+    if both.any():
+        found = difference(paired_difference(before.correct[both].tolist(), after.correct[both].tolist()))
+    out.print(f"accuracy against {name}: {found}", markup=False, highlight=False)
 
 
 def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:

@@ -457,7 +457,10 @@ class GRPOTrainer(Trainer):
 
 
 def _metrics(record: Batch, sums: Mapping[str, jax.Array], left: jax.Array) -> Metrics:
-    """As `covey.observe.metric_names` defines them; `left` `[R, T]` are the tokens whose surrogate no mask takes."""
+    """As `covey.observe.metric_names` defines them, but every completion is run, and `mask_ratio` is always told.
+
+    `left` `[R, T]` are the tokens whose surrogate no mask takes.
+    """
     tokens = jnp.maximum(sums["active_tokens"], 1)
     sampled = jnp.sum(record["mask"])
     found = {

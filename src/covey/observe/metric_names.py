@@ -3,9 +3,10 @@
 Names are TRL's where the meaning is TRL's. A name with `<...>` is a family: `rewards/<function>/mean` stands
 for one metric for each reward function.
 
-*Trained tokens* are the sampled tokens of the completions that were run: those that no mask takes out of the loss, and
-with beta and entropy_coef at 0 only where an advantage is not 0. A tied group has no gradient then, so it is not run,
-and nothing is known of it that only the trainer could compute.
+*Trained tokens* are the sampled tokens that no mask takes out of the loss, of the completions that were run. All that
+have such a token are; with beta and entropy_coef at 0 only those of which one such token has an advantage other than 0.
+A tied group has no gradient then, so it is not run, and nothing is known of it that only the trainer could compute. A
+token that loses its surrogate only (see `mask/<reason>`) is not out of the loss: its advantage is 0.
 """
 
 from __future__ import annotations
@@ -45,30 +46,33 @@ learning_rate | | learning rate of this step
 grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm, mean over the passes over the step
 reward | | mean over completions of the weighted sum of rewards, without those that no function scored
 reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards), mean over groups
-accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world, or by the reward
-    that rewards.correctness names; absent where nothing says so
+accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world (of the episodes
+    that no failure of the environment ended), or by the reward that rewards.correctness names; absent where nothing
+    says so
 accuracy/<kind> | fraction | the same of one kind of question, which is the row's column `kind` (a world's `type`);
     in evaluations whose rows name 2 to 20 kinds
 accuracy_low/<kind> | fraction | lower end of its 95 % Wilson interval
 accuracy_high/<kind> | fraction | upper end of its 95 % Wilson interval
-num_completions/<kind> | completions | completions of this kind that were judged
+num_completions/<kind> | completions | of eval/num_completions, those of this kind
 rewards/<function>/mean | | mean of this function's unweighted reward over the completions that it scored
-rewards/<function>/std | | standard deviation of the same over all completions of the step
+rewards/<function>/std | | standard deviation of the same over all these completions of the step
 rewards/<function>/none | fraction | completions for which this function returned None
-frac_reward_none | fraction | completions that no reward function scored; they get advantage 0
-frac_reward_zero_std | fraction | groups whose rewards are all equal: advantage 0, unless turns or reward functions are
-    compared one by one
+frac_reward_none | fraction | completions that no reward function scored, episodes that environment.failed_episodes
+    excludes; they get advantage 0
+frac_reward_zero_std | fraction | groups whose rewards are all equal, or of which fewer than two are scored: advantage
+    0, unless turns or reward functions are compared one by one
 completions/mean_length | tokens | mean number of sampled tokens of a completion, the end token included
 completions/min_length | tokens | the shortest completion
 completions/max_length | tokens | the longest completion
 completions/clipped_ratio | fraction | completions cut off at sampling.max_completion_length
 completions/no_answer_ratio | fraction | completions without an answer, right or wrong, by the task's rule
-    (without a task: empty ones)
+    (without a task: empty ones); of agents, agent/no_action_ratio
 completions/mean_terminated_length | tokens | mean length of the completions that ended by themselves
 completions/min_terminated_length | tokens | the shortest completion that ended by itself
 completions/max_terminated_length | tokens | the longest completion that ended by itself
 kl | nats | divergence from the reference by algorithm.kl_estimator, mean over trained tokens
-entropy | nats | entropy of the policy's next-token distribution, mean over trained tokens
+entropy | nats | entropy of the policy's next-token distribution (at the sampling temperature, and with
+    algorithm.keep_sampling_mask over the ids that were left), mean over trained tokens
 clip_ratio/low_mean | fraction | trained tokens held back by the lower clip
     (ratio below 1 - epsilon, advantage negative)
 clip_ratio/high_mean | fraction | trained tokens held back by an upper limit (ratio above 1 + epsilon_high, advantage
@@ -81,21 +85,26 @@ ratio/mean | | importance ratio exp(new - old log-probability), by algorithm.imp
 ratio/min | | the smallest importance ratio of a trained token in any pass
 ratio/max | | the largest importance ratio of a trained token in any pass
 sampling/sampling_logp_difference/mean | nats | absolute difference of log-probability between trainer and
-    sampler before the update, mean over the tokens that the trainer scored: trained ones, or all unmasked ones where a
-    mask depends on the policy; with the same weights unless schedule.max_staleness is above 0
+    sampler before the update, mean over the tokens that the trainer scored: all sampled ones of the completions that
+    were run, or all unmasked ones of the step where a mask depends on the policy; with the same weights unless
+    schedule.max_staleness is above 0
 sampling/sampling_logp_difference/max | nats | the same, largest over these tokens
-sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of one of these tokens, before the cap
+sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler) of one of these tokens, before the
+    cap; only with algorithm.importance_sampling_correction, as mean and max
 sampling/importance_sampling_ratio/mean | | mean of it
 sampling/importance_sampling_ratio/max | | largest of it
-mask_ratio | fraction | completions of which some token's surrogate is left in the loss; only where a mask is on
+mask_ratio | fraction | completions of which masks leave some token's surrogate in the loss, mean over the passes over
+    the step; only where a mask is on
 mask/<reason> | fraction | sampled tokens that this mask excluded from the loss (off_policy_mask and
-    top_entropy_quantile: from its surrogate only)
+    top_entropy_quantile, and with loss_type reinforce_kept every mask: from its surrogate only), mean over the passes
 dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling sampled and did not train on; accuracy,
     rewards and lengths of the step count them, what describes the update does not
-agent/success | fraction | episodes in which the agent solved its task
+agent/success | fraction | episodes in which the agent solved its task; those that an environment's failure ended are
+    counted, unlike in accuracy
 agent/turns | turns | mean number of actions in an episode
 agent/no_action_ratio | fraction | turns that were no valid action
 agent/failed_ratio | fraction | episodes that an environment's failure ended
+agent/failed_episodes | episodes | the same as a number; accuracy leaves them out
 agent/cut_short_ratio | fraction | episodes that a limit of turns or tokens ended
 agent/full_context_ratio | fraction | episodes that the limit of tokens ended
 agent/cut_observations | observations | observations longer than environment.max_observation_tokens
@@ -121,7 +130,8 @@ eval/accuracy | fraction | evaluation completions that are right, as `accuracy`
 eval/accuracy_low | fraction | lower end of the 95 % Wilson interval of eval/accuracy
 eval/accuracy_high | fraction | upper end of the same interval
 eval/reward | | as `reward`, on the evaluation prompts
-eval/num_completions | completions | completions that the evaluation judged
+eval/num_completions | completions | completions that the evaluation judged: all but the episodes that an
+    environment's failure ended
 eval/seconds | seconds | time that the evaluation took
 eval/<metric> | | as <metric>, on the evaluation prompts, sampled at evaluation.eval_temperature
 """

@@ -101,6 +101,7 @@ def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[s
         "agent/turns": float(np.mean([len(t.turns) for t in trajectories])),
         "agent/no_action_ratio": stats.no_actions / turns,
         "agent/failed_ratio": stats.failures / len(trajectories),
+        "agent/failed_episodes": float(stats.failures),
         "agent/cut_short_ratio": float(np.mean([t.ended in ("turns", "context") for t in trajectories])),
         "agent/full_context_ratio": float(np.mean([t.ended == "context" for t in trajectories])),
         "agent/cut_observations": float(stats.cut_observations),

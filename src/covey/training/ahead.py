@@ -26,6 +26,7 @@ import torch
 
 from covey.rollout.collect import Rollout
 from covey.rollout.scoring import Logged
+from covey.training.evaluate import judged_completions
 from covey.training.questions import Answers, count_answers
 from covey.training.schedule import ResolvedPhase
 from covey.training.state import TrainerState
@@ -54,8 +55,11 @@ class Sampled:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right completions, those of discarded groups included."""
-        return None if self.correct is None else float(self.correct.mean())
+        """Share of right completions among those judged, those of discarded groups included; None where unknown."""
+        if self.correct is None:
+            return None
+        right = self.correct[judged_completions(self.rollout.whole)]
+        return float(right.mean()) if len(right) else None
 
     @property
     def answers(self) -> Answers:

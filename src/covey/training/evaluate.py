@@ -36,13 +36,16 @@ class Evaluation:
         metrics: `eval/...` values, defined in `covey.observe.metric_names`.
         rollout: the prompts with their completions and rewards.
         correct: one entry for each completion, or None where nothing says what is correct.
-        judged: in a world, False for an episode that its environment's failure ended; None elsewhere.
     """
 
     metrics: dict[str, float]
     rollout: Rollout
     correct: BoolArray | None
-    judged: BoolArray | None = None
+
+    @property
+    def judged(self) -> BoolArray:
+        """See `judged_completions`."""
+        return judged_completions(self.rollout)
 
 
 def evaluate(
@@ -78,7 +81,7 @@ def evaluate(
     lengths = np.array([episode.num_sampled for episode in episodes])
     metrics = {
         "eval/reward": _mean(rewards),
-        "eval/num_completions": float(len(rewards)),
+        "eval/num_completions": float(judged_completions(rollout).sum()),
         "eval/completions/mean_length": float(lengths.mean()),
         "eval/completions/clipped_ratio": float(np.mean([e.finish_reason == "length" for e in episodes])),
         "eval/completions/no_answer_ratio": no_answer_ratio(rollout, has_answer),
@@ -87,14 +90,14 @@ def evaluate(
     metrics |= {f"eval/{name}": value for name, value in rollout.metrics.items()}
     for name in rollout.groups[0].reward_parts:
         metrics[f"eval/rewards/{name}/mean"] = _mean(np.concatenate([g.reward_parts[name] for g in rollout.groups]))
-    correct, judged = correct_completions(rollout, is_correct), judged_episodes(rollout)
+    correct = correct_completions(rollout, is_correct)
     if correct is not None:
-        right = correct if judged is None else correct[judged]
+        right = correct[judged_completions(rollout)]
         if len(right):
             low, high = wilson_interval(int(right.sum()), len(right))
             metrics |= {"eval/accuracy": float(right.mean()), "eval/accuracy_low": low, "eval/accuracy_high": high}
-        metrics |= accuracy_by_kind(rollout, correct, judged)
-    return Evaluation(metrics, rollout, correct, judged)
+        metrics |= accuracy_by_kind(rollout, correct)
+    return Evaluation(metrics, rollout, correct)
 
 
 def kind_of(prompt: Prompt) -> str:
@@ -102,21 +105,20 @@ def kind_of(prompt: Prompt) -> str:
     return str(prompt.columns.get("kind", prompt.columns.get("type", "")))
 
 
-def accuracy_by_kind(rollout: Rollout, correct: BoolArray, judged: BoolArray | None = None) -> dict[str, float]:
+def accuracy_by_kind(rollout: Rollout, correct: BoolArray) -> dict[str, float]:
     """`eval/accuracy/<kind>` and its interval for each kind of question, so that a mean cannot hide one that fails.
 
     Args:
         rollout: groups of an evaluation.
-        correct: `[N]` in the order of the groups.
-        judged: `[N]`, False where an entry does not count; None = all do.
+        correct: `[N]` in the order of the groups; those that are not judged do not count.
 
     Returns:
         Nothing where rows name fewer than 2 kinds or more than `MAX_KINDS`.
     """
-    sizes = [len(group.trajectories or group.episodes) for group in rollout.groups]
-    kinds = np.repeat([kind_of(group.prompt) for group in rollout.groups], sizes)
-    if judged is not None:
-        kinds, correct = kinds[judged], correct[judged]
+    sizes = [len(group.rewards) for group in rollout.groups]
+    judged = judged_completions(rollout)
+    kinds = np.repeat([kind_of(group.prompt) for group in rollout.groups], sizes)[judged]
+    correct = correct[judged]
     names = sorted(set(kinds.tolist()) - {""})
     metrics: dict[str, float] = {}
     for name in names if 2 <= len(names) <= MAX_KINDS else ():
@@ -136,10 +138,12 @@ def _mean(values: np.ndarray) -> float:
     return float(scored.mean()) if len(scored) else float("nan")
 
 
-def judged_episodes(rollout: Rollout) -> BoolArray | None:
-    """`[N]` False for an episode that its environment's failure ended; None where no world is acted in."""
-    played = [trajectory for group in rollout.groups for trajectory in group.trajectories]
-    return np.array([trajectory.ended != "failed" for trajectory in played], dtype=np.bool_) if played else None
+def judged_completions(rollout: Rollout) -> BoolArray:
+    """`[N]` in the order of the groups: False for an episode that its environment's failure ended, since that says
+    nothing of the policy, else True.
+    """
+    judged = [[t.ended != "failed" for t in g.trajectories] or [True] * len(g.rewards) for g in rollout.groups]
+    return np.concatenate([np.array(group, np.bool_) for group in judged])
 
 
 def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolArray | None:

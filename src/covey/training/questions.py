@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.rollout.collect import Rollout
+from covey.training.evaluate import judged_completions
 from covey.types import BoolArray
 
 Answers = dict[str, list[int]]
@@ -22,6 +23,8 @@ _FORGET = 0.5
 def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
     """Right and all completions of each question of a step, or episodes of agents; empty if nothing says what is right.
 
+    What is not judged counts as little as a question that was not asked.
+
     Args:
         rollout: all groups that were sampled, those that dynamic sampling discarded included (`Rollout.whole`).
         correct: one entry for each of their rewards.
@@ -29,13 +32,16 @@ def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
     answers: Answers = {}
     if correct is None:
         return answers
+    judged = judged_completions(rollout)
     row = 0
     for group in rollout.groups:
-        number = len(group.rewards)
-        entry = answers.setdefault(group.prompt.uid, [0, 0])
-        entry[0] += int(correct[row : row + number].sum())
-        entry[1] += number
-        row += number
+        rows = slice(row, row + len(group.rewards))
+        right = correct[rows][judged[rows]]
+        if len(right):
+            entry = answers.setdefault(group.prompt.uid, [0, 0])
+            entry[0] += int(right.sum())
+            entry[1] += len(right)
+        row = rows.stop
     return answers
 
 

@@ -215,7 +215,7 @@ class Recorder:
         self._tell_failures(rows)
         draw_run(folder)
 
-        if result.judged is not None and not result.judged.any():
+        if not result.judged.any():
             self.event("evaluation", f"step {state.global_step}: {NOTHING_JUDGED}; it is not compared with the others")
             return
         require_measured(self._trainer.best_metric, list(metrics))
