@@ -158,6 +158,10 @@ def test_an_evaluation_that_left_a_checkpoint_is_a_sign_of_it(whole: tuple[Path,
     best = config.replace(load_best_model_at_end=True)
     with pytest.raises(CoveyError, match="reach step 1, and there is no checkpoint left, though it was evaluated at"):
         find_checkpoint(RunFolder.read(run), best, notes)
+    (run / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/reward": 0.5, "eval/num_completions": 0}\n{"step": 1, "phase": 0}\n'
+    )
+    assert find_checkpoint(RunFolder.read(run), best, notes) is None
 
 
 def test_settings_that_differ_from_the_checkpoints_are_named(whole: tuple[Path, GRPOTrainer]) -> None:

@@ -83,6 +83,8 @@ def _sign_of_a_checkpoint(folder: RunFolder, config: GRPOConfig, last: int) -> s
         # An evaluation that is the best so far leaves a checkpoint before the next step begins.
         done = {record["step"] for record in folder.read_metrics() if record.get("eval/reward") is not None}
         done |= set(folder.evaluation_steps())
+        # One in which every episode failed was compared with no other.
+        done -= {record["step"] for record in folder.read_metrics() if record.get("eval/num_completions") == 0}
         if any(step < last for step in done):
             return f"it was evaluated at step {min(done)} with evaluation.load_best_model_at_end"
     if folder.best.exists() and last == 0:
