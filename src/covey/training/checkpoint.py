@@ -209,6 +209,21 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
     return doomed
 
 
+def random_state() -> dict[str, Any]:
+    """States of torch's generators: dropout draws from them."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state().numpy()}
+    if torch.cuda.is_available():
+        state["cuda"] = [device_state.numpy() for device_state in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def restore_random(state: Mapping[str, Any]) -> None:
+    """Take up what `random_state` returned."""
+    torch.set_rng_state(torch.from_numpy(np.asarray(state["cpu"], np.uint8)))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state_all([torch.from_numpy(np.asarray(entry, np.uint8)) for entry in state["cuda"]])
+
+
 def _advice(broken: Path) -> str:
     for path in reversed(list_checkpoints(broken.parent)):
         if path != broken and not folder_problem(path):

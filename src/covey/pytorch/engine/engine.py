@@ -121,6 +121,9 @@ class Engine:
         self._version = _NO_VERSION
         self._runner.release()
 
+    def close(self) -> None:
+        """Nothing runs beside this process."""
+
     def __call__(
         self,
         requests: Sequence[Request],

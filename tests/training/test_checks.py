@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder
-from covey.training.standard import require_measured
+from covey.training.checks import require_measured
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
 
