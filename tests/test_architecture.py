@@ -15,6 +15,7 @@ import ast
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ WITHOUT_TORCH = {
     "observe",
     "jax",
     "config",
+    "backend",
 }
 HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax", "orbax")
 MAX_LINES = 500
@@ -175,8 +177,14 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@cache
+def imports_in(path: Path) -> tuple[Import, ...]:
+    return tuple(imports_of(parse(path), path))
 
 
 def test_there_is_something_to_check() -> None:
@@ -192,7 +200,7 @@ def test_imports_go_downward() -> None:
     faults = [
         f"{path.relative_to(SOURCE)}:{found.line} {why}"
         for path in FILES
-        for found in imports_of(parse(path), path)
+        for found in imports_in(path)
         if (why := fault(module_of(path), found))
     ]
     assert not faults, "\n".join(faults)
@@ -202,7 +210,7 @@ def test_no_module_imports_itself_through_others() -> None:
     """Neither at its top, nor in a function, nor for the type checker only."""
     modules = {module_of(path): path for path in FILES}
     imports = {
-        module: {found.module for found in imports_of(parse(path), path) if found.module in modules} - {module}
+        module: {found.module for found in imports_in(path) if found.module in modules} - {module}
         for module, path in modules.items()
     }
     assert circles(imports) == []
@@ -214,7 +222,7 @@ def test_backends_stay_in_their_rooms() -> None:
     faults = []
     for path in FILES:
         importer = room(module_of(path))
-        for found in imports_of(parse(path), path):
+        for found in imports_in(path):
             library = found.module.split(".")[0]
             if found.typing_only or library not in HEAVY:
                 continue
@@ -247,7 +255,7 @@ def test_sections_need_pydantic_only() -> None:
     """Reading a config must stay quick: a room's config.py imports its own room and light libraries."""
     allowed = {"__future__", "typing", "pathlib", "pydantic"}
     for path in SOURCE.glob("*/config.py"):
-        for found in imports_of(parse(path), path):
+        for found in imports_in(path):
             own = found.module.startswith(f"covey.{room(module_of(path))}.")
             assert own or found.module in allowed, f"{path}: {found.module}"
 
