@@ -3,9 +3,8 @@
 Learning-rate schedules are those of transformers, as pure functions step -> factor: `step` counts the optimiser steps
 already taken, so with warm-up the first step has factor 0.
 
-Phases follow one another: "100 steps at temperature 0.7, then ..." (usmle-qa.md has three). A phase ends at
-the first of its limits to be reached, counted from where the phase really began, and the last one may have no
-limit.
+Phases follow one another: "100 steps at temperature 0.7, then ..." (usmle-qa.md has three). A phase ends at its limit,
+counted from where the phase really began.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from covey.errors import CheckpointError, ConfigError
-from covey.training.config import ScheduleType
+from covey.training.config import PhaseConfig, ScheduleType
 
 ACCURACY_STEPS = 10
 """Steps whose mean accuracy decides about a cut of the learning rate."""
@@ -97,49 +96,6 @@ class Elapsed:
     seconds: float = 0.0
 
 
-class PhaseLike(Protocol):
-    """What `PhasePlan` reads from a phase: any object with these attributes, `None` = not set."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def tokens(self) -> int | None: ...
-    @property
-    def minutes(self) -> float | None: ...
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def beta(self) -> float | None: ...
-    @property
-    def num_generations(self) -> int | None: ...
-    @property
-    def learning_rate(self) -> float | None: ...
-    @property
-    def min_accuracy(self) -> float | None: ...
-    @property
-    def learning_rate_cut(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A stretch of a run. Limits: `steps`, `tokens`, `minutes`; the other fields replace the run's own when
-    set.
-    """
-
-    name: str = ""
-    steps: int | None = None
-    tokens: int | None = None
-    minutes: float | None = None
-    temperature: float | None = None
-    beta: float | None = None
-    num_generations: int | None = None
-    learning_rate: float | None = None
-    min_accuracy: float | None = None
-    learning_rate_cut: float = 0.5
-
-
 @dataclass(frozen=True, slots=True)
 class ResolvedPhase:
     """The settings in force: the phase's where it sets them, else the run's.
@@ -175,28 +131,10 @@ class PhasePlan:
     tokens or minutes begins where the one before really ended; `state` and `restore` carry it over a resume.
     """
 
-    def __init__(self, phases: Sequence[PhaseLike], *, temperature: float, beta: float, num_generations: int) -> None:
-        """Take the phases (none = one phase without end) and the run's own settings.
-
-        Raises:
-            ConfigError: a limit that is not positive, or a phase before the last one that has no limit.
-        """
-        self._phases: tuple[PhaseLike, ...] = tuple(phases) or (Phase(name="train"),)
+    def __init__(self, phases: Sequence[PhaseConfig], *, temperature: float, beta: float, num_generations: int) -> None:
+        """Take the phases (none = one phase without end) and the run's own settings."""
+        self._phases = tuple(phases) or (PhaseConfig.model_construct(name="train"),)
         self._base = (temperature, beta, num_generations)
-        for index, phase in enumerate(self._phases):
-            for limit in ("steps", "tokens", "minutes"):
-                value = getattr(phase, limit)
-                if value is not None and not value > 0:
-                    raise ConfigError(
-                        f"schedule.phases[{index}].{limit}={value}: a phase must have a positive length; "
-                        "remove the phase or set a larger number"
-                    )
-            if index < len(self._phases) - 1 and phase.steps is phase.tokens is phase.minutes is None:
-                raise ConfigError(
-                    f"schedule.phases[{index}] ({phase.name!r}) has no length, so the next phase would never "
-                    "begin; "
-                    "set its steps, tokens or minutes"
-                )
         self._index = 0
         self._start = Elapsed()
         self._factor = 1.0
