@@ -20,7 +20,7 @@ from covey.errors import ConfigError, RewardError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.collect import AnswerCollector, Rollout, collect_groups
 from covey.rollout.learning import Correction
 from covey.rollout.scoring import Logged
 from covey.training import setup
@@ -285,9 +285,9 @@ def test_the_next_step_is_sampled_while_this_one_is_learnt(
     learning = threading.Event()
     threads = []
 
-    def note_thread(*arguments: Any, **options: Any) -> Rollout:
+    def note_thread(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
         threads.append(threading.current_thread().name)
-        return collect(*arguments, **options)
+        return collect(collector, *arguments, **options)
 
     def waits(completions: list[str], trainer_state: Any = None, **columns: Any) -> list[float]:
         if len(threads) == 2:
@@ -296,8 +296,8 @@ def test_the_next_step_is_sampled_while_this_one_is_learnt(
         return share_of_letters(completions)
 
     trainer = build(settings, reward=waits, max_steps=2, max_staleness=1, eval_on_start=False)
-    collect = trainer.collect
-    monkeypatch.setattr(trainer, "collect", note_thread)
+    collect = AnswerCollector.__call__
+    monkeypatch.setattr(AnswerCollector, "__call__", note_thread)
     run_pass = trainer.learner.forward_backward
 
     def note(*arguments: Any, **options: Any) -> Any:
