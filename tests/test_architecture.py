@@ -1,11 +1,12 @@
-"""Imports go downward only. Checked by parsing every file, imports inside functions included.
+"""Imports go downward only, without circles. Checked by parsing every file, imports inside functions included.
 
 0  types, errors, files, functions, named, processes
-1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards)
+1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards), the sections of the settings
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
-3  serving, observe
-4  training, distributed
-5  config, cli, demo, covey/__init__.py
+3  serving, observe, config                    (config puts the sections together)
+4  backend, pytorch/backend.py, jax/backend.py
+5  training
+6  cli, covey/__init__.py
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ast
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,11 +30,15 @@ LEVELS = {
     **dict.fromkeys(("algorithms", "rewards", "tasks", "environments"), 1),
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
-    **dict.fromkeys(("training", "distributed"), 4),
-    **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_trl", "config_text"), 5),
+    **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_trl", "config_text"), 3),
+    "backend": 4,
+    "training": 5,
     **dict.fromkeys(
-        ("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "cli_weights", "demo", "__main__", "__init__"), 5
+        ("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "cli_weights", "__main__", "__init__"), 6
     ),
+    # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
+    **dict.fromkeys(("observe.config", "serving.config", "training.config", "observe.metric_names"), 1),
+    **dict.fromkeys(("pytorch.backend", "jax.backend"), 4),
 }
 SAME_LEVEL = {
     ("tasks", "rewards"),
@@ -40,7 +46,7 @@ SAME_LEVEL = {
     ("pytorch", "rollout"),
     ("jax", "rollout"),
 }
-MAY_PRINT = {"cli", "demo", "__main__"}
+MAY_PRINT = {"cli", "__main__"}
 WITHOUT_TORCH = {
     "types",
     "errors",
@@ -53,6 +59,7 @@ WITHOUT_TORCH = {
     "observe",
     "jax",
     "config",
+    "backend",
 }
 HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax", "orbax")
 MAX_LINES = 500
@@ -76,6 +83,12 @@ def room(module: str) -> str:
     """`covey.rollout.packing` -> `rollout`; the package itself is `__init__`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
+
+
+def place(module: str) -> str:
+    """What has a level: the room, or the module where it stands elsewhere than its room."""
+    name = module.removeprefix("covey.")
+    return name if name in LEVELS else room(module)
 
 
 def module_of(path: Path, root: Path = SOURCE) -> str:
@@ -111,32 +124,67 @@ def imports_of(tree: ast.Module, path: Path, root: Path = SOURCE) -> Iterator[Im
                 base = ".".join([*above, base] if base else above)
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                is_module = base == "covey" and ((root / alias.name).is_dir() or (root / f"{alias.name}.py").is_file())
+                inside = root.joinpath(*inner.split(".")[1:])
+                is_module = base.split(".")[0] == "covey" and (inside.is_dir() or inside.with_suffix(".py").is_file())
                 yield Import(node.lineno, inner if is_module else base, node in guarded, node in deferred)
 
 
 def fault(importer: str, found: Import) -> str | None:
-    """Why `importer` (a room) may not have this import, or None."""
+    """Why `importer` (a module) may not have this import, or None."""
     if found.module.split(".")[0] != "covey":
         return None
-    imported = room(found.module)
-    if imported not in LEVELS:
+    ours, theirs = place(importer), place(found.module)
+    if theirs not in LEVELS:
         return f"imports {found.module}, which has no level: add it to LEVELS"
-    if imported == importer or LEVELS[imported] < LEVELS[importer]:
+    if LEVELS[theirs] < LEVELS[ours] or (ours, theirs) in SAME_LEVEL:
         return None
-    if LEVELS[importer] == 5 or (importer, imported) in SAME_LEVEL:
+    both = {LEVELS[ours], LEVELS[theirs]}
+    if both in ({0}, {6}) or (both == {3} and ours.startswith("config") and theirs.startswith("config")):
         return None
-    if LEVELS[importer] == LEVELS[imported] == 0:
+    # A room's own modules; one that stands higher than its room is not for the others in it.
+    if room(importer) == room(found.module) and LEVELS[theirs] <= LEVELS[room(importer)]:
         return None
-    if imported == "config" and (found.typing_only or (importer == "training" and found.deferred)):
-        # A room may name the type of the composed config, which it is handed; the trainer makes one if it is
-        # not.
+    if both == {4} and theirs == "backend":
         return None
-    return f"(level {LEVELS[importer]}) imports {found.module} (level {LEVELS[imported]})"
+    return f"(level {LEVELS[ours]}) imports {found.module} (level {LEVELS[theirs]})"
 
 
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that import one another, directly or through others (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for imported in imports[module]:
+            if imported not in number:
+                visit(imported)
+            if imported in stack:
+                lowest[module] = min(lowest[module], lowest[imported])
+        if lowest[module] == number[module]:
+            circle = [stack.pop()]
+            while circle[-1] != module:
+                circle.append(stack.pop())
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for module in imports:
+        if module not in number:
+            visit(module)
+    return found
+
+
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@cache
+def imports_in(path: Path) -> tuple[Import, ...]:
+    return tuple(imports_of(parse(path), path))
 
 
 def test_there_is_something_to_check() -> None:
@@ -152,10 +200,21 @@ def test_imports_go_downward() -> None:
     faults = [
         f"{path.relative_to(SOURCE)}:{found.line} {why}"
         for path in FILES
-        for found in imports_of(parse(path), path)
-        if (why := fault(room(module_of(path)), found))
+        for found in imports_in(path)
+        if (why := fault(module_of(path), found))
     ]
     assert not faults, "\n".join(faults)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Neither at its top, nor in a function, nor for the type checker only."""
+    modules = {module_of(path): path for path in FILES}
+    imports = {
+        module: {found.module for found in imports_in(path) if found.module in modules} - {module}
+        for module, path in modules.items()
+    }
+    assert circles(imports) == []
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
 
 
 def test_backends_stay_in_their_rooms() -> None:
@@ -163,7 +222,7 @@ def test_backends_stay_in_their_rooms() -> None:
     faults = []
     for path in FILES:
         importer = room(module_of(path))
-        for found in imports_of(parse(path), path):
+        for found in imports_in(path):
             library = found.module.split(".")[0]
             if found.typing_only or library not in HEAVY:
                 continue
@@ -196,7 +255,7 @@ def test_sections_need_pydantic_only() -> None:
     """Reading a config must stay quick: a room's config.py imports its own room and light libraries."""
     allowed = {"__future__", "typing", "pathlib", "pydantic"}
     for path in SOURCE.glob("*/config.py"):
-        for found in imports_of(parse(path), path):
+        for found in imports_in(path):
             own = found.module.startswith(f"covey.{room(module_of(path))}.")
             assert own or found.module in allowed, f"{path}: {found.module}"
 
@@ -223,15 +282,23 @@ def test_sections_need_pydantic_only() -> None:
         ("algorithms/kl.py", "from covey.rewards import Verifier", False),
         ("types.py", "from covey.errors import DataError", True),
         ("types.py", "from covey import algorithms", False),
-        ("training/trainer.py", "from covey.config import GRPOConfig", False),
-        ("training/trainer.py", "if TYPE_CHECKING:\n    from covey.config import GRPOConfig", True),
-        ("training/trainer.py", "def f():\n    from covey.config import GRPOConfig", True),
+        ("training/trainer.py", "from covey.config import GRPOConfig", True),
+        ("training/trainer.py", "from covey.jax.backend import BACKEND", True),
+        ("config.py", "from covey.training.config import OptimConfig", True),
+        ("config.py", "from covey.training.trainer import GRPOTrainer", False),
+        ("config.py", "if TYPE_CHECKING:\n    from covey.training.trainer import GRPOTrainer", False),
+        ("jax/backend.py", "from covey.config import GRPOConfig\nfrom covey.backend import Backend", True),
+        ("jax/backend.py", "def f():\n    from covey.pytorch.loading import load_model", True),
+        ("jax/backend.py", "from covey.pytorch.backend import BACKEND", False),
+        ("jax/engine.py", "from covey.jax.backend import BACKEND", False),
+        ("rollout/packing.py", "if TYPE_CHECKING:\n    from covey.config import GRPOConfig", False),
+        ("observe/doctor.py", "from covey.config import GRPOConfig", False),
         ("training/trainer.py", "def f():\n    from covey.cli import main", False),
         ("rollout/packing.py", "def f():\n    from covey.config import GRPOConfig", False),
         ("training/trainer.py", "if TYPE_CHECKING:\n    from covey.cli import main", False),
         (
             "training/trainer.py",
-            "if not TYPE_CHECKING:\n    pass\nelse:\n    from covey.config import X",
+            "if not TYPE_CHECKING:\n    pass\nelse:\n    from covey.cli import X",
             False,
         ),
         ("training/trainer.py", "from covey import GRPOConfig", False),
@@ -241,7 +308,7 @@ def test_sections_need_pydantic_only() -> None:
 )
 def test_the_checker(importer: str, code: str, allowed: bool) -> None:
     path = SOURCE / importer
-    faults = [fault(room(module_of(path)), found) for found in imports_of(ast.parse(code), path)]
+    faults = [fault(module_of(path), found) for found in imports_of(ast.parse(code), path)]
     assert all(why is None for why in faults) == allowed
 
 

@@ -36,8 +36,8 @@ from covey.errors import ConfigError, CoveyError, DataError
 from covey.observe.console import visible
 
 if TYPE_CHECKING:
-    from covey.training.choices import ChoiceTask
     from covey.training.evaluate import Evaluation
+    from covey.training.multiple_choice import ChoiceTask
     from covey.training.trainer import GRPOTrainer
 
 app = typer.Typer(
@@ -140,13 +140,13 @@ def plan(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
 ) -> None:
-    """Predict seconds and peak memory of a recipe's steps from a short probe. Nothing is written.
+    """Take two steps of a recipe, and tell seconds and peak memory of a step and of the run. Nothing is written.
 
     Says what dominates, and which setting would about halve it.
     """
-    from covey.training.plan import make_plan
+    from covey.training.plan import measure
 
-    found = make_plan(_trainer(GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])))
+    found = measure(_trainer(GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])))
     if as_json:
         out.print_json(data=found.to_dict())
         return
@@ -172,7 +172,7 @@ def plan(
         evaluations = f" with {found.num_evaluations} evaluations" if found.num_evaluations else ""
         out.print(
             f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
-            f"(the probe took {found.probe_seconds:.0f} s)",
+            f"(finding out took {found.probe_seconds:.0f} s)",
             highlight=False,
         )
 
@@ -213,7 +213,7 @@ def evaluate(
     letter with its calibration.
     """
     from covey.training import setup
-    from covey.training.choices import ChoiceTask
+    from covey.training.multiple_choice import ChoiceTask
 
     config = config_for(model, adapter, overrides)
     changes: dict[str, Any] = {
@@ -269,14 +269,17 @@ def sample(
     """Sample completions and print them."""
     from dataclasses import replace
 
+    from covey.backend import load_backend
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
     from covey.types import Request
 
     config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
     task = setup.load_task(config) if system is None else None
-    policy = setup.make_policy(config)
-    engine = setup.make_engine(config, policy)
+    backend = load_backend(config.model.backend)
+    backend.check(config)
+    policy = backend.make_policy(config)
+    engine = backend.make_sampler(config, policy)
     prompts = build_prompts(
         [{"prompt": [{"role": "user", "content": text}]} for text in prompt],
         policy.tokenizer,
@@ -406,7 +409,7 @@ def _evaluate_choices(
     from covey.observe.choice_html import write_choice_report
     from covey.observe.choices import choice_report
     from covey.observe.console import progress_bar
-    from covey.training.choices import answer_choices
+    from covey.training.multiple_choice import answer_choices
 
     answered, rows = [], []
     for one in (config, other):
@@ -442,7 +445,7 @@ def _name(config: GRPOConfig) -> str:
 
 def _show(result: Evaluation, number: int) -> None:
     """Print completions, marked as right or wrong where that is known; of agents, what they saw and did."""
-    from covey.training.report import transcript
+    from covey.training.evaluate import transcript
 
     played = [trajectory for group in result.rollout.groups for trajectory in group.trajectories]
     for trajectory in played[:number]:

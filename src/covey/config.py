@@ -38,6 +38,7 @@ from covey.config_text import (
 )
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
+from covey.functions import whole_path
 from covey.observe.config import RunConfig
 from covey.observe.metric_names import says_which_is_best
 from covey.rewards.config import RewardConfig
@@ -126,7 +127,9 @@ class GRPOConfig(BaseModel):
         `sampling.num_generations=8`.
 
         An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The
-        section may be left out (`beta=0.02`), and synonyms and TRL's names do as well.
+        section may be left out (`beta=0.02`), and synonyms and TRL's names do as well. A `FILE.py:NAME` is looked for
+        beside the TOML file and then in the working directory, one of an override there only; what is found has its
+        whole path from then on, so that a run can be resumed from anywhere.
 
         Raises:
             ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
@@ -139,8 +142,9 @@ class GRPOConfig(BaseModel):
             raise ConfigError(f"{path}: cannot be read ({error}); give the path of a TOML file") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: is not valid TOML ({error}); correct it there") from error
-        written = canonical_names(table)
-        return cls(**(written | canonical_names(parse_overrides(overrides), base=written)))
+        written = _whole_paths(canonical_names(table), Path(path).parent, Path())
+        changes = _whole_paths(canonical_names(parse_overrides(overrides), base=written), Path())
+        return cls(**(written | changes))
 
     @classmethod
     def from_overrides(cls, overrides: Iterable[str]) -> Self:
@@ -184,6 +188,21 @@ GRPOTrainingArgs = GRPOConfig
 
 _PATHS = ("model", "adapter", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
 """Fields that name files, or may."""
+
+_CODE = ("functions", "task", "world", "loss_type", "adv_estimator")
+"""Fields that may name something in a file of the user's."""
+
+
+def _whole_paths(values: Mapping[str, Any], *folders: Path) -> dict[str, Any]:
+    """Fields -> values, where each `FILE.py:NAME` of a file in one of the folders has its whole path."""
+
+    def found(value: Any) -> Any:
+        return whole_path(value, folders) if isinstance(value, str) else value
+
+    return {
+        field: value if field not in _CODE else tuple(map(found, value)) if isinstance(value, tuple) else found(value)
+        for field, value in values.items()
+    }
 
 
 def _build_sections(values: Mapping[str, Any]) -> dict[str, BaseModel]:

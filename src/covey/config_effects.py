@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from covey.config_names import field_path
 
-if TYPE_CHECKING:
-    from covey.config import GRPOConfig
-
-_Condition = Callable[["GRPOConfig"], bool]
+_Condition = Callable[[Any], bool]
+"""Asked of a `GRPOConfig`, which is composed above this module."""
 
 
-def uses_kl(config: GRPOConfig) -> bool:
+def uses_kl(config: Any) -> bool:
     """True when some phase of the run has a KL term."""
     return config.algorithm.beta > 0 or any(phase.beta for phase in config.schedule.phases)
 
 
-def uses_reference(config: GRPOConfig) -> bool:
+def uses_reference(config: Any) -> bool:
     """True when something looks at the reference."""
     return uses_kl(config) or config.algorithm.reference_drift_threshold is not None
 
@@ -88,7 +86,7 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
 """(field, when it acts, the same in words)."""
 
 
-def without_effect(config: GRPOConfig) -> list[str]:
+def without_effect(config: Any) -> list[str]:
     """One sentence for each setting that somebody has changed and that changes nothing, given the others."""
     found = []
     for field, acts, when in _ACTS_WHEN:

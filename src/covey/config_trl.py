@@ -249,7 +249,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "optim": ("the optimiser is AdamW; remove it", ("adamw_torch", "adamw_torch_fused", "adamw_hf")),
     "optim_args": ("set optim.adam_beta1, optim.adam_beta2, optim.adam_epsilon", ()),
     "optim_target_modules": ("set model.lora_target_modules", ()),
-    "lr_scheduler_kwargs": ("set optim.lr_scheduler_type to linear, cosine or constant", ({},)),
     "logging_strategy": ("set run.logging_steps", ("steps",)),
     "logging_first_step": ("set run.logging_steps to 1", (False,)),
     "logging_nan_inf_filter": ("metrics are logged as they are; remove it", (True,)),

@@ -1,4 +1,4 @@
-"""Find a Python function by name: `my_rewards.py:correct` or `package.module:correct`."""
+"""Find Python objects by name: `my_rewards.py:correct` in a file of the user's, or `package.module:correct`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,19 +17,33 @@ from covey.errors import ConfigError, raised_at
 
 
 def load_function(name: str) -> Callable[..., Any]:
+    """Import the function or verifier that `name` names; see `load_object`.
+
+    Raises:
+        ConfigError: also where it is something else.
+    """
+    found = load_object(name)
+    if not callable(found) and not hasattr(found, "batch_verify"):
+        attribute = name.rpartition(":")[2]
+        raise ConfigError(f"{name}: {attribute!r} is a {type(found).__name__}, not a function or verifier")
+    return found  # type: ignore[no-any-return]
+
+
+def load_object(name: str, kind: str = "function") -> Any:
     """Import the object that `name` names.
 
     Args:
         name: `FILE.py:NAME`, relative to the working directory, or `MODULE:NAME`.
+        kind: what it should be, for messages.
 
     Raises:
         ConfigError: wrong form, no such file, module or object, or the file raises when imported.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
-        raise ConfigError(
-            f"{name!r} names no function: write FILE.py:FUNCTION or MODULE:FUNCTION, e.g. my_rewards.py:correct"
-        )
+        example = ", e.g. my_rewards.py:correct" if kind == "function" else ""
+        form = kind.upper()
+        raise ConfigError(f"{name!r} names no {kind}: write FILE.py:{form} or MODULE:{form}{example}")
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ConfigError:
@@ -41,29 +57,47 @@ def load_function(name: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{name}: {where} has no {attribute!r}; it has {', '.join(_functions(module)) or 'no function'}"
         )
-    if not callable(found) and not hasattr(found, "batch_verify"):
-        raise ConfigError(f"{name}: {attribute!r} is a {type(found).__name__}, not a function or verifier")
-    return found  # type: ignore[no-any-return]
+    return found
+
+
+def names_file(name: str | None) -> bool:
+    """True for `FILE.py:NAME`, with or without options after it."""
+    return name is not None and name.partition(":")[0].endswith(".py")
+
+
+def whole_path(name: str, folders: Sequence[Path]) -> str:
+    """`FILE.py:...` with the whole path of the file in the first folder that has it; any other name as it is."""
+    file, _, rest = name.partition(":")
+    if names_file(name) and not Path(file).is_absolute():
+        for folder in folders:
+            if (folder / file).is_file():
+                return f"{(folder / file).resolve()}:{rest}"
+    return name
+
+
+USER_FILES: dict[str, str] = {}
+"""Modules of the user's files, by the names that they are imported under. Sent to another process (`update`), it can
+unpickle what they define.
+"""
+
+
+class _UserFiles(MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        file = USER_FILES.get(name)
+        return None if file is None else importlib.util.spec_from_file_location(name, file)
+
+
+sys.meta_path.append(_UserFiles())
 
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give its path from the working directory, {Path.cwd()}")
     # A name of its own, so that a user's `random.py` does not hide a library's.
-    name = f"covey_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    whole = str(path.resolve())
+    name = f"covey_user_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
+    USER_FILES[name] = whole
+    return importlib.import_module(name)
 
 
 def _functions(module: ModuleType) -> list[str]:

@@ -15,6 +15,7 @@ from covey.environments import EnvironmentPool, House
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
+from covey.training.agents import make_collector
 from covey.types import SamplingSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
@@ -89,7 +90,8 @@ def test_the_tool_is_shown_as_the_template_shows_tools(playing: dict[str, Any]) 
 
     assert 'Act with a call such as {"name": "act"' in opening()  # this template knows no tools
     tokenizer.chat_template = "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}" + tokenizer.chat_template
-    trainer.collect = trainer._make_collector()
+    parts: Any = (trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode)
+    trainer.collect = make_collector(trainer.args, *parts)
     assert opening().startswith('<tools>[{"type": "function", "function": {"name": "act"')
     assert "Act with a call" not in opening()
     trainer.close()

@@ -20,12 +20,12 @@ from covey.errors import ConfigError, RewardError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups
+from covey.rollout.collect import AnswerCollector, Rollout, collect_groups
 from covey.rollout.learning import Correction
 from covey.rollout.scoring import Logged
 from covey.training import setup
 from covey.training.ahead import Sampled, SamplesAhead, Source, Worker, staleness_metrics
-from covey.training.schedule import PhasePlan, Progress
+from covey.training.schedule import Elapsed, PhasePlan
 from covey.training.state import TrainerState
 from covey.training.update import update
 from covey.types import Completion, Episode, Group, Prompt
@@ -106,7 +106,7 @@ class FakeRun:
         self.gate = threading.Semaphore(0)
         self.synced: list[int] = []
         plan = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2)
-        self.phase = plan.at(Progress())
+        self.phase = plan.at(Elapsed())
         source = Source(
             sample=self.sample,
             phase=lambda: self.phase,
@@ -240,7 +240,7 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -
             streams=[(plain.args.seed, 0, 2 * step + offset) for offset in range(2)],
             policy_version=1 + step,
         )
-        phase = plain.phases.at(Progress(step))
+        phase = plain.phases.at(Elapsed(step))
         batch = make_batch(rollout.groups, plain.batch_settings)
         done = update(plain.learner, batch, setup.update_settings(plain.args, phase), plain.length.rate(phase, step))
         plain.engine.sync(plain.policy.model, 2 + step)
@@ -285,9 +285,9 @@ def test_the_next_step_is_sampled_while_this_one_is_learnt(
     learning = threading.Event()
     threads = []
 
-    def note_thread(*arguments: Any, **options: Any) -> Rollout:
+    def note_thread(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
         threads.append(threading.current_thread().name)
-        return collect(*arguments, **options)
+        return collect(collector, *arguments, **options)
 
     def waits(completions: list[str], trainer_state: Any = None, **columns: Any) -> list[float]:
         if len(threads) == 2:
@@ -296,8 +296,8 @@ def test_the_next_step_is_sampled_while_this_one_is_learnt(
         return share_of_letters(completions)
 
     trainer = build(settings, reward=waits, max_steps=2, max_staleness=1, eval_on_start=False)
-    collect = trainer.collect
-    monkeypatch.setattr(trainer, "collect", note_thread)
+    collect = AnswerCollector.__call__
+    monkeypatch.setattr(AnswerCollector, "__call__", note_thread)
     run_pass = trainer.learner.forward_backward
 
     def note(*arguments: Any, **options: Any) -> Any:
@@ -313,14 +313,14 @@ def test_a_stale_batch_is_corrected(settings: dict[str, Any], monkeypatch: pytes
     trainer = build(settings, max_steps=2, max_staleness=1, beta=0.0, learning_rate=0.1, importance_sampling_cap=1.05)
     seen: list[Any] = []
     rows = np.arange(8)
-    learn = trainer._learn
+    learn = trainer.learn
 
     def spy(batch: Any, phase: Any) -> Any:
         now, _ = trainer.learner.scores(batch, rows, temperature=1.0)
         seen.append((batch, now))
         return learn(batch, phase)
 
-    monkeypatch.setattr(trainer, "_learn", spy)
+    monkeypatch.setattr(trainer, "learn", spy)
     before = trainer.policy.state_dict()
     trainer.train()
     batch, now = seen[1]
@@ -342,7 +342,7 @@ def test_a_stale_batch_is_corrected(settings: dict[str, Any], monkeypatch: pytes
 
 def test_which_correction() -> None:
     plan = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2)
-    phase = plan.at(Progress())
+    phase = plan.at(Elapsed())
 
     def correction(**changes: Any) -> Correction | None:
         return setup.update_settings(GRPOConfig(**changes), phase).correction

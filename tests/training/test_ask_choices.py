@@ -14,7 +14,7 @@ from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError
 from covey.tasks import get_task
-from covey.training.choices import ChoiceTask, answer_choices, letter_probabilities
+from covey.training.multiple_choice import ChoiceTask, answer_choices, letter_probabilities
 
 
 @pytest.fixture

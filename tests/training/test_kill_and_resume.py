@@ -21,7 +21,8 @@ from covey.observe.run_folder import RunFolder
 DRIVER = """
 import sys, time
 from covey import cli
-from covey.training import checkpoint, recorder, trainer
+from covey.rollout import collect
+from covey.training import checkpoint
 from covey.pytorch import learner
 
 where, at = sys.argv[1], int(sys.argv[2])
@@ -37,7 +38,7 @@ def pause(function):
     return wrapped
 
 if where == "sampling":
-    trainer.collect_groups = pause(trainer.collect_groups)
+    collect.collect_groups = pause(collect.collect_groups)
 elif where == "update":
     learner.Learner.optim_step = pause(learner.Learner.optim_step)
 elif where == "checkpoint":

@@ -10,7 +10,7 @@ import pytest
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
 from covey.observe.run_folder import RunFolder
-from covey.rollout.collect import Rollout
+from covey.rollout.collect import AnswerCollector, Rollout
 from covey.rollout.playing import PlayStats
 from covey.tasks import WeightedOrder
 from covey.training.questions import QuestionHistory, count_answers, questions_of
@@ -109,15 +109,15 @@ def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkey
     args = GRPOConfig(**(settings | changes))
     whole = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
     sampled: list[list[Group]] = [[]]
-    collect = whole.collect
+    collect = AnswerCollector.__call__
 
-    def spy(*arguments: Any, **options: Any) -> Rollout:
-        rollout = collect(*arguments, **options)
+    def spy(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
+        rollout = collect(collector, *arguments, **options)
         sampled[-1] += rollout.groups
         return rollout
 
     report = whole._report
-    monkeypatch.setattr(whole, "collect", spy)
+    monkeypatch.setattr(AnswerCollector, "__call__", spy)
     monkeypatch.setattr(whole, "_report", lambda *rest: (report(*rest), sampled.append([])))
     whole.train()
     records = [record for record in whole.state.log_history if "loss" in record]

@@ -1,16 +1,24 @@
 import math
-from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 
+from covey import GRPOConfig
 from covey.errors import CheckpointError, ConfigError
-from covey.training.schedule import Phase, PhasePlan, Progress, learning_rate_factor, resolve_warmup_steps
+from covey.training.config import PhaseConfig, ScheduleType
+from covey.training.schedule import Elapsed, PhasePlan, learning_rate_schedule, resolve_warmup_steps
+from covey.training.setup import phase_plan, run_length
 
 
-def factors(schedule, steps, **kwargs):
-    return [learning_rate_factor(schedule, step, **kwargs) for step in steps]
+def Phase(name="", **settings):  # noqa: N802 (as a section of the settings, some without an end)
+    return PhaseConfig.model_construct(name=name, **settings)
+
+
+def factors(schedule, steps, *, learning_rate=1.0, **kwargs):
+    factor = learning_rate_schedule(schedule, learning_rate=learning_rate, **kwargs)
+    return [factor(step) for step in steps]
 
 
 def test_worked_values():
@@ -24,23 +32,65 @@ def test_worked_values():
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")]
+    ("name", "options"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("constant", {}),
+        ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {"num_cycles": 2}),
+        ("polynomial", {"power": 2.0, "lr_end": 1e-4}),
+        ("inverse_sqrt", {"timescale": 5}),
+        ("cosine_with_min_lr", {"min_lr": 1e-3}),
+        ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "1-sqrt"}),
+    ],
 )
 @pytest.mark.parametrize("warmup", [0, 3])
-def test_same_numbers_as_transformers(ours, theirs, warmup):
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=warmup, num_training_steps=11)
-    for step in range(11):
-        assert learning_rate_factor(ours, step, warmup_steps=warmup, total_steps=11) == scheduler.get_last_lr()[0]
+def test_same_numbers_as_transformers(name, options, warmup):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    theirs = "constant_with_warmup" if name == "constant" else name
+    scheduler = get_scheduler(theirs, optimizer, warmup, 11, options)
+    ours = factors(name, range(11), learning_rate=0.01, warmup_steps=warmup, total_steps=11, options=options)
+    for factor in ours:
+        assert 0.01 * factor == scheduler.get_last_lr()[0]
         optimizer.step()
         scheduler.step()
 
 
+def test_every_schedule_without_metrics_is_there():
+    theirs = {name.value for name in SchedulerType} - {"constant_with_warmup", "reduce_lr_on_plateau", "greedy"}
+    assert set(get_args(ScheduleType)) == theirs
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("linear", {"num_cycles": 2}, "num_cycles"),
+        ("constant", {"num_cycles": 2}, "no options"),
+        ("cosine_with_min_lr", {}, "min_lr"),
+        ("polynomial", {"lr_end": 2.0}, "lr_end"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(name, options, reason):
+    with pytest.raises(ConfigError, match=rf"lr_scheduler_kwargs=.*{reason}"):
+        factors(name, [0], total_steps=9, options=options)
+
+
+def test_options_are_settings():
+    config = GRPOConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-6}, max_steps=10)
+    length = run_length(config, phase_plan(config), 4)
+    phase = phase_plan(config).at(Elapsed())
+    assert length.rate(phase, 0) == config.learning_rate
+    assert length.rate(phase, 10) == pytest.approx(1e-6)
+    assert GRPOConfig(lr_scheduler_kwargs=None).lr_scheduler_kwargs == {}
+
+
 def test_a_schedule_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"lr_scheduler_type='step'.*linear, cosine, constant"):
-        learning_rate_factor("step", 0)
+        factors("step", [0])
     with pytest.raises(ConfigError, match=r"schedule\.max_steps"):
-        learning_rate_factor("cosine", 5)
+        factors("cosine", [5])
 
 
 def test_warmup_steps():
@@ -63,27 +113,27 @@ def usmle_plan():
 
 def test_phases_follow_one_another():
     plan = usmle_plan()
-    first = plan.at(Progress(0, 0, 0))
+    first = plan.at(Elapsed(0, 0, 0))
     assert (first.name, first.temperature, first.beta, first.num_generations) == ("warmup", 0.7, 0.02, 8)
     assert first.effective_learning_rate(1e-5, 0.5) == 5e-6
-    assert plan.at(Progress(99, 5000, 0)).name == "warmup"
-    second = plan.at(Progress(100, 5050, 0))
+    assert plan.at(Elapsed(99, 5000, 0)).name == "warmup"
+    second = plan.at(Elapsed(100, 5050, 0))
     assert (second.name, second.temperature, second.beta, second.num_generations) == ("main", 1.0, 0.01, 16)
     # 450 tokens from where it began, at 5050
-    assert plan.at(Progress(109, 5499, 0)).name == "main"
-    third = plan.at(Progress(110, 5560, 0))
+    assert plan.at(Elapsed(109, 5499, 0)).name == "main"
+    third = plan.at(Elapsed(110, 5560, 0))
     assert (third.index, third.name, third.temperature) == (2, "final", 0.8)
     assert third.effective_learning_rate(1e-5, 0.25) == 5e-6  # its own, whatever the schedule says
-    assert not plan.finished(Progress(10**6, 10**9, 1e9))
+    assert not plan.finished(Elapsed(10**6, 10**9, 1e9))
 
 
 def test_the_plan_ends_with_its_last_limit():
     plan = PhasePlan([Phase(minutes=1), Phase(steps=3)], temperature=1, beta=0, num_generations=2)
-    assert plan.at(Progress(0, 0, 59.9)).name == "phase 1"
-    assert not plan.finished(Progress(0, 0, 60.0))
-    assert plan.at(Progress(10, 0, 60.0)).name == "phase 2"
-    assert not plan.finished(Progress(12, 0, 70.0))
-    assert plan.finished(Progress(13, 0, 71.0))
+    assert plan.at(Elapsed(0, 0, 59.9)).name == "phase 1"
+    assert not plan.finished(Elapsed(0, 0, 60.0))
+    assert plan.at(Elapsed(10, 0, 60.0)).name == "phase 2"
+    assert not plan.finished(Elapsed(12, 0, 70.0))
+    assert plan.finished(Elapsed(13, 0, 71.0))
     assert plan.total_steps is None
     assert PhasePlan([Phase(steps=2), Phase(steps=3)], temperature=1, beta=0, num_generations=2).total_steps == 5
 
@@ -92,13 +142,13 @@ def test_a_jump_over_a_whole_phase_still_visits_it():
     plan = PhasePlan(
         [Phase("a", tokens=10), Phase("b", tokens=10), Phase("c")], temperature=1, beta=0, num_generations=2
     )
-    names = [plan.at(Progress(step, tokens)).name for step, tokens in enumerate([0, 100, 105, 111])]
+    names = [plan.at(Elapsed(step, tokens)).name for step, tokens in enumerate([0, 100, 105, 111])]
     assert names == ["a", "b", "b", "c"]
 
 
 def test_a_resumed_plan_goes_on_where_it_was():
     straight, first_half = usmle_plan(), usmle_plan()
-    path = [Progress(step, 37 * step, 2.0 * step) for step in range(0, 130, 3)]
+    path = [Elapsed(step, 37 * step, 2.0 * step) for step in range(0, 130, 3)]
     expected = [straight.at(progress) for progress in path]
     seen = [first_half.at(progress) for progress in path[:37]]
     resumed = usmle_plan()
@@ -117,32 +167,9 @@ def test_restore_refuses_another_plan():
 
 def test_no_phases_is_one_without_end():
     plan = PhasePlan([], temperature=0.9, beta=0.04, num_generations=4)
-    phase = plan.at(Progress(10**6))
+    phase = plan.at(Elapsed(10**6))
     assert (phase.name, phase.temperature, phase.learning_rate) == ("train", 0.9, None)
-    assert not plan.finished(Progress(10**6))
-
-
-@pytest.mark.parametrize("limit", ["steps", "tokens", "minutes"])
-def test_bad_phases_are_refused(limit):
-    with pytest.raises(ConfigError, match=rf"phases\[0\]\.{limit}=0"):
-        PhasePlan([Phase(**{limit: 0})], temperature=1, beta=0, num_generations=2)
-    with pytest.raises(ConfigError, match=r"phases\[0\] \('a'\) has no length"):
-        PhasePlan([Phase("a"), Phase("b", **{limit: 1})], temperature=1, beta=0, num_generations=2)
-
-
-def test_phases_from_any_object_with_the_attributes():
-    row = SimpleNamespace(
-        name="x",
-        steps=5,
-        tokens=None,
-        minutes=None,
-        temperature=None,
-        beta=0.0,
-        num_generations=None,
-        learning_rate=None,
-    )
-    phase = PhasePlan([row], temperature=0.6, beta=0.04, num_generations=4).at(Progress())
-    assert (phase.temperature, phase.beta) == (0.6, 0.0)  # 0.0 is set, None is not
+    assert not plan.finished(Elapsed(10**6))
 
 
 def cutting_plan():
@@ -157,13 +184,13 @@ def cutting_plan():
 def test_low_accuracy_cuts_the_learning_rate_once_for_ten_steps():
     plan = cutting_plan()
     assert [plan.note_accuracy(0.1) for _ in range(20)] == 9 * [False] + [True] + 9 * [False] + [True]
-    phase = plan.at(Progress(20))
+    phase = plan.at(Elapsed(20))
     assert phase.learning_rate_factor == 0.25
     assert phase.effective_learning_rate(1e-5, 0.8) == pytest.approx(2e-6)
     # the cut outlives its phase, a rate of its own does not inherit it
-    assert plan.at(Progress(100)).learning_rate_factor == 0.25
+    assert plan.at(Elapsed(100)).learning_rate_factor == 0.25
     assert plan.note_accuracy(0.0) is False  # no limit in this phase
-    assert plan.at(Progress(200)).effective_learning_rate(1e-5, 1.0) == 5e-6
+    assert plan.at(Elapsed(200)).effective_learning_rate(1e-5, 1.0) == 5e-6
 
 
 def test_the_mean_of_ten_steps_decides():
@@ -179,5 +206,5 @@ def test_a_resume_keeps_the_cut_and_what_led_to_the_next_one():
     for _ in range(15):
         plan.note_accuracy(0.1)
     again.restore(plan.state())
-    assert again.at(Progress(15)).learning_rate_factor == 0.5
+    assert again.at(Elapsed(15)).learning_rate_factor == 0.5
     assert [again.note_accuracy(0.1) for _ in range(5)] == [False] * 4 + [True]

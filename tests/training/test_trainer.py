@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.backend import load_backend
 from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
@@ -57,6 +58,21 @@ def test_learns_and_leaves_everything_behind(settings: dict[str, Any]) -> None:
     for name, parameter in fresh.named_parameters():
         if "lora_" in name:
             assert torch.equal(parameter, saved[name])
+
+
+def test_a_backend_of_ones_own_makes_all_parts(settings: dict[str, Any]) -> None:
+    asked: list[str] = []
+
+    class Mine:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(load_backend("pytorch"), name)
+
+    args = GRPOConfig(**(settings | {"max_steps": 1}))
+    trainer = GRPOTrainer(reward_funcs=share_of_letters, args=args, train_dataset=ROWS, backend=Mine())
+    assert trainer.train().global_step == 1
+    assert asked == ["check", "make_policy", "make_sampler", "make_learner", "expect"]
+    assert trainer.only_in_memory
 
 
 def test_first_step_has_no_kl_and_ratio_one(settings: dict[str, Any]) -> None:

@@ -86,11 +86,11 @@ def test_the_document_s_recipe_is_the_document_s_configuration() -> None:
 
 
 def test_the_document_s_recipe_has_its_loss() -> None:
-    from covey.training.schedule import Progress
-    from covey.training.setup import make_plan
+    from covey.training.schedule import Elapsed
+    from covey.training.setup import phase_plan
 
     recipe = GRPOConfig.from_toml(RECIPES / "document.toml")
-    settings = update_settings(recipe, make_plan(recipe).at(Progress(0, 0, 0.0)))
+    settings = update_settings(recipe, phase_plan(recipe).at(Elapsed(0, 0, 0.0)))
     objective = settings.objective
     assert (objective.surrogate, objective.aggregation) == ("reinforce", "sequence_sum_kept")
     assert (objective.kl_aggregation, objective.kl_estimator, objective.beta) == ("token_mean", "exact_weighted", 0.02)

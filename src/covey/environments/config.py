@@ -14,8 +14,8 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
 
     world: str | None = Field(
         default=None,
-        description="A named world to act in, with options: house, house:rooms=4, gymnasium:env=FrozenLake-v1; "
-        "none = prompts with single answers.",
+        description="A world to act in, by name with options (house, house:rooms=4, gymnasium:env=FrozenLake-v1) or in "
+        "a file (FILE.py:WORLD, FILE.py:WORLD:size=9); none = prompts with single answers.",
     )
     max_turns: int | None = Field(
         default=None, ge=1, description="Actions after which an episode ends; none = what the world says."

@@ -24,6 +24,7 @@ from typing import Any, Self
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World
 from covey.errors import ConfigError, EpisodeError
+from covey.functions import USER_FILES
 from covey.processes import end_python, start_python
 from covey.rewards.jail import frames
 
@@ -40,7 +41,7 @@ class EnvironmentPool:
     A place that takes too long or ends is killed, answers `EpisodeError`, and is a fresh process the next time.
 
     Args:
-        world: makes the environments; it is pickled, so a class of a module, not of `__main__`.
+        world: makes the environments; it is pickled, so a class of a module or of a `file.py:World`, not of `__main__`.
         places: how many episodes can go on at once.
         reset_seconds: time limit of a reset.
         step_seconds: time limit of a step.
@@ -242,7 +243,7 @@ class _Template:
         self._stop = partial(end_python, process, ours)
         answer = None
         try:
-            frames.send(ours.fileno(), {"world": self._world})
+            frames.send(ours.fileno(), {"world": self._world, "files": USER_FILES})
             if select.select([ours], [], [], _START_SECONDS)[0]:
                 answer = frames.receive(ours.fileno())
         except OSError:

@@ -29,13 +29,14 @@ def get_world(name: str, **options: Any) -> World:
     """Make a world by its name.
 
     Args:
-        name: `"house"`, or with options in one text, `"house:rooms=4,max_turns=5"`.
+        name: `"house"`, or with options in one text, `"house:rooms=4,max_turns=5"`; or of a file, `"maze.py:Maze"`,
+            `"maze.py:Maze:size=9"`: a `World` class, a function that makes one, or one that is made already.
         **options: arguments of the world; they win over those in `name`.
 
     Raises:
         ConfigError: no such world, no such option, or a value that the world refuses.
     """
-    return make_named("environment", name, _WORLDS, **options)
+    return make_named("environment", name, _WORLDS, World, **options)
 
 
 register_world("alfworld", AlfWorld)

@@ -21,6 +21,7 @@ from typing import Any
 
 from covey.environments.base import Environment, Observation, checked_reset, checked_step
 from covey.errors import EpisodeError, raised_at
+from covey.functions import USER_FILES
 from covey.rewards.jail import frames
 
 _PR_SET_PDEATHSIG = 1
@@ -32,6 +33,7 @@ def serve_template(control: int) -> None:
         message = frames.receive(control)
         if message is None:
             return
+        USER_FILES.update(message["files"])
         try:
             world = pickle.loads(base64.b64decode(message["world"]))
             world.prepare()

@@ -87,6 +87,9 @@ class Engine:
         """Give the copy's memory back until the next `sync`, which must come before the next call."""
         self._version, self._params = _NO_VERSION, None
 
+    def close(self) -> None:
+        """Nothing runs beside this process."""
+
     def __call__(
         self,
         requests: Sequence[Request],

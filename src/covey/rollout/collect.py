@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from covey.rollout.playing import PlayStats, play_metrics
 from covey.rollout.scoring import Scorer
@@ -63,6 +63,36 @@ class Collector(Protocol):
     ) -> Rollout:
         """See `collect_groups`."""
         ...
+
+    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
+        """Begin what the next call needs, while something else goes on."""
+        ...
+
+    def close(self) -> None:
+        """End what runs beside this process; what is needed again starts anew."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnswerCollector:
+    """Single answers, scored by reward functions; a `Collector`. For its fields see `collect_groups`."""
+
+    generator: Generator
+    scorer: Scorer
+    decode: Decode
+
+    def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
+        """See `collect_groups`."""
+        return collect_groups(
+            prompts, settings, generator=self.generator, scorer=self.scorer, decode=self.decode, **what
+        )
+
+    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
+        """Nothing to prepare."""
+
+    def close(self) -> None:
+        """End the reward functions' threads."""
+        self.scorer.close()
 
 
 def collect_groups(

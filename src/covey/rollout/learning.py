@@ -69,6 +69,8 @@ class Sampler(Generator, TurnGenerator, Protocol):
 
     def release(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class Learner(Protocol):
     """Log-probabilities, gradients and the optimiser of a policy; the methods are documented in `covey.pytorch`.

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-
-if TYPE_CHECKING:
-    from covey.serving.batching import BatchingEngine
 
 _COUNTERS = {
     "completions": "completions sampled",
@@ -45,8 +42,8 @@ class Latencies:
         return Histogram(f"covey_{name}", meaning, buckets=_SECONDS, registry=self._registry)
 
 
-def prometheus_text(engine: BatchingEngine) -> str:
-    """The counts of an engine."""
+def prometheus_text(engine: Any) -> str:
+    """The counts of a `BatchingEngine`."""
     registry = CollectorRegistry()
     for name, meaning in _COUNTERS.items():
         Counter(f"covey_{name}", meaning, registry=registry).inc(getattr(engine.counts, name))
@@ -59,4 +56,4 @@ def prometheus_text(engine: BatchingEngine) -> str:
     }
     for name, (meaning, value) in gauges.items():
         Gauge(f"covey_{name}", meaning, registry=registry).set(value)
-    return generate_latest(registry).decode() + engine.latencies.text()
+    return f"{generate_latest(registry).decode()}{engine.latencies.text()}"

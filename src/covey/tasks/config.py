@@ -22,7 +22,8 @@ class DataConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
     )
     task: str | None = Field(
         default=None,
-        description="A named task that renders prompts and scores answers; none = prompts as they are in the dataset.",
+        description="A task that renders prompts and scores answers, by name (arithmetic) or in a file (FILE.py:TASK); "
+        "none = prompts as they are in the dataset.",
     )
     prompts_per_step: int = Field(
         default=8,

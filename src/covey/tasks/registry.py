@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from covey.named import make_named
+from covey.named import find_factory, make_named
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
 from covey.tasks.code import Code
@@ -27,9 +27,13 @@ def task_names() -> tuple[str, ...]:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """What the task of a name, with or without options in it, can be given; empty for one that is not known."""
-    factory = _TASKS.get(name.partition(":")[0])
-    return () if factory is None else tuple(inspect.signature(factory).parameters)
+    """What the task of a name, with or without options in it, can be given.
+
+    Raises:
+        ConfigError: no such task.
+    """
+    factory = find_factory("task", name, _TASKS)[1]
+    return tuple(inspect.signature(factory).parameters) if callable(factory) else ()
 
 
 def get_task(name: str, **options: Any) -> Task:
@@ -37,13 +41,14 @@ def get_task(name: str, **options: Any) -> Task:
 
     Args:
         name: `"arithmetic"`, or with options in one text, `"arithmetic:kinds=gcd,digits=2"`; numbers, `true`,
-            `false` and `none` are read as such.
+            `false` and `none` are read as such; or of a file, `"riddles.py:Riddles"`, `"riddles.py:Riddles:digits=2"`:
+            a `Task` class, a function that makes one, or one that is made already.
         **options: arguments of the task, e.g. `path` for `gsm8k`; they win over those in `name`.
 
     Raises:
         ConfigError: no such task, no such option, or a value that the task refuses.
     """
-    return make_named("task", name, _TASKS, **options)
+    return make_named("task", name, _TASKS, Task, **options)
 
 
 register_task("arithmetic", Arithmetic)

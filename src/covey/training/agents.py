@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from covey.config import GRPOConfig
 from covey.environments.base import World
 from covey.environments.pool import EnvironmentPool
 from covey.environments.registry import get_world
@@ -20,9 +21,6 @@ from covey.rollout.playing import PlaySettings
 from covey.rollout.scoring import Scorer
 from covey.training import setup
 from covey.types import Prompt
-
-if TYPE_CHECKING:
-    from covey.config import GRPOConfig
 
 _ACT: dict[str, Any] = {
     "type": "function",
@@ -49,12 +47,23 @@ def load_world(config: GRPOConfig) -> World | None:
     return None if name is None else get_world(name)
 
 
-def world_data(config: GRPOConfig, world: World) -> setup.Data:
+def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
     """Task instances in place of prompts; the world says what is right.
 
+    Args:
+        config: the settings.
+        world: has the tasks.
+        others: reward functions and datasets that were given beside it; there must be none.
+
     Raises:
+        ConfigError: there are others.
         DataError: there is nothing to train on, or an instance is also held out.
     """
+    if config.rewards.functions or any(other is not None for other in others):
+        raise ConfigError(
+            "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
+            "reward_funcs, rewards.functions, train_dataset and eval_dataset"
+        )
     train, held_out = world.train_tasks(config.run.seed), world.eval_tasks()
     if not train:
         raise DataError(f"environment.world={config.environment.world!r}: it has no training tasks")

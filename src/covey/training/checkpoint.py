@@ -14,7 +14,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,8 +69,7 @@ def save_checkpoint(
         step: optimiser steps taken.
         tensors: group name -> tensor name -> tensor, or NumPy array, which comes back as a tensor. Any dtype, bit for
             bit; tensors that are one and the same (tied weights) are stored once and come back tied.
-        state: JSON-able values; floats are exact, NaN and infinities too, and tuples, bytes, NumPy arrays and
-            scalars come back as they were. Random-generator states fit.
+        state: JSON-able values, in which floats are exact, and NumPy arrays.
         run_id: id of the run, checked by `load_checkpoint`.
 
     Returns:
@@ -89,9 +87,9 @@ def save_checkpoint(
         "step": step,
         "run_id": run_id,
         "groups": sorted(tensors),
-        "state": _encode(dict(state)),
+        "state": dict(state),
     }
-    text = json.dumps(document, allow_nan=False, indent=1)
+    text = json.dumps(document, default=_as_json, indent=1)
     with publishing(final) as aside:
         for name, group in tensors.items():
             _save_group(aside / f"{name}.safetensors", group)
@@ -116,7 +114,7 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
     if problem:
         raise CheckpointError(f"checkpoint {folder}: {problem}; {_advice(folder)}")
     try:
-        document = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        document = json.loads((folder / "state.json").read_text(encoding="utf-8"), object_hook=_from_json)
         if document["format"] != _FORMAT:
             raise CheckpointError(
                 f"checkpoint {folder} has format {document['format']}, this version of Covey reads "
@@ -139,12 +137,11 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
                 "own folder"
             )
         tensors = {name: _load_group(folder / f"{name}.safetensors") for name in document["groups"]}
-        state = _decode(document["state"])
     except CheckpointError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read ({error}); {_advice(folder)}") from error
-    return Checkpoint(path=folder, step=step, tensors=tensors, state=state, run_id=found)
+    return Checkpoint(path=folder, step=step, tensors=tensors, state=document["state"], run_id=found)
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
@@ -209,6 +206,21 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
     return doomed
 
 
+def random_state() -> dict[str, Any]:
+    """States of torch's generators: dropout draws from them."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state().numpy()}
+    if torch.cuda.is_available():
+        state["cuda"] = [device_state.numpy() for device_state in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def restore_random(state: Mapping[str, Any]) -> None:
+    """Take up what `random_state` returned."""
+    torch.set_rng_state(torch.from_numpy(np.asarray(state["cpu"], np.uint8)))
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state_all([torch.from_numpy(np.asarray(entry, np.uint8)) for entry in state["cuda"]])
+
+
 def _advice(broken: Path) -> str:
     for path in reversed(list_checkpoints(broken.parent)):
         if path != broken and not folder_problem(path):
@@ -254,50 +266,16 @@ def _load_group(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _encode(value: Any) -> Any:
-    """JSON with tags for what JSON lacks. Python writes floats so that they read back exactly."""
-    if value is None or isinstance(value, (bool, str)):
-        return value
-    if isinstance(value, np.generic):
-        return {"$scalar": [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, tuple):
-        return {"$tuple": [_encode(item) for item in value]}
-    if isinstance(value, list):
-        return [_encode(item) for item in value]
-    if isinstance(value, bytes):
-        return {"$bytes": base64.b64encode(value).decode()}
+def _as_json(value: Any) -> Any:
+    """What JSON lacks; Python itself writes floats so that they read back exactly."""
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         return {"$array": [value.dtype.str, list(value.shape), data]}
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: _encode(item) for key, item in value.items()}
-        return {"$pairs": [[_encode(key), _encode(item)] for key, item in value.items()]}
     raise TypeError(f"a checkpoint's state cannot hold a {type(value).__name__}; put tensors in a tensor group")
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
+def _from_json(value: dict[str, Any]) -> Any:
+    if value.keys() != {"$array"}:
         return value
-    if len(value) == 1:
-        ((tag, content),) = value.items()
-        if tag == "$float":
-            return float(content)
-        if tag == "$tuple":
-            return tuple(_decode(item) for item in content)
-        if tag == "$bytes":
-            return base64.b64decode(content)
-        if tag == "$scalar":
-            return np.frombuffer(base64.b64decode(content[1]), dtype=np.dtype(content[0]))[0]
-        if tag == "$array":
-            flat = np.frombuffer(base64.b64decode(content[2]), dtype=np.dtype(content[0]))
-            return flat.reshape(content[1]).copy()
-        if tag == "$pairs":
-            return {_decode(key): _decode(item) for key, item in content}
-    return {key: _decode(item) for key, item in value.items()}
+    dtype, shape, data = value["$array"]
+    return np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).reshape(shape).copy()

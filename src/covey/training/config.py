@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
+
+ScheduleType = Literal[
+    "linear",
+    "cosine",
+    "constant",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+]
 
 
 class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -25,9 +37,15 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of AdamW's mean of gradients.")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of AdamW's mean of squared gradients.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to AdamW's denominator.")
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = Field(
+    lr_scheduler_type: ScheduleType = Field(
         default="linear",
-        description="Course of the learning rate after warm-up: down to 0 (linear, cosine) or constant.",
+        description="Course of the learning rate after warm-up, as in transformers: down to 0 (linear, cosine), "
+        "constant, or another of its schedules.",
+    )
+    lr_scheduler_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict,
+        description="Options of the schedule, such as min_lr of cosine_with_min_lr or num_decay_steps of "
+        "warmup_stable_decay.",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Optimiser steps over which the learning rate rises from 0.")
     warmup_ratio: float = Field(
@@ -42,6 +60,11 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         description="Packed tokens in one forward and backward pass. Changes memory and speed only: the "
         "gradient is that of the whole step.",
     )
+
+    @field_validator("lr_scheduler_kwargs", mode="before")
+    @classmethod
+    def _none_means_empty(cls, value: Any) -> Any:
+        return {} if value is None else value
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from covey.config import GRPOConfig
 from covey.errors import CheckpointError, ConfigError, CoveyError
 from covey.files import NAMES_NOTHING
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import Checkpoint, latest_checkpoint
 from covey.training.state import TrainerState
-
-if TYPE_CHECKING:
-    from covey.config import GRPOConfig
 
 
 def find_checkpoint(folder: RunFolder, config: GRPOConfig, notes: list[str]) -> Path | None:
@@ -112,7 +110,7 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
     with damage_explained(checkpoint):
         if not isinstance(checkpoint.state["trainer"], dict):
             raise TypeError("its counters are no table")
-        state = TrainerState.from_dict(checkpoint.state["trainer"], [])
+        state = TrainerState.from_dict(checkpoint.state["trainer"])
         budget, counts = checkpoint.state["tokens_per_micro_batch"], checkpoint.state["trainer"]
         if type(budget) is not int or budget < 1:
             raise ValueError(f"tokens_per_micro_batch={budget!r}")

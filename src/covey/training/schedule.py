@@ -1,62 +1,75 @@
 """What changes over a run: the learning rate, and phases with settings of their own.
 
-Learning-rate schedules are pure functions step -> factor, with the definitions of
-`transformers.get_scheduler`: `step` counts the optimiser steps already taken, so with warm-up the first step
-has factor 0.
+Learning-rate schedules are those of transformers, as pure functions step -> factor: `step` counts the optimiser steps
+already taken, so with warm-up the first step has factor 0.
 
-Phases follow one another: "100 steps at temperature 0.7, then ..." (usmle-qa.md has three). A phase ends at
-the first of its limits to be reached, counted from where the phase really began, and the last one may have no
-limit.
+Phases follow one another: "100 steps at temperature 0.7, then ..." (usmle-qa.md has three). A phase ends at its limit,
+counted from where the phase really began.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, get_args
 
 from covey.errors import CheckpointError, ConfigError
-
-ScheduleType = Literal["linear", "cosine", "constant"]
+from covey.training.config import PhaseConfig, ScheduleType
 
 ACCURACY_STEPS = 10
 """Steps whose mean accuracy decides about a cut of the learning rate."""
 
+_ENDLESS = ("constant", "inverse_sqrt")
 
-def learning_rate_factor(schedule: str, step: int, *, warmup_steps: int = 0, total_steps: int | None = None) -> float:
-    """Factor in [0, 1] on the learning rate for the optimiser step that follows `step` finished ones.
 
-    Warm-up is `step / warmup_steps`. After it, with `x = (step - warmup) / (total - warmup)`: `linear` is `1
-    - x`, `cosine` is `(1 + cos(pi x)) / 2`, `constant` is 1. Same numbers as `transformers.get_scheduler`.
+def learning_rate_schedule(
+    name: str,
+    *,
+    learning_rate: float,
+    warmup_steps: int = 0,
+    total_steps: int | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[[int], float]:
+    """A schedule of `transformers.get_scheduler`, with linear warm-up, as a pure function.
 
     Args:
-        schedule: "linear", "cosine" or "constant".
-        step: optimiser steps taken so far, from 0.
-        warmup_steps: steps of linear warm-up.
-        total_steps: steps of the whole run; not needed for "constant".
+        name: as `optim.lr_scheduler_type`; "constant" warms up too, as transformers' "constant_with_warmup".
+        learning_rate: the peak, which options such as `min_lr` are compared with.
+        warmup_steps: steps of warm-up.
+        total_steps: steps of the whole run; not needed for "constant" and "inverse_sqrt".
+        options: of that schedule, such as `num_cycles`; see `transformers.optimization`.
+
+    Returns:
+        Steps taken so far, from 0 -> factor on the learning rate of the step that follows. After the run's last step
+        it stays as it is there.
 
     Raises:
-        ConfigError: unknown schedule, or a decay without a known number of steps.
+        ConfigError: unknown schedule or option, or a decay without a known number of steps.
     """
-    if schedule not in get_args(ScheduleType):
-        known = ", ".join(get_args(ScheduleType))
-        raise ConfigError(f"lr_scheduler_type={schedule!r}: no such schedule; set optim.lr_scheduler_type to {known}")
-    if step < warmup_steps:
-        return step / max(1, warmup_steps)
-    if schedule == "constant":
-        return 1.0
-    if total_steps is None:
+    import torch
+    from transformers import get_scheduler
+
+    known = get_args(ScheduleType)
+    if name not in known:
         raise ConfigError(
-            f"lr_scheduler_type={schedule!r}: a decay needs the number of steps, which is not known here; "
+            f"lr_scheduler_type={name!r}: no such schedule; set optim.lr_scheduler_type to {', '.join(known)}"
+        )
+    if total_steps is None and name not in _ENDLESS:
+        raise ConfigError(
+            f"lr_scheduler_type={name!r}: a decay needs the number of steps, which is not known here; "
             'set schedule.max_steps, or optim.lr_scheduler_type to "constant"'
         )
-    left = max(1, total_steps - warmup_steps)
-    if schedule == "linear":
-        return max(0.0, (total_steps - step) / left)
-    # Past the end transformers' cosine would rise again; a finished run stays at 0.
-    done = min(1.0, (step - warmup_steps) / left)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))
+    given = dict(options or {})
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=learning_rate)
+    try:
+        if name == "constant" and given:
+            raise TypeError(f"{name} has no options")
+        theirs = "constant_with_warmup" if name == "constant" else name
+        factor = get_scheduler(theirs, optimizer, warmup_steps, total_steps, given).lr_lambdas[0]
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"optim.lr_scheduler_kwargs={given!r} with lr_scheduler_type={name!r}: {error}") from error
+    return lambda step: float(factor(step if total_steps is None else min(step, total_steps)))
 
 
 def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int | None) -> int:
@@ -75,55 +88,12 @@ def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: in
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Elapsed:
     """How far a run is: steps, tokens, seconds of training, all from 0 and over all resumes."""
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-
-
-class PhaseLike(Protocol):
-    """What `PhasePlan` reads from a phase: any object with these attributes, `None` = not set."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def tokens(self) -> int | None: ...
-    @property
-    def minutes(self) -> float | None: ...
-    @property
-    def temperature(self) -> float | None: ...
-    @property
-    def beta(self) -> float | None: ...
-    @property
-    def num_generations(self) -> int | None: ...
-    @property
-    def learning_rate(self) -> float | None: ...
-    @property
-    def min_accuracy(self) -> float | None: ...
-    @property
-    def learning_rate_cut(self) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A stretch of a run. Limits: `steps`, `tokens`, `minutes`; the other fields replace the run's own when
-    set.
-    """
-
-    name: str = ""
-    steps: int | None = None
-    tokens: int | None = None
-    minutes: float | None = None
-    temperature: float | None = None
-    beta: float | None = None
-    num_generations: int | None = None
-    learning_rate: float | None = None
-    min_accuracy: float | None = None
-    learning_rate_cut: float = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,30 +131,12 @@ class PhasePlan:
     tokens or minutes begins where the one before really ended; `state` and `restore` carry it over a resume.
     """
 
-    def __init__(self, phases: Sequence[PhaseLike], *, temperature: float, beta: float, num_generations: int) -> None:
-        """Take the phases (none = one phase without end) and the run's own settings.
-
-        Raises:
-            ConfigError: a limit that is not positive, or a phase before the last one that has no limit.
-        """
-        self._phases: tuple[PhaseLike, ...] = tuple(phases) or (Phase(name="train"),)
+    def __init__(self, phases: Sequence[PhaseConfig], *, temperature: float, beta: float, num_generations: int) -> None:
+        """Take the phases (none = one phase without end) and the run's own settings."""
+        self._phases = tuple(phases) or (PhaseConfig.model_construct(name="train"),)
         self._base = (temperature, beta, num_generations)
-        for index, phase in enumerate(self._phases):
-            for limit in ("steps", "tokens", "minutes"):
-                value = getattr(phase, limit)
-                if value is not None and not value > 0:
-                    raise ConfigError(
-                        f"schedule.phases[{index}].{limit}={value}: a phase must have a positive length; "
-                        "remove the phase or set a larger number"
-                    )
-            if index < len(self._phases) - 1 and phase.steps is phase.tokens is phase.minutes is None:
-                raise ConfigError(
-                    f"schedule.phases[{index}] ({phase.name!r}) has no length, so the next phase would never "
-                    "begin; "
-                    "set its steps, tokens or minutes"
-                )
         self._index = 0
-        self._start = Progress()
+        self._start = Elapsed()
         self._factor = 1.0
         self._accuracies: list[float] = []
 
@@ -205,7 +157,7 @@ class PhasePlan:
         steps = self._phases[self._index].steps
         return None if steps is None else self._start.step + steps
 
-    def at(self, progress: Progress) -> ResolvedPhase:
+    def at(self, progress: Elapsed) -> ResolvedPhase:
         """Return the settings for the step that follows `progress`, moving to the next phase when one is
         over.
         """
@@ -245,11 +197,11 @@ class PhasePlan:
         self._accuracies = [] if low else self._accuracies[1:]
         return low
 
-    def finished(self, progress: Progress) -> bool:
+    def finished(self, progress: Elapsed) -> bool:
         """True when the last phase has a limit and `progress` has reached it."""
         return self._index == len(self._phases) - 1 and self._is_over(progress)
 
-    def _is_over(self, progress: Progress) -> bool:
+    def _is_over(self, progress: Elapsed) -> bool:
         phase = self._phases[self._index]
         return (
             (phase.steps is not None and progress.step - self._start.step >= phase.steps)
@@ -278,7 +230,7 @@ class PhasePlan:
                 f"the checkpoint is in phase {index + 1}, but schedule.phases has {len(self._phases)}; "
                 "resume with the phases that the run was started with"
             )
-        start, factor = Progress(**state["start"]), float(state.get("learning_rate_factor", 1.0))
+        start, factor = Elapsed(**state["start"]), float(state.get("learning_rate_factor", 1.0))
         accuracies = [float(value) for value in state.get("accuracies", ())]
         for value in (start.step, start.tokens, start.seconds):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:

@@ -11,36 +11,28 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from covey.algorithms import make_objective
+from covey.backend import Backend
+from covey.config import GRPOConfig
+from covey.environments.base import World
 from covey.errors import ConfigError, DataError
 from covey.functions import load_function
-from covey.pytorch.engine import Engine
-from covey.pytorch.learner import Learner as TorchLearner
-from covey.pytorch.policy import Policy
 from covey.rollout.batching import BatchSettings, HasAnswer, has_text
 from covey.rollout.credit import CreditSettings
-from covey.rollout.learning import Correction, Learner, Sampler, TrainedPolicy
+from covey.rollout.learning import Correction, Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
-from covey.serving.client import InferenceClient
-from covey.serving.remote import RemoteEngine
-from covey.serving.vllm import VLLMEngine
 from covey.tasks import Task, get_task, task_options
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
+from covey.training.checks import correctness
 from covey.training.evaluate import IsCorrect
-from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_factor, resolve_warmup_steps
-from covey.training.standard import correctness
+from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
 from covey.training.update import UpdateSettings
 from covey.types import Prompt, SamplingSettings
-
-if TYPE_CHECKING:
-    from covey.config import GRPOConfig
-    from covey.environments import World
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +66,7 @@ def load_task(config: GRPOConfig) -> Task | None:
     files = {"path": ("dataset", data.dataset), "eval_path": ("eval_dataset", data.eval_dataset)}
     known = task_options(data.task)
     for option, (field, value) in files.items():
-        if value is not None and known and option not in known:
+        if value is not None and option not in known:
             raise ConfigError(
                 f"data.{field}={value!r:.200}: it does not go with data.task={data.task!r}, which brings its own rows; "
                 "remove one of them"
@@ -181,72 +173,21 @@ def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.
     return DataOrder(count, config.run.seed, config.data.shuffle)
 
 
-def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None) -> TrainedPolicy:
-    """Load the policy named by the config, or wrap the model that the user passed."""
-    chosen = config.model
-    torch.manual_seed(config.run.seed)
-    if chosen.backend == "jax":
-        from covey.training import jax_backend
-
-        return jax_backend.make_policy(
-            config, model, tokenizer, needs_reference=needs_reference(config), peft_config=peft_config
-        )
-    if chosen.mesh is not None:
-        raise ConfigError(f"model.mesh={chosen.mesh!r}: PyTorch runs on one device; set model.backend to jax")
-    return Policy.load(
-        chosen.model if model is None else model,
-        tokenizer=tokenizer,
-        dtype=chosen.dtype,
-        device=chosen.device,
-        trust_remote_code=chosen.trust_remote_code,
-        gradient_checkpointing=chosen.gradient_checkpointing,
-        prefix_sharing=chosen.prefix_sharing,
-        fused_layers=chosen.fused_layers,
-        use_peft=chosen.use_peft,
-        lora_config=peft_config,
-        lora_r=chosen.lora_r,
-        lora_alpha=chosen.lora_alpha,
-        lora_dropout=chosen.lora_dropout,
-        lora_target_modules=chosen.lora_target_modules,
-        adapter=chosen.adapter,
-        seed=config.run.seed,
-        reference_update=config.algorithm.reference_update,
-        reference_update_steps=config.algorithm.reference_update_steps,
-        reference_ema_decay=config.algorithm.reference_ema_decay,
-        needs_reference=needs_reference(config),
-    )
-
-
-def needs_reference(config: GRPOConfig) -> bool:
-    """True when some phase of the run compares with the reference policy."""
-    betas = [config.algorithm.beta, *(phase.beta or 0.0 for phase in config.schedule.phases)]
-    return max(betas) > 0 or config.algorithm.reference_drift_threshold is not None
-
-
-def make_engine(config: GRPOConfig, policy: TrainedPolicy) -> Sampler:
-    """What samples: the engine in this process, or a server in its place.
+def make_engine(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) -> Sampler:
+    """What samples: the backend's engine, or a server in its place.
 
     Raises:
         ServingError: the server cannot be reached.
     """
-    if config.server.upload_adapters_to_server:
-        return connect(config)
-    if config.model.backend == "jax":
-        from covey.training import jax_backend
-
-        return jax_backend.make_engine(config, policy)
-    chosen = config.sampling.sampler_dtype
-    return Engine(
-        policy.model,
-        policy.tokenizer,
-        dtype=None if chosen == "model" else getattr(torch, chosen),
-        kv_cache_bytes=int(config.sampling.kv_cache_gb * 2**30),
-        max_batch_size=config.sampling.max_batch_size,
-    )
+    return connect(config) if config.server.upload_adapters_to_server else backend.make_sampler(config, policy)
 
 
-def connect(config: GRPOConfig) -> RemoteEngine:
+def connect(config: GRPOConfig) -> Sampler:
     """The server of `server.inference_server_url`, for this run folder: a resumed run is the same trainer."""
+    from covey.serving.client import InferenceClient
+    from covey.serving.remote import RemoteEngine
+    from covey.serving.vllm import VLLMEngine
+
     chosen = config.server
     client = InferenceClient(
         chosen.inference_server_url,
@@ -259,35 +200,6 @@ def connect(config: GRPOConfig) -> RemoteEngine:
     if chosen.inference_server_kind == "vllm":
         return VLLMEngine(client, trainer=trainer, folder=chosen.adapter_folder or f"{folder}-adapters")
     return RemoteEngine(client, trainer=trainer)
-
-
-def make_learner(config: GRPOConfig, policy: TrainedPolicy) -> Learner:
-    """The learner with AdamW as configured."""
-    optim = config.optim
-    options: dict[str, Any] = {
-        "learning_rate": optim.learning_rate,
-        "embedding_lr": optim.embedding_lr,
-        "weight_decay": optim.weight_decay,
-        "betas": (optim.adam_beta1, optim.adam_beta2),
-        "epsilon": optim.adam_epsilon,
-        "max_grad_norm": optim.max_grad_norm,
-        "tokens_per_micro_batch": optim.tokens_per_micro_batch,
-    }
-    if config.model.backend == "jax":
-        from covey.training import jax_backend
-
-        return jax_backend.make_learner(policy, options)
-    assert isinstance(policy, Policy)
-    beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
-    return TorchLearner(policy, side_by_side=beside, **options)
-
-
-def expect(config: GRPOConfig, engine: Sampler, learner: Learner, prompts: Sequence[Prompt]) -> None:
-    """Tell parts that are compiled for shapes what is to come."""
-    if config.model.backend == "jax":
-        from covey.training import jax_backend
-
-        jax_backend.expect(config, engine, learner, prompts)
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
@@ -376,18 +288,18 @@ class RunLength:
     Attributes:
         total_steps: steps of the run where they are known, else None.
         max_seconds: time limit, None = none.
+        learning_rate: the peak.
+        factor: of the learning rate, by the steps taken.
     """
 
     total_steps: int | None
     max_seconds: float | None
-    warmup_steps: int
-    schedule: str
     learning_rate: float
+    factor: Callable[[int], float]
 
     def rate(self, phase: ResolvedPhase, step: int) -> float:
         """Learning rate of the step that follows `step` finished ones."""
-        factor = learning_rate_factor(self.schedule, step, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
-        return phase.effective_learning_rate(self.learning_rate, factor)
+        return phase.effective_learning_rate(self.learning_rate, self.factor(step))
 
 
 def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLength:
@@ -406,18 +318,22 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
         total = schedule.max_steps
     else:
         total = max(1, math.ceil(schedule.num_train_epochs * num_prompts / config.data.prompts_per_step))
-    length = RunLength(
+    optim = config.optim
+    return RunLength(
         total_steps=total,
         max_seconds=None if schedule.max_minutes is None else 60 * schedule.max_minutes,
-        warmup_steps=resolve_warmup_steps(config.optim.warmup_steps, config.optim.warmup_ratio, total),
-        schedule=config.optim.lr_scheduler_type,
-        learning_rate=config.optim.learning_rate,
+        learning_rate=optim.learning_rate,
+        factor=learning_rate_schedule(
+            optim.lr_scheduler_type,
+            learning_rate=optim.learning_rate,
+            warmup_steps=resolve_warmup_steps(optim.warmup_steps, optim.warmup_ratio, total),
+            total_steps=total,
+            options=optim.lr_scheduler_kwargs,
+        ),
     )
-    learning_rate_factor(length.schedule, length.warmup_steps, warmup_steps=length.warmup_steps, total_steps=total)
-    return length
 
 
-def make_plan(config: GRPOConfig) -> PhasePlan:
+def phase_plan(config: GRPOConfig) -> PhasePlan:
     """The phases of the run."""
     return PhasePlan(
         config.schedule.phases,

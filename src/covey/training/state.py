@@ -1,25 +1,38 @@
-"""Where a run stands: everything the loop knows beyond weights and optimizer, in plain numbers that JSON can hold."""
+"""Where a run stands, and the user's callbacks that are told of it; both as in transformers, whose callbacks fit."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
+
+import transformers
+from transformers import TrainerControl
 
 from covey.errors import CheckpointError
 
-_KINDS = {
-    "int": (int,),
-    "float": (float, int),
-    "str": (str,),
-    "float | None": (float, type(None)),
-    "int | None": (int, type(None)),
+_WHOLE, _NUMBER, _NONE = (int,), (float, int), type(None)
+_COUNTERS: dict[str, tuple[type, ...]] = {
+    "global_step": _WHOLE,
+    "max_steps": _WHOLE,
+    "epoch": _NUMBER,
+    "num_tokens": _WHOLE,
+    "seconds": _NUMBER,
+    "data_position": _WHOLE,
+    "policy_version": _WHOLE,
+    "updates": _WHOLE,
+    "evaluations_without_improvement": _WHOLE,
+    "best_metric": (float, _NONE),
+    "best_step": (int, _NONE),
+    "best_metric_name": (str,),
 }
+"""What a checkpoint keeps, with the types that it may have."""
 
 
-@dataclass(slots=True)
-class TrainerState:
-    """Counters of a run. Names are those of transformers' `TrainerState` where the meaning is the same.
+@dataclass
+class TrainerState(transformers.TrainerState):
+    """Counters of a run: those of transformers, and Covey's own.
 
     Attributes:
         global_step: finished steps (one step = sample, score, update).
@@ -37,7 +50,6 @@ class TrainerState:
         log_history: one dict for each logged step or evaluation, as in metrics.jsonl.
     """
 
-    global_step: int = 0
     max_steps: int = -1
     epoch: float = 0.0
     num_tokens: int = 0
@@ -46,38 +58,62 @@ class TrainerState:
     policy_version: int = 1
     updates: int = 0
     evaluations_without_improvement: int = 0
-    best_metric: float | None = None
     best_step: int | None = None
     best_metric_name: str = ""
-    log_history: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the history, which the run folder holds already."""
-        values = asdict(self)
-        del values["log_history"]
-        return values
+        """What a checkpoint keeps; the history is in the run folder already."""
+        return {name: getattr(self, name) for name in _COUNTERS}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], log_history: list[dict[str, Any]]) -> Self:
-        """Rebuild the state of a checkpoint.
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild the state of a checkpoint, its history empty.
 
         Raises:
             CheckpointError: the checkpoint names a counter that this version does not know, lacks one, or has one that
                 is no such number.
         """
-        known = {entry.name for entry in fields(cls)} - {"log_history"}
         values = {"best_metric_name": ""} | values  # not in checkpoints of older versions
-        if set(values) != known:
-            odd = sorted(set(values) ^ known)
+        if values.keys() != _COUNTERS.keys():
+            odd = sorted(values.keys() ^ _COUNTERS.keys())
             raise CheckpointError(
                 f"trainer state with fields {odd} missing or unknown: the checkpoint was written by another version of "
                 "covey; resume it with that version"
             )
-        for name in known:
-            allowed = _KINDS[cls.__annotations__[name]]
+        for name, allowed in _COUNTERS.items():
             if type(values[name]) not in allowed or (type(values[name]) is float and not math.isfinite(values[name])):
                 raise CheckpointError(
                     f"trainer state with {name}={values[name]!r:.80}: the checkpoint was changed after it was written; "
                     "delete it to resume from the one before"
                 )
-        return cls(**values, log_history=log_history)
+        return cls(**values)
+
+    def take(self, other: TrainerState) -> None:
+        """Become equal to another state; those who hold this one see it."""
+        vars(self).update(vars(other))
+
+
+class Callbacks:
+    """Calls `callback.EVENT(args, state, control, **kwargs)` on every callback that has such a method.
+
+    Transformers' own handler would ask each for all methods of `TrainerCallback`. An exception in a callback is the
+    user's and ends the run: it is not swallowed.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], args: Any, state: TrainerState) -> None:
+        self._callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+        self._args, self._state = args, state
+        self.control = TrainerControl()
+
+    def __call__(self, event: str, **kwargs: Any) -> None:
+        """Call `event` (`on_step_end`, `on_log`, ...); a returned control replaces the current one."""
+        for callback in self._callbacks:
+            handler = getattr(callback, event, None)
+            if handler is not None:
+                self.control = handler(self._args, self._state, self.control, **kwargs) or self.control
+
+    def take(self, request: str) -> bool:
+        """Read and reset one request such as `should_save`."""
+        asked = bool(getattr(self.control, request))
+        setattr(self.control, request, False)
+        return asked

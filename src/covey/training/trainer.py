@@ -16,36 +16,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-from covey.errors import ConfigError, CoveyError, DataError
+from covey.backend import Backend, load_backend
+from covey.config import GRPOConfig
+from covey.config_effects import uses_reference
+from covey.environments.base import World
+from covey.errors import CoveyError, DataError
+from covey.functions import names_file
 from covey.observe.memory import memory_metrics
-from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Collector, Rollout, collect_groups
+from covey.rollout.collect import AnswerCollector, Rollout
 from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
-from covey.serving.remote import RemoteEngine
+from covey.tasks import Task
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
 from covey.training.ahead import Sampled, Samples, SamplesAhead, SamplesNow, Source
-from covey.training.callbacks import Callbacks
-from covey.training.evaluate import Evaluation, correct_completions, evaluate
+from covey.training.checks import best_metric, require_memory
+from covey.training.evaluate import (
+    Evaluation,
+    completion_rows,
+    correct_completions,
+    evaluate,
+    no_answer_ratio,
+    rollout_metrics,
+)
 from covey.training.questions import QuestionHistory
-from covey.training.recorder import Recorder
-from covey.training.report import completion_rows, no_answer_ratio, rollout_metrics
-from covey.training.room import require_memory
-from covey.training.schedule import ACCURACY_STEPS, Progress, ResolvedPhase
-from covey.training.standard import best_metric
-from covey.training.state import TrainerState
-from covey.training.stepwise import StepByStep
+from covey.training.recorder import Recorder, Run
+from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
+from covey.training.state import Callbacks, TrainerState
 from covey.training.update import Update, update
-from covey.types import Batch, Prompt
-from covey.types import Progress as ProgressCall
-
-if TYPE_CHECKING:
-    from covey.config import GRPOConfig
-    from covey.environments import World
-    from covey.tasks import Task
+from covey.types import Batch, Progress, Prompt
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
@@ -59,7 +61,7 @@ class TrainOutput:
     metrics: dict[str, Any]
 
 
-class GRPOTrainer(StepByStep):
+class GRPOTrainer:
     """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
 
     Args:
@@ -75,6 +77,7 @@ class GRPOTrainer(StepByStep):
         callbacks: objects with methods of `transformers.TrainerCallback`.
         task: a task object in place of `args.data.task`.
         world: a world in place of `args.environment.world`; rewards and tasks are then its own.
+        backend: what computes, in place of that of `args.model.backend`; see `covey.backend`.
 
     Attributes:
         state: counters and `log_history`.
@@ -106,41 +109,22 @@ class GRPOTrainer(StepByStep):
         *,
         task: Task | None = None,
         world: World | None = None,
+        backend: Backend | None = None,
     ) -> None:
-        if args is None:
-            from covey.config import GRPOConfig
-
-            args = GRPOConfig()
+        args = GRPOConfig() if args is None else args
         if isinstance(model, str | Path):
-            args = args.replace(model=str(model))
-            model = None
-        given = (
-            model,
-            reward_funcs,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            peft_config,
-            callbacks or None,
-            task,
-            world,
-        )
+            args, model = args.replace(model=str(model)), None
+        sources = (reward_funcs, train_dataset, eval_dataset)
+        given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, backend)
         self.world = world = agents.load_world(args) if world is None else world
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
         require_memory(args)
-        if world is None:
-            self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
-        elif (
-            reward_funcs is not None or args.rewards.functions or train_dataset is not None or eval_dataset is not None
-        ):
-            raise ConfigError(
-                "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
-                "reward_funcs, rewards.functions, train_dataset and eval_dataset"
-            )
-        else:
-            self.data = agents.world_data(args, world)
+        backend = load_backend(args.model.backend) if backend is None else backend
+        backend.check(args)
+        self.data = setup.load_data(args, task, *sources) if world is None else agents.world_data(args, world, sources)
         own = (world or task).__class__.__module__.startswith(("covey.", "builtins"))
+        own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
         self.best_metric = best_metric(
             args,
@@ -148,20 +132,25 @@ class GRPOTrainer(StepByStep):
             knows_correct=self.data.is_correct is not None or world is not None,
             evaluates=bool(self.data.held_out),
         )
-        self.phases = setup.make_plan(args)
+        self.phases = setup.phase_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
-        self.policy = setup.make_policy(args, model, processing_class, peft_config)
-        self.engine = setup.make_engine(args, self.policy)
+        self.policy = backend.make_policy(args, model, processing_class, peft_config)
+        self.engine = setup.make_engine(args, backend, self.policy)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
-        self.learner = setup.make_learner(args, self.policy)
-        setup.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
+        self.learner = backend.make_learner(args, self.policy)
+        backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
-        self.engine.sync(self.policy.model, self.state.policy_version)
+        self.publish()
         self.questions = QuestionHistory([prompt.uid for prompt in self.prompts])
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
-        self.collect = self._make_collector()
+        # Single answers scored by reward functions, or episodes played in a world.
+        self.collect = (
+            AnswerCollector(self.engine, self.data.scorer, self.decode)
+            if world is None
+            else agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
+        )
         self.batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
@@ -188,7 +177,7 @@ class GRPOTrainer(StepByStep):
                 batch = make_batch(sampled.rollout.groups, self.batch_settings)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
                     samples.before_update()
-                    done = self._learn(batch, phase)
+                    done = self.learn(batch, phase)
                     samples.after_update()
                     self._publish(done, samples)
                     self._count(sampled, time.perf_counter() - started)
@@ -203,11 +192,11 @@ class GRPOTrainer(StepByStep):
         """Where the steps' groups come from; no thread is left when it ends."""
         schedule = self.args.schedule
         source = Source(
-            sample=self._sample_and_score,
-            phase=lambda: self.phases.at(self._progress()),
+            sample=self.sample_step,
+            phase=lambda: self.phases.at(self._elapsed()),
             steps_ahead=self._steps_ahead,
             state=self.state,
-            sync=lambda: self.engine.sync(self.policy.model, self.state.policy_version),
+            sync=self.publish,
             release=lambda: self.engine.release(),
         )
         samples: Samples
@@ -236,7 +225,7 @@ class GRPOTrainer(StepByStep):
         longest = self.args.schedule.max_staleness // self.args.algorithm.num_iterations
         return max(0, min([longest, *(end - step - 1 for end in ends if end is not None)]))
 
-    def _sample_and_score(self, phase: ResolvedPhase, position: int, version: int, progress: ProgressCall) -> Sampled:
+    def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
         """Groups for one step, from a position in the data on."""
         args = self.args
         settings = setup.sampling_settings(args, self.policy, phase.temperature)
@@ -272,11 +261,12 @@ class GRPOTrainer(StepByStep):
 
     def _prepare_worlds(self, phase: ResolvedPhase, position: int) -> None:
         """Worlds of the next step are reset while something else goes on, where it is known which they are."""
-        if isinstance(self.collect, AgentCollector) and self.args.data.prompt_weighting == "uniform":
+        if self.args.data.prompt_weighting == "uniform":
             prompts, streams = self._next_prompts(position, self.args.data.prompts_per_step)
             self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
 
-    def _learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
+    def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
+        """The update of a step at the learning rate that is due."""
         rate = self.length.rate(phase, self.state.global_step)
         done = update(self.learner, batch, setup.update_settings(self.args, phase), rate)
         done.metrics["learning_rate"] = rate
@@ -290,19 +280,14 @@ class GRPOTrainer(StepByStep):
         samples.publish()
         done.metrics["time/publish"] = time.perf_counter() - began
 
-    def _make_collector(self) -> Collector:
-        """Single answers scored by reward functions, or episodes played in a world."""
-        if self.world is not None:
-            return agents.make_collector(self.args, self.world, self.policy, self.engine, self.data, self.decode)
-        return partial(collect_groups, generator=self.engine, scorer=self.data.scorer, decode=self.decode)
+    def publish(self) -> None:
+        """Give the policy's weights, under their version, to the sampler."""
+        self.engine.sync(self.policy.model, self.state.policy_version)
 
     def close(self) -> None:
         """Stop what runs beside the trainer; what is needed again starts anew."""
-        self.data.scorer.close()
-        if isinstance(self.collect, AgentCollector):
-            self.collect.close()
-        if isinstance(self.engine, RemoteEngine):
-            self.engine.close()
+        self.collect.close()
+        self.engine.close()
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         if self.world is not None:
@@ -311,8 +296,8 @@ class GRPOTrainer(StepByStep):
 
     # ------------------------------------------------------------------ counting, reporting
 
-    def _progress(self) -> Progress:
-        return Progress(self.state.global_step, self.state.num_tokens, self.state.seconds)
+    def _elapsed(self) -> Elapsed:
+        return Elapsed(self.state.global_step, self.state.num_tokens, self.state.seconds)
 
     def _finished(self) -> bool:
         """The first limit to be reached ends the run, and so does a callback or early stopping."""
@@ -321,7 +306,7 @@ class GRPOTrainer(StepByStep):
         return (
             (length.total_steps is not None and state.global_step >= length.total_steps)
             or (length.max_seconds is not None and state.seconds >= length.max_seconds)
-            or self.phases.finished(self._progress())
+            or self.phases.finished(self._elapsed())
             or (patience is not None and state.evaluations_without_improvement >= patience)
             or self._callbacks.control.should_training_stop
         )
@@ -377,7 +362,7 @@ class GRPOTrainer(StepByStep):
         """
         return self.evaluation(eval_dataset).metrics
 
-    def evaluation(self, eval_dataset: Any = None, progress: ProgressCall | None = None) -> Evaluation:
+    def evaluation(self, eval_dataset: Any = None, progress: Progress | None = None) -> Evaluation:
         """As `evaluate`, with every completion and whether it is correct."""
         prompts = self.eval_prompts
         if eval_dataset is not None:
@@ -413,8 +398,63 @@ class GRPOTrainer(StepByStep):
         )
         if due:
             result = self.evaluation()
-            recorder.evaluation(result)
+            recorder.evaluation(result, self.data.scorer.take_logged())
             self._callbacks("on_evaluate", metrics=result.metrics)
+
+    # ------------------------------------------------------------------ step by step
+
+    @property
+    def policy_model(self) -> Any:
+        """The model that is trained, its adapter in it."""
+        return self.policy.model
+
+    @property
+    def ref_model(self) -> Any:
+        """The frozen reference, called like the model; None where nothing compares with it (`beta` 0).
+
+        With LoRA it is the same network with the adapter off, no second copy.
+        """
+        return cast(Any, self.policy).reference if uses_reference(self.args) else None
+
+    def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
+        """Sample `num_generations` completions of each prompt with the present weights, and score them.
+
+        For those who write the loop themselves, by the names of grpo-architecture.md: `rollout`, `compute_loss`,
+        `learner.optim_step(1e-5)`, `publish`. `train` does the same with counters, checkpoints and evaluations.
+
+        Args:
+            rows: like those of `train_dataset`; None = the prompts of the next step. The data's position stays.
+
+        Returns:
+            A group for each prompt; `rewards` of a group are `[num_generations]`.
+        """
+        phase, state = self.phases.at(self._elapsed()), self.state
+        prompts = None if rows is None else self._tokenize(rows)
+        count = self.args.data.prompts_per_step if prompts is None else len(prompts)
+        following, streams = self._next_prompts(state.data_position, count)
+        return self.collect(
+            following if prompts is None else prompts,
+            setup.sampling_settings(self.args, self.policy, phase.temperature),
+            num_generations=phase.num_generations,
+            streams=streams,
+            policy_version=state.policy_version,
+        )
+
+    def compute_loss(self, rollout: Rollout) -> float:
+        """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
+
+        Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
+        split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
+        learned: all groups tied, or every token masked.
+        """
+        batch = make_batch(rollout.groups, self.batch_settings)
+        settings = setup.update_settings(self.args, self.phases.at(self._elapsed()))
+        without_step: Any = SimpleNamespace(
+            scores=self.learner.scores,
+            forward_backward=self.learner.forward_backward,
+            optim_step=lambda learning_rate: 0.0,
+        )
+        return float(update(without_step, batch, replace(settings, num_iterations=1), 0.0).metrics["loss"])
 
     # ------------------------------------------------------------------ saving, resuming
 
@@ -427,19 +467,33 @@ class GRPOTrainer(StepByStep):
     @contextmanager
     def _recording(self, resume: bool | str | Path | None) -> Iterator[Recorder]:
         """The run folder is open inside; an error leaves a checkpoint of the last consistent moment behind."""
-        recorder = Recorder(self, self.phases, self.length.total_steps, self._callbacks)
-        with recorder.running(resume):
-            self._recorder = recorder
-            self._callbacks.state = self.data.scorer.trainer_state = self.state
-            try:
-                self._callbacks("on_train_begin")
-                yield recorder
-                self._callbacks("on_train_end")
-            except KeyboardInterrupt:
-                recorder.stopped("stopped", "interrupted from the keyboard")
-                raise
-            except CoveyError as error:
-                recorder.stopped("failed", str(error))
-                raise
-            finally:
-                self._recorder = None
+        run = Run(
+            args=self.args,
+            state=self.state,
+            policy=self.policy,
+            learner=self.learner,
+            plan=self.phases,
+            questions=self.questions,
+            total_steps=self.length.total_steps,
+            best_metric=self.best_metric,
+            only_in_memory=self.only_in_memory,
+            publish=self.publish,
+        )
+        recorder = Recorder(run, self._callbacks)
+        self.data.scorer.trainer_state = self.state
+        try:
+            with recorder.running(resume):
+                self._recorder = recorder
+                try:
+                    self._callbacks("on_train_begin")
+                    yield recorder
+                    self._callbacks("on_train_end")
+                except KeyboardInterrupt:
+                    recorder.stopped("stopped", "interrupted from the keyboard")
+                    raise
+                except CoveyError as error:
+                    recorder.stopped("failed", str(error))
+                    raise
+        finally:
+            self._recorder = None
+            self.close()

@@ -87,11 +87,6 @@ class Engine:
         return self._version
 
     @property
-    def cache_budget(self) -> tuple[int, int]:
-        """Tokens that the cache may hold, and bytes of one; no limit and 0 for a model that is run without one."""
-        return self._cache.capacity, self._cache.bytes_per_token
-
-    @property
     def max_batch_size(self) -> int:
         """Most completions in the decode batch."""
         return self._max_batch_size
@@ -120,6 +115,9 @@ class Engine:
         """Give back what memory can be given back until the next `sync`, which must come before the next call."""
         self._version = _NO_VERSION
         self._runner.release()
+
+    def close(self) -> None:
+        """Nothing runs beside this process."""
 
     def __call__(
         self,

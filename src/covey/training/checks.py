@@ -1,19 +1,23 @@
-"""What a run is measured by, decided once before it begins: what counts as right, and which evaluation is the best."""
+"""What is decided before a run begins: what counts as right, which evaluation is the best, whether memory will do."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
 
+from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.metric_names import says_which_is_best
+from covey.processes import total_memory
 from covey.training.evaluate import IsCorrect
 
-if TYPE_CHECKING:
-    from covey.config import GRPOConfig
-
 ACCURACY, REWARD = "eval/accuracy", "eval/reward"
+_TOKEN_BYTES = 16
+"""Of a sampled token at the least: its id, its log-probability, its advantage."""
+_COMPLETION_BYTES = 2000
+"""Of a completion at the least: text, request, table row."""
+_ENVIRONMENT_BYTES = 2_000_000
+"""Of an environment's process at the least, most of its memory being shared with the others'."""
 
 
 def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect | None) -> IsCorrect | None:
@@ -101,3 +105,33 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
         + (f"did you mean {near[0]!r}? " if near else "")
         + f"Of what it measured, use {', '.join(usable)}"
     )
+
+
+def require_memory(config: GRPOConfig) -> None:
+    """Refuse sizes that no memory holds: a run that the system kills says nothing.
+
+    What a step, an evaluation and the environments hold at the least is compared with the machine's memory.
+
+    Raises:
+        ConfigError: it is more; the message names the settings and both amounts.
+    """
+    sampling, evaluation = config.sampling, config.evaluation
+    group = max([sampling.num_generations, *(phase.num_generations or 0 for phase in config.schedule.phases)])
+    length = sampling.max_completion_length
+    completions = {
+        f"data.prompts_per_step={config.data.prompts_per_step} x sampling.num_generations={group} x "
+        f"sampling.max_completion_length={length}": config.data.prompts_per_step * group,
+        f"evaluation.num_generations_eval={evaluation.num_generations_eval} x "
+        f"sampling.max_completion_length={length}": evaluation.num_generations_eval,
+    }
+    needed = {name: count * (_COMPLETION_BYTES + _TOKEN_BYTES * length) for name, count in completions.items()}
+    if config.environment.world is not None:
+        parallel = config.environment.parallel_episodes
+        needed[f"environment.parallel_episodes={parallel}"] = parallel * _ENVIRONMENT_BYTES
+    there = total_memory()
+    for name, size in needed.items():
+        if size > there:
+            raise ConfigError(
+                f"{name}: needs at least {size / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB; "
+                "use smaller numbers"
+            )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import ConfigError
 from covey.observe.choices import Answered
+from covey.training.trainer import GRPOTrainer
 from covey.types import Batch, Completion, Episode, Progress, Prompt
-
-if TYPE_CHECKING:
-    from covey.training.trainer import GRPOTrainer
 
 _QUESTIONS_AT_ONCE = 32
 

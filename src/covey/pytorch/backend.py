@@ -1,0 +1,77 @@
+"""The PyTorch parts of a run; see `covey.backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from covey.backend import adamw_options
+from covey.config import GRPOConfig
+from covey.config_effects import uses_reference
+from covey.errors import ConfigError
+from covey.pytorch.engine import Engine
+from covey.pytorch.learner import Learner
+from covey.pytorch.policy import Policy
+from covey.types import Prompt
+
+
+class PyTorchBackend:
+    """Policy, engine and learner on one device."""
+
+    def check(self, config: GRPOConfig) -> None:
+        """Refuse a mesh."""
+        if config.model.mesh is not None:
+            raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")
+
+    def make_policy(
+        self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
+    ) -> Policy:
+        """Load the policy, or wrap the model; what is drawn at random is drawn from `run.seed`."""
+        chosen, algorithm = config.model, config.algorithm
+        torch.manual_seed(config.run.seed)
+        return Policy.load(
+            chosen.model if model is None else model,
+            tokenizer=tokenizer,
+            dtype=chosen.dtype,
+            device=chosen.device,
+            trust_remote_code=chosen.trust_remote_code,
+            gradient_checkpointing=chosen.gradient_checkpointing,
+            prefix_sharing=chosen.prefix_sharing,
+            fused_layers=chosen.fused_layers,
+            use_peft=chosen.use_peft,
+            lora_config=peft_config,
+            lora_r=chosen.lora_r,
+            lora_alpha=chosen.lora_alpha,
+            lora_dropout=chosen.lora_dropout,
+            lora_target_modules=chosen.lora_target_modules,
+            adapter=chosen.adapter,
+            seed=config.run.seed,
+            reference_update=algorithm.reference_update,
+            reference_update_steps=algorithm.reference_update_steps,
+            reference_ema_decay=algorithm.reference_ema_decay,
+            needs_reference=uses_reference(config),
+        )
+
+    def make_sampler(self, config: GRPOConfig, policy: Any) -> Engine:
+        """The engine in this process."""
+        chosen = config.sampling
+        return Engine(
+            cast(Policy, policy).model,
+            policy.tokenizer,
+            dtype=None if chosen.sampler_dtype == "model" else getattr(torch, chosen.sampler_dtype),
+            kv_cache_bytes=int(chosen.kv_cache_gb * 2**30),
+            max_batch_size=chosen.max_batch_size,
+        )
+
+    def make_learner(self, config: GRPOConfig, policy: Any) -> Learner:
+        """The learner; it runs packs side by side unless something samples beside it in this process."""
+        beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
+        return Learner(policy, side_by_side=beside, **adamw_options(config))
+
+    def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
+        """Nothing is compiled for shapes."""
+
+
+BACKEND = PyTorchBackend()

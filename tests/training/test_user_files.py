@@ -1,0 +1,221 @@
+"""Worlds and tasks of a stranger: one file outside the package, named in a recipe or on the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_kill_and_resume import DRIVER, environment, numbers
+from typer.testing import CliRunner
+
+from covey import GRPOConfig
+from covey.cli import app
+from covey.environments import EnvironmentPool, get_world
+from covey.errors import ConfigError
+from covey.observe.run_folder import RunFolder
+from covey.tasks import get_task
+
+MAZE = '''
+from covey.environments import Environment, Observation, World
+
+DOORS = ("left", "right")
+
+class Maze(World):
+    """Two doors; the task says which one leads out."""
+
+    max_turns = 2
+    max_completion_length = 8
+
+    def __init__(self, size: int = 3) -> None:
+        self.size = size
+
+    def train_tasks(self, seed):
+        return [{"uid": f"t{n}", "door": DOORS[n % 2]} for n in range(self.size)]
+
+    def eval_tasks(self):
+        return [{"uid": "e0", "door": "left"}]
+
+    def make(self):
+        return Rooms()
+
+class Rooms(Environment):
+    def reset(self, task, seed):
+        self.door = task["door"]
+        return Observation(f"The {self.door} door leads out.", actions=DOORS)
+
+    def step(self, action):
+        out = action == self.door
+        return Observation("Outside." if out else "A wall.", actions=DOORS), float(out), out, {"success": out}
+
+    def expert_action(self):
+        return self.door
+
+made = Maze(5)
+
+def factory(size: int = 4):
+    return Maze(size)
+
+class Unfinished(World):
+    def train_tasks(self, seed):
+        return []
+
+class NoWorld:
+    def train_tasks(self, seed):
+        return []
+
+    def eval_tasks(self):
+        return []
+
+class Broken(Maze):
+    def __init__(self):
+        raise KeyError("map")
+
+number = 7
+'''
+
+RIDDLES = """
+from covey.tasks.base import Task, as_prompt
+
+def has_letters(completions, **columns):
+    return [float(any(c.isalpha() for c in text)) for text in completions]
+
+class Riddles(Task):
+    max_completion_length = 8
+
+    def __init__(self, count: int = 4) -> None:
+        self.count = count
+
+    @property
+    def reward_funcs(self):
+        return [has_letters]
+
+    def train_rows(self, seed):
+        return [{"prompt": as_prompt(f"riddle {n}"), "answer": str(n)} for n in range(self.count)]
+
+    def eval_rows(self):
+        return [{"prompt": as_prompt("a last riddle"), "answer": "x"}]
+
+    def is_correct(self, text, row):
+        return any(c.isalpha() for c in text)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "maze.py").write_text(MAZE)
+    (tmp_path / "riddles.py").write_text(RIDDLES)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("name", "size"), [("Maze", 3), ("Maze:size=2", 2), ("made", 5), ("factory:size=6", 6)])
+def test_a_class_a_function_or_an_object(folder: Path, name: str, size: int) -> None:
+    assert len(get_world(f"{folder}/maze.py:{name}").train_tasks(0)) == size
+
+
+def test_its_environments_run_in_their_own_processes(folder: Path) -> None:
+    world = get_world(f"{folder}/maze.py:Maze")
+    with EnvironmentPool(world, places=1) as pool:
+        pool.reset(0, world.eval_tasks()[0], 0)
+        ((_, seen),) = pool.wait()
+        assert seen.text == "The left door leads out."
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("maze.py:Mase", r"maze\.py has no 'Mase'; it has .*Maze"),
+        ("maze.py:Unfinished", r"maze\.py:Unfinished lacks eval_tasks, make"),
+        ("maze.py:NoWorld", r"a NoWorld lacks .*make.*covey\.environments\.base\.World"),
+        ("maze.py:Broken", r"maze\.py:Broken.*KeyError: 'map'.*maze\.py:\d+"),
+        ("maze.py:number", r"maze\.py:number is a int"),
+        ("maze.py:Maze:sise=3", r"no option 'sise'; did you mean 'size'"),
+        ("maze.py:Maze:size=big", r"size='big' is str"),
+        ("maze.py:made:size=3", r"made already and takes no options"),
+        ("maze.py:", r"names no environment: write FILE\.py:"),
+        ("nowhere.py:Maze", r"nowhere\.py: no such file"),
+    ],
+)
+def test_what_is_wrong_is_named(folder: Path, name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        get_world(f"{folder}/{name}")
+
+
+def test_a_recipe_finds_it_beside_itself_or_in_the_working_directory(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path_factory.mktemp("here")
+    monkeypatch.chdir(here)
+    recipe = folder / "recipe.toml"
+    recipe.write_text('[environment]\nworld = "maze.py:Maze:size=2"\n[rewards]\nfunctions = ["mine.py:f"]\n')
+    (here / "mine.py").write_text("")
+    config = GRPOConfig.from_toml(recipe)
+    assert config.environment.world == f"{folder / 'maze.py'}:Maze:size=2"
+    assert config.rewards.functions == (f"{here / 'mine.py'}:f",)
+    assert GRPOConfig.from_toml(recipe, ["world=maze.py:Maze"]).environment.world == "maze.py:Maze"  # not here
+
+
+def test_play_from_the_command_line(folder: Path) -> None:
+    shown = CliRunner().invoke(app, ["play", f"{folder}/maze.py:Maze", "--expert"])
+    assert shown.exit_code == 0, shown.output
+    assert "solved after 1 actions, reward 1" in shown.output
+
+
+def covey(*arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "covey", *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def recipe_of(folder: Path, recipe_folder: Path, what: str) -> Path:
+    """The tests' recipe, whose task is replaced by one of these files beside it."""
+    config = GRPOConfig.from_toml(recipe_folder / "recipe.toml")
+    config = config.replace(task=None, dataset=None, eval_dataset=None, functions=(), correctness=None, world=None)
+    section, _, value = what.partition(" = ")
+    text = config.replace(max_steps=3, save_steps=1, eval_steps=3, progress=False).to_toml()
+    assert f"[{section}]" in text
+    path = folder / "recipe.toml"
+    path.write_text(text.replace(f"[{section}]\n", f"[{section}]\n{value.replace(': ', ' = ')}\n"))
+    return path
+
+
+def test_a_killed_run_in_a_strangers_world_is_resumed_by_the_command(folder: Path, recipe_folder: Path) -> None:
+    recipe = recipe_of(folder, recipe_folder, 'environment = world: "maze.py:Maze:size=2"')
+    covey("train", recipe, f"run.output_dir={folder / 'whole'}")
+    killed = folder / "killed"
+    arguments = [sys.executable, "-c", DRIVER, "update", "2", "train", str(recipe), f"run.output_dir={killed}"]
+    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == "PAUSED"
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+        process.stdout.close()
+    assert not RunFolder.read(killed).needs_python
+    covey("resume", killed)
+    assert numbers(killed) == numbers(folder / "whole")
+    assert "eval/accuracy" in covey("eval", killed)
+
+
+def test_a_strangers_task_trains_and_samples(folder: Path, recipe_folder: Path) -> None:
+    recipe = recipe_of(folder, recipe_folder, 'data = task: "riddles.py:Riddles:count=3"')
+    run = folder / "run"
+    covey("train", recipe, f"run.output_dir={run}")
+    records = numbers(run)
+    assert {"reward", "rewards/has_letters/mean"} <= records[1].keys()
+    assert "eval/accuracy" in records[-1]
+    covey("sample", run, "hello", "--max-tokens", 2)
+
+
+def test_an_object_takes_no_dataset(folder: Path) -> None:
+    assert get_task(f"{folder}/riddles.py:Riddles").max_completion_length == 8
