@@ -164,9 +164,9 @@ def make_plan(trainer: GRPOTrainer) -> Plan:
     activations = probe.activation_bytes * probe.largest_pack(scale) / max(probe.largest_pack(1.0), 1)
     more_activations = activations - probe.activation_bytes
     peak = max(loaded_peak, sampled_peak + more_cache, probe.peak + more_cache + more_activations)
-    args, objective = trainer.args, setup.update_settings(trainer.args, phase).objective
+    args, objective = trainer.args, setup.algorithm_in(trainer.args, phase).objective()
     mixed = np.mean([np.ptp(group.rewards) > 0 for group in groups])
-    share = 1.0 if objective.beta > 0 or objective.entropy_coef > 0 else float(mixed)
+    share = 1.0 if objective.needs_every_row else float(mixed)
     half_length = max(args.sampling.max_completion_length // 2, 1)
     half_group = max(phase.num_generations // 2, 2)
     fewer = f"sampling.num_generations={half_group}" if half_group < phase.num_generations else ""
@@ -292,13 +292,20 @@ class _Update:
         self._checkpoint = trainer.args.model.gradient_checkpointing
         batch = make_batch(groups, trainer.batch_settings)
         self._tokens = [pack.num_tokens for pack in pack_episodes(batch.episodes, None, self._budget)]
-        settings = setup.update_settings(trainer.args, phase)
+        algorithm = setup.algorithm_in(trainer.args, phase)
         forget_peak()
         self.activation_bytes = 0.0
         for number in range(2):
             trainer.engine.release()
             before = _held()
-            done = update(trainer.learner, _untied(batch), settings, learning_rate=1e-12)
+            done = update(
+                trainer.learner,
+                _untied(batch),
+                algorithm,
+                learning_rate=1e-12,
+                temperature=phase.temperature,
+                max_completion_length=trainer.args.sampling.max_completion_length,
+            )
             if number == 0:
                 self.activation_bytes = max(float(_peak() - before), 0.0)
             began = time.perf_counter()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from covey.algorithms import make_objective
+from covey.algorithms.config import AlgorithmConfig
 from covey.errors import ConfigError, DataError
 from covey.functions import load_function
 from covey.pytorch.engine import Engine
@@ -25,7 +25,7 @@ from covey.pytorch.learner import Learner as TorchLearner
 from covey.pytorch.policy import Policy
 from covey.rollout.batching import BatchSettings, HasAnswer, has_text
 from covey.rollout.credit import CreditSettings
-from covey.rollout.learning import Correction, Learner, Sampler, TrainedPolicy
+from covey.rollout.learning import Learner, Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.serving.client import InferenceClient
 from covey.serving.remote import RemoteEngine
@@ -35,7 +35,6 @@ from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_ro
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_factor, resolve_warmup_steps
 from covey.training.standard import correctness
-from covey.training.update import UpdateSettings
 from covey.types import Prompt, SamplingSettings
 
 if TYPE_CHECKING:
@@ -219,8 +218,7 @@ def make_policy(config: GRPOConfig, model: Any = None, tokenizer: Any = None, pe
 
 def needs_reference(config: GRPOConfig) -> bool:
     """True when some phase of the run compares with the reference policy."""
-    betas = [config.algorithm.beta, *(phase.beta or 0.0 for phase in config.schedule.phases)]
-    return max(betas) > 0 or config.algorithm.reference_drift_threshold is not None
+    return config.algorithm.uses_reference or any(phase.beta for phase in config.schedule.phases)
 
 
 def make_engine(config: GRPOConfig, policy: TrainedPolicy) -> Sampler:
@@ -338,35 +336,12 @@ def credit_settings(config: GRPOConfig) -> CreditSettings:
     )
 
 
-def update_settings(config: GRPOConfig, phase: ResolvedPhase) -> UpdateSettings:
-    """What the update needs to know, in this phase."""
-    chosen = config.algorithm
-    mode = chosen.importance_sampling_correction
-    if mode is None and config.schedule.max_staleness > 0:
-        mode = "token_truncate"  # the weights that sampled are not the ones that are trained
-    return UpdateSettings(
-        objective=make_objective(
-            chosen.loss_type,
-            epsilon=chosen.epsilon,
-            epsilon_high=chosen.epsilon_high,
-            delta=chosen.delta,
-            epsilon_max=chosen.epsilon_max,
-            sapo_temperature_pos=chosen.sapo_temperature_pos,
-            sapo_temperature_neg=chosen.sapo_temperature_neg,
-            importance_sampling_level=chosen.importance_sampling_level,
-            kl_estimator=chosen.kl_estimator,
-            beta=phase.beta,
-            entropy_coef=chosen.entropy_coef,
-        ),
-        temperature=phase.temperature,
-        max_completion_length=config.sampling.max_completion_length,
-        num_iterations=chosen.num_iterations,
-        correction=Correction(mode, chosen.importance_sampling_cap) if mode else None,
-        off_policy_mask_threshold=chosen.off_policy_mask_threshold,
-        reference_drift_threshold=chosen.reference_drift_threshold,
-        reference_drift_reduction=chosen.reference_drift_reduction,
-        top_entropy_quantile=chosen.top_entropy_quantile,
-    )
+def algorithm_in(config: GRPOConfig, phase: ResolvedPhase) -> AlgorithmConfig:
+    """The algorithm section as it holds in this phase, with a correction for samples of older weights."""
+    changes: dict[str, Any] = {"beta": phase.beta}
+    if config.algorithm.correction is None and config.schedule.max_staleness > 0:
+        changes["importance_sampling_correction"] = "token_truncate"
+    return config.algorithm.model_copy(update=changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ class TrainerState:
         best_metric: best value of `metric_for_best_model` so far.
         best_step: step at which it was reached.
         best_metric_name: the metric that it is a value of, "" before the first evaluation.
+        entropy_coef: where `use_adaptive_entropy` has moved it, None before the first optimiser step.
+        last_entropy: mean entropy of the last optimiser step, in nats, which says whether the bonus acts; None before.
         log_history: one dict for each logged step or evaluation, as in metrics.jsonl.
     """
 
@@ -49,6 +51,8 @@ class TrainerState:
     best_metric: float | None = None
     best_step: int | None = None
     best_metric_name: str = ""
+    entropy_coef: float | None = None
+    last_entropy: float | None = None
     log_history: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -66,7 +70,11 @@ class TrainerState:
                 is no such number.
         """
         known = {entry.name for entry in fields(cls)} - {"log_history"}
-        values = {"best_metric_name": ""} | values  # not in checkpoints of older versions
+        values = {
+            "best_metric_name": "",
+            "entropy_coef": None,
+            "last_entropy": None,
+        } | values  # not in checkpoints of older versions
         if set(values) != known:
             odd = sorted(set(values) ^ known)
             raise CheckpointError(

@@ -74,8 +74,16 @@ class StepByStep:
         """
         trainer = cast("GRPOTrainer", self)
         batch = make_batch(rollout.groups, trainer.batch_settings)
-        settings = setup.update_settings(trainer.args, trainer.phases.at(trainer._progress()))
-        done = update(cast("Learner", _WithoutStep(trainer.learner)), batch, replace(settings, num_iterations=1), 0.0)
+        phase = trainer.phases.at(trainer._progress())
+        done = update(
+            cast("Learner", _WithoutStep(trainer.learner)),
+            batch,
+            setup.algorithm_in(trainer.args, phase).model_copy(update={"num_iterations": 1}),
+            0.0,
+            temperature=phase.temperature,
+            max_completion_length=trainer.args.sampling.max_completion_length,
+            state=replace(trainer.state),
+        )
         return float(done.metrics["loss"])
 
 

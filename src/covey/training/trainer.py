@@ -129,6 +129,7 @@ class GRPOTrainer(StepByStep):
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
         require_memory(args)
+        args.algorithm.objective()  # a loss in a file is found and tried
         if world is None:
             self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
         elif (
@@ -278,7 +279,15 @@ class GRPOTrainer(StepByStep):
 
     def _learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         rate = self.length.rate(phase, self.state.global_step)
-        done = update(self.learner, batch, setup.update_settings(self.args, phase), rate)
+        done = update(
+            self.learner,
+            batch,
+            setup.algorithm_in(self.args, phase),
+            rate,
+            temperature=phase.temperature,
+            max_completion_length=self.args.sampling.max_completion_length,
+            state=self.state,
+        )
         done.metrics["learning_rate"] = rate
         return done
 
