@@ -120,16 +120,11 @@ def grpo(
     return clip_surrogate(ratio, x.advantages, epsilon, upper, delta)._replace(ratio=ratio)
 
 
-@loss(aggregation="token_mean")
-def bnpo(
-    x: LossInputs,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_level: str = "token",
-) -> Surrogate:
-    """`grpo`, mean over all tokens of the step."""
-    return grpo.function(x, epsilon, epsilon_high, delta, importance_sampling_level)
+bnpo = replace(grpo, aggregation="token_mean", name="bnpo")
+"""`grpo`, mean over all tokens of the step."""
+
+dr_grpo = replace(grpo, aggregation="constant_length", name="dr_grpo")
+"""Dr. GRPO (arXiv 2503.20783): `grpo`, the sum over a completion's tokens divided by a constant length."""
 
 
 @loss(aggregation="token_mean")
@@ -142,18 +137,6 @@ def dapo(
 ) -> Surrogate:
     """DAPO (arXiv 2503.14476): `bnpo` with the upper range at 0.28 (clip-higher)."""
     return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 0.28), delta, importance_sampling_level)
-
-
-@loss(aggregation="constant_length")
-def dr_grpo(
-    x: LossInputs,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    importance_sampling_level: str = "token",
-) -> Surrogate:
-    """Dr. GRPO (arXiv 2503.20783): `grpo`, the sum over completions' tokens divided by a constant length."""
-    return grpo.function(x, epsilon, epsilon_high, delta, importance_sampling_level)
 
 
 @loss(aggregation="sequence_mean")

@@ -104,11 +104,18 @@ class PolicyMasks(NamedTuple):
 
 def masks_by_policy(settings: PolicyMaskSettings) -> bool:
     """True when a mask looks at the current policy."""
-    return (
-        settings.off_policy_mask_threshold is not None
-        or settings.reference_drift_threshold is not None
-        or settings.top_entropy_quantile < 1
-    )
+    by_policy = settings.off_policy_mask_threshold is not None
+    return by_policy or masks_by_reference(settings) or masks_by_entropy(settings)
+
+
+def masks_by_reference(settings: PolicyMaskSettings) -> bool:
+    """True when a mask looks at the reference."""
+    return settings.reference_drift_threshold is not None
+
+
+def masks_by_entropy(settings: PolicyMaskSettings) -> bool:
+    """True when a mask looks at the entropy of the current policy."""
+    return settings.top_entropy_quantile < 1
 
 
 def policy_masks(

@@ -128,8 +128,8 @@ class GRPOTrainer(StepByStep):
         self.world = world = agents.load_world(args) if world is None else world
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
-        require_memory(args)
         args.algorithm.objective()  # a loss in a file is found and tried
+        require_memory(args)
         if world is None:
             self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
         elif (

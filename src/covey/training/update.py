@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import Objective, masks_by_policy, mean_metrics, policy_masks
+from covey.algorithms import Objective, mean_metrics
 from covey.algorithms.config import AlgorithmConfig
+from covey.algorithms.masks import masks_by_entropy, masks_by_policy, masks_by_reference, policy_masks
 from covey.rollout.learning import Gradients, Learner, rows_with_gradient
 from covey.training.state import TrainerState
 from covey.types import Batch, BoolArray
@@ -75,7 +76,7 @@ def update(
         # What looks at the policy is taken over all rows of the step, tied groups too.
         rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
     reference = None
-    if objective.estimates_kl or algorithm.reference_drift_threshold is not None:
+    if objective.estimates_kl or masks_by_reference(algorithm):
         reference, _ = learner.scores(batch, rows, temperature=temperature, reference=True)
     referenced = time.perf_counter()
 
@@ -85,7 +86,7 @@ def update(
     for iteration in range(algorithm.num_iterations):
         masked, selected = batch, None
         if looks_at_policy:
-            wanted = algorithm.top_entropy_quantile < 1 or objective.loss.entropy
+            wanted = masks_by_entropy(algorithm) or objective.loss.entropy
             current, uncertainty = learner.scores(batch, rows, temperature=temperature, entropy=wanted)
             masked = _mask_by_policy(batch, algorithm, current, reference, uncertainty)
             if iteration == 0:
@@ -117,14 +118,15 @@ def update(
             trainer_old = gradients.logp
             result.metrics |= _mismatch_metrics(batch, gradients.logp, gradients.scored, algorithm)
         passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
+        if algorithm.use_adaptive_entropy and np.isfinite(norm):
+            state.last_entropy = passes[-1]["entropy"]
+            state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
+        if state.entropy_coef is not None:
+            passes[-1]["entropy_coef"] = state.entropy_coef
         if not np.isfinite(norm):
             result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken" + _of_a_file(objective)
             break
         result.optimizer_steps += 1
-        if algorithm.use_adaptive_entropy:
-            state.last_entropy = passes[-1]["entropy"]
-            state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
-            passes[-1]["entropy_coef"] = state.entropy_coef
     result.metrics |= _of_all_passes(passes) | _means(masks)
     result.metrics.setdefault("loss", 0.0)
     result.metrics.setdefault("grad_norm", 0.0)
