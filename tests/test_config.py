@@ -20,9 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from covey.algorithms import make_objective
-from covey.algorithms.config import AlgorithmConfig, KLEstimator, LossType
-from covey.algorithms.presets import LOSS_PRESETS
+from covey.algorithms import LOSSES, make_objective
+from covey.algorithms.config import AlgorithmConfig, KLEstimator, MismatchCorrection
 from covey.config import GRPOConfig, explain, render_explain
 from covey.config_names import FIELDS, SECTIONS, SYNONYMS, canonical_names
 from covey.config_text import parse_overrides
@@ -123,30 +122,33 @@ def test_epsilon_follows_the_loss_until_somebody_sets_it() -> None:
     assert GRPOConfig(epsilon=0.1).replace(loss_type="gspo").epsilon == 0.1
 
 
-@pytest.mark.parametrize("loss_type", get_args(LossType))
-def test_the_default_section_gives_the_preset(loss_type: str) -> None:
-    """The numbers of the section's defaults and of the preset agree, so naming a preset is enough."""
-    algorithm = GRPOConfig(loss_type=loss_type, beta=0.0).algorithm
-    objective = make_objective(
-        algorithm.loss_type,
-        epsilon=algorithm.epsilon,
-        epsilon_high=algorithm.epsilon_high,
-        delta=algorithm.delta,
-        epsilon_max=algorithm.epsilon_max,
-        sapo_temperature_pos=algorithm.sapo_temperature_pos,
-        sapo_temperature_neg=algorithm.sapo_temperature_neg,
-        importance_sampling_level=algorithm.importance_sampling_level,
-        beta=algorithm.beta,
-        kl_estimator=algorithm.kl_estimator,
-        entropy_coef=algorithm.entropy_coef,
-    )
-    assert objective == LOSS_PRESETS[loss_type]
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_the_default_section_gives_the_loss_its_own_parameters(loss_type: str) -> None:
+    """Naming a loss is enough: what the section sets are the loss's own defaults."""
+    objective = GRPOConfig(loss_type=loss_type, beta=0.0).algorithm.objective()
+    given = {**objective.loss.parameters, **dict(objective.parameters)}
+    assert given == dict(LOSSES[loss_type].parameters)
+    assert (objective.loss, objective.beta) == (make_objective(loss_type).loss, 0.0)
+
+
+def test_parameters_without_a_setting_are_in_a_table_of_their_own() -> None:
+    config = GRPOConfig(loss_type="vespo", loss_parameters={"k_pos": 2.5}).algorithm
+    assert dict(config.objective().parameters) == {"k_pos": 2.5}
+    text = GRPOConfig(algorithm=config).to_toml()
+    assert GRPOConfig(**tomllib.loads(text)).algorithm == config
+    assert GRPOConfig.from_overrides(["loss_type=vespo", "loss_parameters={k_neg = 1}"]).loss_parameters == {"k_neg": 1}
+
+
+def test_a_loss_in_a_file_keeps_its_own_defaults() -> None:
+    config = GRPOConfig(loss_type="losses/mine.py:mine").algorithm  # read when the run begins
+    assert (config.epsilon, config.epsilon_max, config.sapo_temperature_pos) == (None, None, None)
+    assert GRPOConfig(**tomllib.loads(GRPOConfig(algorithm=config).to_toml())).algorithm == config
 
 
 def test_choices_are_those_of_the_algorithms() -> None:
-    from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, VOCABULARY_KL
+    from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, MISMATCH_MODES, VOCABULARY_KL
 
-    assert set(get_args(LossType)) == set(LOSS_PRESETS)
+    assert set(get_args(MismatchCorrection)) == set(MISMATCH_MODES)
     assert set(get_args(KLEstimator)) == {*KL_ESTIMATORS, *VOCABULARY_KL}
     choices = get_args(AlgorithmConfig.model_fields["adv_estimator"].annotation)
     assert set(choices) - {"gigpo"} <= set(ADVANTAGE_ESTIMATORS)  # gigpo compares turns, see covey.rollout.credit
@@ -232,9 +234,9 @@ def test_toml_round_trip_is_exact() -> None:
 def test_none_is_the_default_wherever_it_is_allowed() -> None:
     """TOML cannot say None: leaving a setting out must mean the same."""
     fields = {name: SECTIONS[section].model_fields[name] for name, section in FIELDS.items()}
-    nullable = {name: field.default for name, field in fields.items() if type(None) in get_args(field.annotation)}
+    nullable = [name for name, field in fields.items() if type(None) in get_args(field.annotation)]
     assert len(nullable) > 10
-    assert {name: default for name, default in nullable.items() if default is not None} == {}
+    assert GRPOConfig(**dict.fromkeys(nullable)) == GRPOConfig()
 
 
 VALUES = st.fixed_dictionaries(
@@ -251,7 +253,7 @@ VALUES = st.fixed_dictionaries(
             st.text(st.characters(codec="utf-8")), st.booleans() | st.integers(-(2**62), 2**62) | st.text()
         ),
         "delta": st.none() | st.floats(2, 9),
-        "loss_type": st.sampled_from(get_args(LossType)),
+        "loss_type": st.sampled_from(sorted(LOSSES)),
     },
 )
 
@@ -397,6 +399,15 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"phases": [3]}, "schedule.phases[0]=3: a phase is a table"),
         ({"phases": 3}, "schedule.phases=3: must be list of table"),
         ({"loss_type": "gspo", "importance_sampling_level": "token"}, "defined by its sequence ratio"),
+        ({"loss_type": "my_loss"}, "or FILE.py:NAME for a loss of your own"),
+        (
+            {"loss_type": "vespo", "loss_parameters": {"k_pso": 1}},
+            "loss_parameters='k_pso': no such name; did you mean",
+        ),
+        ({"loss_parameters": {"epsilon": 0.1}}, "loss_parameters.epsilon: it is a setting of its own; set"),
+        ({"delta": 1.1}, "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip"),
+        ({"importance_sampling_floor": 3.0}, "importance_sampling_floor=3.0: choose less than"),
+        ({"use_adaptive_entropy": True, "entropy_coef": 2.0}, "use_adaptive_entropy keeps it from"),
         ({"adv_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "an estimator of its own"),
         ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
         ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
@@ -494,6 +505,8 @@ def test_a_rate_for_an_embedding_that_is_frozen_is_an_error() -> None:
         ({"sapo_temperature_neg": 2.0}, "algorithm.sapo_temperature_neg=2.0"),
         ({"loss_type": "reinforce", "importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
         ({"importance_sampling_cap": 2.0}, "algorithm.importance_sampling_cap=2.0"),
+        ({"importance_sampling_floor": 0.5}, "algorithm.importance_sampling_floor=0.5"),
+        ({"entropy_target": 0.5}, "algorithm.entropy_target=0.5"),
         ({"adv_estimator": "rloo", "scale_rewards": "batch"}, "algorithm.scale_rewards='batch'"),
         ({"scale_rewards": "none", "std_correction": 0}, "algorithm.std_correction=0"),
         ({"reference_update_steps": 7}, "algorithm.reference_update_steps=7"),
@@ -592,6 +605,13 @@ def test_keep_sampling_mask_wants_something_to_keep() -> None:
         ({"shuffle_dataset": False}, {"shuffle": False}),
         ({"disable_dropout": True}, {"lora_dropout": 0.0}),
         ({"loss_type": "cispo", "epsilon_high": 4.0}, {"loss_type": "cispo", "epsilon_max": 4.0}),
+        ({"loss_type": "vespo", "vespo_k_pos": 1.5}, {"loss_type": "vespo", "loss_parameters": {"k_pos": 1.5}}),
+        ({"vespo_k_pos": 1.5}, {}),
+        ({"use_adaptive_entropy": True, "entropy_target": 0.4}, {"use_adaptive_entropy": True, "entropy_target": 0.4}),
+        (
+            {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_mode": "token_mask"},
+            {"importance_sampling_correction": "token_mask", "importance_sampling_floor": 0.5},
+        ),
         ({"model_init_kwargs": {"dtype": "bfloat16", "device_map": "auto"}}, {"dtype": "bfloat16"}),
         ({"model_init_kwargs": {"torch_dtype": "torch.float32"}}, {"dtype": "float32"}),
         ({"optim": "adamw_torch", "remove_unused_columns": False, "per_device_eval_batch_size": 4}, {}),
@@ -628,7 +648,6 @@ def test_trl_names_have_trls_meaning(trl: dict[str, Any], covey: dict[str, Any])
         ({"save_strategy": "epoch"}, "set run.save_steps"),
         ({"eval_strategy": "epoch"}, "set evaluation.eval_steps"),
         ({"sync_ref_model": True, "ref_model_mixup_alpha": 1.5}, "ref_model_mixup_alpha=1.5"),
-        ({"vllm_importance_sampling_clip_min": 0.5}, "bounds this ratio from above only"),
         (
             {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_mode": "token_mask"},
             "without a bound",
@@ -637,7 +656,6 @@ def test_trl_names_have_trls_meaning(trl: dict[str, Any], covey: dict[str, Any])
         ({"logging_steps": 0.1}, "run.logging_steps=0.1: must be int"),
         ({"evaluation_strategy": "steps"}, "did you mean eval_strategy?"),
         ({"disable_dropout": True, "lora_dropout": 0.1}, "to different values"),
-        ({"loss_type": "vespo"}, "algorithm.loss_type='vespo': must be"),
     ],
 )
 def test_what_trl_can_and_covey_cannot_is_an_error_with_advice(trl: dict[str, Any], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from covey.algorithms.losses import LOSSES
 from covey.config_names import field_path
 
 _Condition = Callable[[Any], bool]
@@ -18,34 +19,45 @@ def uses_kl(config: Any) -> bool:
 
 def uses_reference(config: Any) -> bool:
     """True when something looks at the reference."""
-    return uses_kl(config) or config.algorithm.reference_drift_threshold is not None
+    return uses_kl(config) or config.algorithm.uses_reference
 
 
-def _loss(*names: str) -> _Condition:
-    return lambda config: config.algorithm.loss_type in names
+def _loss_takes(parameter: str) -> _Condition:
+    """True when the loss has the parameter; one in a file may have any."""
+
+    def takes(config: Any) -> bool:
+        loss = LOSSES.get(config.algorithm.loss_type)
+        return loss is None or parameter in loss.parameters
+
+    return takes
 
 
 def _set(field: str) -> _Condition:
     return lambda config: bool(getattr(config, field))
 
 
-_CLIPS = _loss("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "gspo_token")
-_NOT_REINFORCE = _loss("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo", "sapo")
+def _corrects(config: Any) -> bool:
+    return config.algorithm.correction is not None or config.schedule.max_staleness > 0
+
+
+_BOUNDS = ("importance_sampling_cap", "importance_sampling_floor")
+_ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
 _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("kl_estimator", uses_kl, "algorithm.beta is above 0"),
-    ("epsilon", _CLIPS, "algorithm.loss_type clips; this one does not"),
-    ("epsilon_high", _CLIPS, "algorithm.loss_type clips; this one does not"),
-    ("delta", _CLIPS, "algorithm.loss_type clips; this one does not"),
-    ("epsilon_max", _loss("cispo"), "algorithm.loss_type is cispo"),
-    ("sapo_temperature_pos", _loss("sapo"), "algorithm.loss_type is sapo"),
-    ("sapo_temperature_neg", _loss("sapo"), "algorithm.loss_type is sapo"),
-    ("importance_sampling_level", _NOT_REINFORCE, "algorithm.loss_type has a ratio; this one has none"),
+    ("epsilon", _loss_takes("epsilon"), "algorithm.loss_type clips; this one does not"),
+    ("epsilon_high", _loss_takes("epsilon_high"), "algorithm.loss_type clips; this one does not"),
+    ("delta", _loss_takes("delta"), "algorithm.loss_type clips; this one does not"),
+    ("epsilon_max", _loss_takes("epsilon_max"), "algorithm.loss_type is cispo"),
+    ("sapo_temperature_pos", _loss_takes("sapo_temperature_pos"), "algorithm.loss_type is sapo"),
+    ("sapo_temperature_neg", _loss_takes("sapo_temperature_neg"), "algorithm.loss_type is sapo"),
     (
-        "importance_sampling_cap",
-        lambda c: bool(c.algorithm.importance_sampling_correction) or c.schedule.max_staleness > 0,
-        "algorithm.importance_sampling_correction is set",
+        "importance_sampling_level",
+        _loss_takes("importance_sampling_level"),
+        "algorithm.loss_type has a ratio; this one has none",
     ),
+    *((bound, _corrects, "algorithm.importance_sampling_correction is set") for bound in _BOUNDS),
+    *((field, _set("use_adaptive_entropy"), "algorithm.use_adaptive_entropy is true") for field in _ENTROPY),
     (
         "scale_rewards",
         lambda c: c.algorithm.adv_estimator not in ("dr_grpo", "rloo") or c.algorithm.scale_rewards == "none",
@@ -91,7 +103,7 @@ def without_effect(config: Any) -> list[str]:
     found = []
     for field, acts, when in _ACTS_WHEN:
         section = getattr(config, field_path(field).partition(".")[0])
-        default = type(section)(loss_type=section.loss_type) if field == "epsilon" else type(section)()
+        default = type(section)(loss_type=section.loss_type) if section is config.algorithm else type(section)()
         value = getattr(section, field)
         if value != getattr(default, field) and not acts(config):
             found.append(f"{field_path(field)}={value!r} has no effect: it acts only where {when}")

@@ -120,12 +120,6 @@ def _sampler_mismatch(options: Options, known: Options) -> Settings:
     if options.get("vllm_importance_sampling_correction", True) is False:
         yield "importance_sampling_correction", None, "vllm_importance_sampling_correction=False"
         return
-    low = options.get("vllm_importance_sampling_clip_min")
-    if low is not None:
-        raise ConfigError(
-            f"vllm_importance_sampling_clip_min={low!r}: Covey bounds this ratio from above only; remove it "
-            "and keep algorithm.importance_sampling_cap"
-        )
     cap = options.get("vllm_importance_sampling_cap")
     cap = options.get("vllm_importance_sampling_clip_max", 3.0) if cap is None else cap
     if cap is None:
@@ -136,6 +130,15 @@ def _sampler_mismatch(options: Options, known: Options) -> Settings:
     mode = options.get("vllm_importance_sampling_mode", "sequence_mask")
     yield "importance_sampling_correction", mode, f"vllm_importance_sampling_mode={mode!r}"
     yield "importance_sampling_cap", cap, f"vllm_importance_sampling_clip_max={cap}"
+    low = options.get("vllm_importance_sampling_clip_min")
+    yield "importance_sampling_floor", low, f"vllm_importance_sampling_clip_min={low}"
+
+
+def _vespo(options: Options, known: Options) -> Settings:
+    """Parameters of one loss, which do nothing with another."""
+    if known.get("loss_type") == "vespo":
+        own = {name.removeprefix("vespo_"): value for name, value in options.items() if name.startswith("vespo_")}
+        yield "loss_parameters", own, "vespo_..."
 
 
 def _saving(options: Options, known: Options) -> Settings:
@@ -210,6 +213,7 @@ TRANSLATORS: tuple[tuple[tuple[str, ...], Translator], ...] = (
         ),
         _sampler_mismatch,
     ),
+    (("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), _vespo),
     (("save_strategy",), _saving),
     (("eval_strategy",), _evaluating),
     (("use_bias_correction_kl",), _kl_correction),
@@ -241,7 +245,6 @@ NO_EFFECT = _names(
 _VLLM = "Covey samples in its own process; remove it"
 _HUB = "upload the adapter folder yourself when the run is done"
 _DISTRIBUTED = "training runs in one process; remove it"
-_ENTROPY = "set algorithm.entropy_coef to a constant weight"
 _COMPILE = "remove it"
 
 UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -320,15 +323,6 @@ UNSUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "vllm_gpu_memory_utilization": ("set sampling.kv_cache_gb", (0.3,)),
     "vllm_max_model_length": ("set data.max_prompt_length and sampling.max_completion_length", ()),
     "vllm_tensor_parallel_size": (_VLLM, (1,)),
-    "vespo_k_pos": ('set algorithm.loss_type to "sapo" or "gspo"', (2.0,)),
-    "vespo_lambda_pos": ('set algorithm.loss_type to "sapo" or "gspo"', (3.0,)),
-    "vespo_k_neg": ('set algorithm.loss_type to "sapo" or "gspo"', (3.0,)),
-    "vespo_lambda_neg": ('set algorithm.loss_type to "sapo" or "gspo"', (2.0,)),
-    "use_adaptive_entropy": (_ENTROPY, (False,)),
-    "entropy_coef_min": (_ENTROPY, (0.0,)),
-    "entropy_coef_max": (_ENTROPY, (1.0,)),
-    "entropy_coef_delta": (_ENTROPY, (0.005,)),
-    "entropy_target": (_ENTROPY, (0.2,)),
     "push_to_hub": (_HUB, (False,)),
     "hub_token": (_HUB, ()),
     "hub_private_repo": (_HUB, ()),

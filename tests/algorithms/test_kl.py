@@ -34,6 +34,20 @@ def test_sampled_estimators_by_hand() -> None:
     assert k3(logp, ref) == pytest.approx([0.5 + np.log(2) - 1])
     assert k3_unbiased(logp, ref, old) == pytest.approx([5 * (0.5 + np.log(2) - 1)])
     assert k3_unbiased(logp, ref) == pytest.approx(k3(logp, ref))
+    assert KL_ESTIMATORS["abs"](ref, logp) == pytest.approx([np.log(2)])
+    assert KL_ESTIMATORS["k1+"](logp, ref) == pytest.approx([np.log(2)])
+    assert KL_ESTIMATORS["k3+"](logp, ref) == pytest.approx([0.5 + np.log(2) - 1])
+
+
+@pytest.mark.parametrize("name", ["k1+", "k3+"])
+def test_straight_through_estimators_have_the_gradient_of_the_kl_on_policy(name: str) -> None:
+    """The expectation of d · grad log p is the KL's gradient; that of k1's own gradient is 0."""
+    logits = torch.from_numpy(POLICY).clone().requires_grad_()
+    policy = torch.log_softmax(logits, dim=-1)
+    (ours,) = torch.autograd.grad(expectation(name, policy.detach(), policy), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(exact_kl(policy, torch.from_numpy(REFERENCE)), logits)
+    torch.testing.assert_close(ours, wanted)
+    assert not torch.allclose(torch.autograd.grad(expectation(name[:2], policy.detach(), policy), logits)[0], wanted)
 
 
 def test_exact_by_hand() -> None:

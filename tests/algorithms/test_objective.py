@@ -16,7 +16,9 @@ from algorithm_cases import (
     finite_difference,
     jax_gradient,
     loss_of,
+    objective_of,
     random_case,
+    selection_of,
     textbook_loss,
     torch_gradient,
 )
@@ -64,6 +66,17 @@ def hand_case() -> Case:
         ("sapo", ((-2.489837 - 1.510163) / 2 + 2 * 1.415938) / 2),
         ("reinforce", (-np.log(0.6) - np.log(0.1) + 2 * np.log(0.2)) / 2),
         ("reinforce_kept", (-np.log(0.6) - np.log(0.1) + 2 * np.log(0.2)) / 2),
+        # the sequence ratios of gspo within bounds 1 ± 0.002/0.0025, times the lengths 2 and 1
+        ("luspo", (-2 * np.sqrt(0.75) + 2 * 0.998) / 2),
+        # log-ratios, at most 0.4 where A > 0, at least -0.4 where A < 0: 0.405 -> 0.4, -0.693 stays; -0.693 -> -0.4
+        ("gmpo", (-np.exp((0.4 + np.log(0.5)) / 2) + 2 * np.exp(-0.4)) / 2),
+        # W = 1.5 · 0.5 = 0.75: phi = 0.75² e^(3 · 0.25) = 1.190813; W = 0.5, A < 0: phi = 0.5³ e^(2 · 0.5) = 0.339785
+        ("vespo", (-1.190813 * np.log(0.6 * 0.1) + 2 * 0.339785 * np.log(0.2)) / 3),
+        # covariances with means A = 0, logp = -1.474: log 0.6 is 0.963 above at A = 1, log 0.2 0.135 below at A = -2;
+        # the first one is the largest, and its |log-ratio| is log 1.5
+        ("kl_cov", (-1.5 + np.log(1.5) - 0.5 + 0.5 * 2) / 3),
+        # no covariance is between 1 and 5
+        ("clip_cov", (-1.2 - 0.5 + 1.6) / 3),
     ],
 )
 def test_each_loss_type_by_hand(loss_type: str, expected: float) -> None:
@@ -102,7 +115,7 @@ def test_metrics_by_hand() -> None:
 def test_value_and_gradient_are_those_of_the_textbook(loss_type: str, wide: bool) -> None:
     case = random_case(seed=3)
     changes = {"epsilon": 0.3, "epsilon_high": 0.5, "delta": 1.7} if wide else {}
-    objective = make_objective(loss_type, beta=0.3, entropy_coef=0.2, kl_estimator="k2", **changes)
+    objective = objective_of(loss_type, beta=0.3, entropy_coef=0.2, kl_estimator="k2", **changes)
 
     def loss(c: Case) -> object:
         return loss_of(c, objective).loss
@@ -145,17 +158,19 @@ def test_any_split_of_a_step_leaves_loss_and_gradient_unchanged(
     order = np.asarray(data.draw(st.permutations(range(rows))))
     cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
     parts = [part for part in np.split(order, cuts) if len(part)]
-    objective = make_objective(loss_type, beta=0.1, entropy_coef=0.01, kl_estimator="k3_unbiased")
+    objective = objective_of(loss_type, beta=0.1, entropy_coef=0.01, kl_estimator="k3_unbiased")
     counts = reduce(StepCounts.__add__, (count_step(case.mask[part]) for part in parts))
+    selected = selection_of(case, objective)
 
     whole_value, whole = torch_gradient(case, lambda c: loss_of(c, objective).loss)
     total, gathered, metrics = 0.0, np.zeros_like(whole), []
     for part in parts:
         piece = case.map(lambda x, part=part: x[part])
-        value, gradient = torch_gradient(piece, lambda c: loss_of(c, objective, counts).loss)
+        chosen = None if selected is None else selected[part]
+        value, gradient = torch_gradient(piece, lambda c, s=chosen: loss_of(c, objective, counts, s).loss)
         total += value
         gathered[part] = gradient
-        metrics.append(loss_of(piece, objective, counts).metrics)
+        metrics.append(loss_of(piece, objective, counts, chosen).metrics)
     assert total == pytest.approx(whole_value, abs=1e-12)
     np.testing.assert_allclose(gathered, whole, rtol=0, atol=1e-12)
     expected = loss_of(case, objective).metrics
@@ -172,7 +187,7 @@ def test_masked_positions_may_hold_anything(loss_type: str) -> None:
     def spoil(x: np.ndarray) -> np.ndarray:
         return x if x.dtype == bool else np.where(clean.mask, x, garbage)
 
-    objective = make_objective(loss_type, beta=0.3, entropy_coef=0.1, kl_estimator="k3_unbiased")
+    objective = objective_of(loss_type, beta=0.3, entropy_coef=0.1, kl_estimator="k3_unbiased")
     spoiled = clean.map(spoil)
     for gradient_of in (torch_gradient, jax_gradient):
         value, gradient = gradient_of(clean, lambda c: loss_of(c, objective).loss)
@@ -195,7 +210,7 @@ def test_huge_log_ratios_give_finite_values_and_gradients(loss_type: str, size: 
     case.mask[:] = True
     case = case.map(lambda x: x if x.dtype == bool else x.astype(dtype))
     for estimator in KL_ESTIMATORS:
-        objective = make_objective(loss_type, beta=0.5, kl_estimator=estimator)
+        objective = objective_of(loss_type, beta=0.5, kl_estimator=estimator)
         terms = loss_of(case, objective)
         assert terms.loss.dtype == dtype
         assert all(np.isfinite(value) for value in terms.metrics.values())
@@ -211,11 +226,11 @@ def test_huge_log_ratios_give_finite_values_and_gradients(loss_type: str, size: 
 def test_a_step_without_an_active_token_has_loss_zero(loss_type: str) -> None:
     case = random_case(seed=8)
     case.mask[:] = False
-    terms = loss_of(case, make_objective(loss_type, beta=0.1))
+    terms = loss_of(case, objective_of(loss_type, beta=0.1))
     assert float(terms.loss) == 0
     means = mean_metrics(terms.metrics)
     assert (means["kl"], means["ratio"], means["ratio_min"], means["ratio_max"]) == (0, 1, 1, 1)
-    np.testing.assert_array_equal(torch_gradient(case, lambda c: loss_of(c, make_objective(loss_type)).loss)[1], 0)
+    np.testing.assert_array_equal(torch_gradient(case, lambda c: loss_of(c, objective_of(loss_type)).loss)[1], 0)
 
 
 def test_on_policy_the_gradient_of_every_ratio_loss_is_that_of_reinforce() -> None:
@@ -223,7 +238,7 @@ def test_on_policy_the_gradient_of_every_ratio_loss_is_that_of_reinforce() -> No
     case = random_case(seed=9)
     case.old = case.logp
     gradients = {
-        name: torch_gradient(case, lambda c, n=name: loss_of(c, make_objective(n)).loss)[1]
+        name: torch_gradient(case, lambda c, n=name: loss_of(c, objective_of(n)).loss)[1]
         for name in ("grpo", "gspo_token", "sapo", "dapo", "cispo")
     }
     np.testing.assert_allclose(gradients["gspo_token"], gradients["grpo"], atol=1e-14)

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_cases import SMALL
 
 from covey.algorithms import (
-    LOSS_PRESETS,
+    LOSSES,
     combine_masks,
     count_step,
     make_objective,
@@ -74,6 +75,7 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
     objective = make_objective(
         options["loss_type"],
         importance_sampling_level=options.get("level"),
+        **SMALL.get(options["loss_type"], {}),
         **{name: options[name] for name in names if name in options},
     )
     factor = None
@@ -84,7 +86,10 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
     apart = objective.kl_aggregation and token_weights(
         base, count_step(base), objective.kl_aggregation, dtype=torch.float64
     )
-    given = {"ref": ref, "entropy": entropy, "correction": factor, "kl_weights": apart}
+    selected = None
+    if objective.loss.select is not None:
+        selected = objective.select(logp, old, advantages, mask)
+    given = {"ref": ref, "entropy": entropy, "correction": factor, "kl_weights": apart, "selected": selected}
     terms = policy_loss(logp, old, advantages, mask, weights, objective, **given)
     sums = {name: float(terms.metrics[f"{name}_sum"] / terms.metrics["active_tokens"]) for name in ("kl", "entropy")}
     return terms.loss, sums | {"policy_loss": float(terms.metrics["policy_loss"])}
@@ -92,10 +97,10 @@ def by_covey(sequences: list[Completed], options: dict[str, Any]) -> tuple[torch
 
 @pytest.mark.parametrize("masks", MASKS, ids=lambda m: "-".join(m) or "all")
 @pytest.mark.parametrize("others", OTHERS, ids=lambda m: "-".join(map(str, m.values())) or "plain")
-@pytest.mark.parametrize("loss_type", sorted(LOSS_PRESETS))
+@pytest.mark.parametrize("loss_type", sorted(LOSSES))
 def test_value_and_gradient(loss_type: str, others: dict[str, Any], masks: dict[str, Any]) -> None:
-    options = {"loss_type": loss_type, "max_length": 9, **others, **masks}
-    if loss_type.startswith("gspo"):
+    options = {"loss_type": loss_type, "max_length": 9, **others, **masks, **SMALL.get(loss_type, {})}
+    if loss_type.startswith("gspo") or "importance_sampling_level" not in LOSSES[loss_type].parameters:
         options.pop("level", None)
     ours, theirs = completed(3), completed(3)
     loss, metrics = by_covey(ours, options)

@@ -14,7 +14,7 @@ import torch
 from jax_cases import END, PROMPTS, Bigram, even_share, make_trainer, moved, small_transformer, table_logp
 
 from covey.algorithms import (
-    LOSS_PRESETS,
+    LOSSES,
     count_step,
     exact_kl,
     group_advantages,
@@ -78,7 +78,7 @@ def test_one_function_compiles_and_differentiates() -> None:
             assert float(gradient["params"]["table"][at]) == pytest.approx(slope, rel=1e-6, abs=1e-9)
 
 
-VARIANTS: list[dict[str, Any]] = [{"loss_type": name, "kl_estimator": "k3"} for name in LOSS_PRESETS]
+VARIANTS: list[dict[str, Any]] = [{"loss_type": name, "kl_estimator": "k3"} for name in LOSSES]
 VARIANTS += [{"loss_type": "grpo", "kl_estimator": name} for name in ("k1", "k2", "k3_unbiased", "exact")]
 VARIANTS += [
     {"loss_type": "dapo", "adv_estimator": "grpo", "scale_rewards": "batch", "epsilon": 0.1, "epsilon_high": 0.3},
@@ -97,7 +97,12 @@ VARIANTS += [
         "importance_sampling_cap": 1.5,
     },
     {"loss_type": "bnpo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_cap": 1.1},
+    {"loss_type": "vespo", "importance_sampling_correction": "token_mask", "importance_sampling_cap": 1.1},
 ]
+SMALL = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "clip_cov_ub": 2.0}}
+for variant in VARIANTS:
+    if variant["loss_type"] in SMALL:
+        variant["loss_parameters"] = SMALL[variant["loss_type"]]
 
 
 @pytest.fixture
@@ -127,7 +132,7 @@ def by_the_reference(
         "importance_sampling_cap": "cap",
     }
     options = {names.get(name, name): value for name, value in settings.items()}
-    options = {"kl_estimator": config.kl_estimator, **options}
+    options = {"kl_estimator": config.kl_estimator, **options, **config.loss_parameters}
     return reference_loss(sequences, beta=0.2, max_length=5, **options)[1]
 
 
@@ -190,7 +195,12 @@ def test_every_variant_equals_the_numpy_reference(settings: dict[str, Any]) -> N
     names = ("epsilon", "epsilon_high", "delta")
     overrides = {name: settings[name] for name in names if name in settings}
     objective = make_objective(
-        config.loss_type, beta=0.2, kl_estimator=config.kl_estimator, entropy_coef=config.entropy_coef, **overrides
+        config.loss_type,
+        beta=0.2,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        **overrides,
+        **config.loss_parameters,
     )
     factor = None
     if config.importance_sampling_correction is not None:
@@ -199,6 +209,8 @@ def test_every_variant_equals_the_numpy_reference(settings: dict[str, Any]) -> N
     weights = token_weights(mask, count_step(mask), objective.aggregation, 5)
     exact, sampled, own = exact_kl(rows[0], rows[1])[at], np.asarray(record["mask"]), objective.kl_aggregation
     terms = {"ref": ref, "kl": exact, "entropy": entropy, "correction": factor}
+    if objective.loss.select is not None:
+        terms["selected"] = objective.select(logp, old, advantages, mask)
     if own is not None:  # masks leave the KL alone
         terms["kl_weights"] = token_weights(sampled, count_step(sampled), own, 5)
     expected = policy_loss(logp, old, advantages, mask, weights, objective, **terms)

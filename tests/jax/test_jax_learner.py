@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from covey.jax.learner import Learner
 from covey.rollout.learning import Correction
 from covey.types import Batch, Support
 
+GMPO = f"{Path(__file__).parents[2]}/recipes/gmpo/gmpo.py:gmpo"
+
 
 def both(batch: Batch, loss_type: str, correction: Correction | None = None, **options: Any) -> tuple[Any, Any]:
     """Gradients by PyTorch's names and results, from PyTorch and from JAX."""
@@ -25,6 +28,10 @@ def both(batch: Batch, loss_type: str, correction: Correction | None = None, **o
     found = []
     for learner in (theirs, ours):
         reference, _ = learner.scores(batch, rows, temperature=0.8, reference=True)
+        selected = None
+        if objective.loss.select is not None:
+            logp, _ = theirs.scores(batch, rows, temperature=0.8)
+            selected = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask)
         result = learner.forward_backward(
             batch,
             rows,
@@ -33,6 +40,7 @@ def both(batch: Batch, loss_type: str, correction: Correction | None = None, **o
             max_completion_length=12,
             reference=reference,
             correction=correction,
+            selected=selected,
         )
         found.append((reference, result))
     gradients = {name: p.grad.numpy() for name, p in theirs.policy.named_trainable_parameters()}
@@ -57,7 +65,21 @@ def test_losses(loss_type: str) -> None:
     equal(*both(make_batch(), loss_type, beta=0.1, entropy_coef=0.01))
 
 
-@pytest.mark.parametrize("kl_estimator", ["k1", "k3_unbiased", "exact_weighted"])
+@pytest.mark.parametrize(
+    ("loss_type", "parameters"),
+    [
+        ("luspo", {}),
+        ("vespo", {"k_pos": 1.0}),
+        ("kl_cov", {"kl_cov_ratio": 0.2}),
+        ("clip_cov", {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01}),
+        (GMPO, {"clip": 0.1}),
+    ],
+)
+def test_losses_with_parameters_of_their_own(loss_type: str, parameters: dict[str, float]) -> None:
+    equal(*both(make_batch(), loss_type, Correction("token_mask", 1.2, 0.9), beta=0.1, **parameters))
+
+
+@pytest.mark.parametrize("kl_estimator", ["k1", "k3+", "k3_unbiased", "exact_weighted"])
 def test_every_divergence(kl_estimator: str) -> None:
     equal(*both(make_batch(), "dapo", beta=0.1, kl_estimator=kl_estimator))
 

@@ -22,6 +22,8 @@ from covey.jax.stacked import unstack
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
 
+GMPO = f"{Path(__file__).parents[2]}/recipes/gmpo/gmpo.py:gmpo"
+
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
 VOLATILE = ("time/", "memory/", "step_time", "eval/seconds", "compiled")
 
@@ -116,6 +118,8 @@ def test_agents_share_few_programs(settings: dict[str, Any]) -> None:
     "changes",
     [
         {"loss_type": "gspo", "num_iterations": 2, "kl_estimator": "exact", "beta": 0.1},
+        {"loss_type": GMPO, "loss_parameters": {"clip": 0.3}, "num_iterations": 2},
+        {"loss_type": "kl_cov", "use_adaptive_entropy": True, "entropy_target": 9.0},
         {"reference_drift_threshold": 0.5, "reference_update": "copy", "reference_update_steps": 1},
         {"reference_update": "ema", "reference_update_steps": 1, "off_policy_mask_threshold": 0.0},
         {"keep_sampling_mask": True, "top_k": 5, "top_p": 0.9, "top_entropy_quantile": 0.5},

@@ -11,7 +11,7 @@ import torch
 from learner_cases import make_batch, make_learner
 from tiny_models import tiny_model, tiny_tokenizer
 
-from covey.algorithms import LOSS_PRESETS, compute_unbiased_kl, make_objective
+from covey.algorithms import LOSSES, compute_unbiased_kl, make_objective
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
 from covey.rollout.learning import Correction, rows_with_gradient
@@ -22,11 +22,16 @@ def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> 
     objective = make_objective(loss_type, **options)
     rows = np.arange(len(batch.episodes))
     reference, _ = learner.scores(batch, rows, temperature=0.8, reference=True)
-    learner.forward_backward(batch, rows, objective, temperature=0.8, max_completion_length=12, reference=reference)
+    settings = {"temperature": 0.8, "max_completion_length": 12}
+    selected = None
+    if objective.loss.select is not None:
+        logp, _ = learner.scores(batch, rows, temperature=0.8)
+        selected = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask)
+    learner.forward_backward(batch, rows, objective, reference=reference, selected=selected, **settings)
     return {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("loss_type", sorted(LOSS_PRESETS))
+@pytest.mark.parametrize("loss_type", sorted(LOSSES))
 @pytest.mark.parametrize("agents", [False, True], ids=["one turn", "agents"])
 def test_split_into_micro_batches_leaves_the_gradient(loss_type: str, agents: bool) -> None:
     batch = make_batch(agents=agents)

@@ -242,7 +242,14 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -
         )
         phase = plain.phases.at(Elapsed(step))
         batch = make_batch(rollout.groups, plain.batch_settings)
-        done = update(plain.learner, batch, setup.update_settings(plain.args, phase), plain.length.rate(phase, step))
+        done = update(
+            plain.learner,
+            batch,
+            setup.algorithm_in(plain.args, phase),
+            plain.length.rate(phase, step),
+            temperature=phase.temperature,
+            max_completion_length=plain.args.max_completion_length,
+        )
         plain.engine.sync(plain.policy.model, 2 + step)
         for name in ("loss", "grad_norm", "kl", "sampling/sampling_logp_difference/max"):
             assert record[name] == done.metrics[name], name
@@ -345,7 +352,7 @@ def test_which_correction() -> None:
     phase = plan.at(Elapsed())
 
     def correction(**changes: Any) -> Correction | None:
-        return setup.update_settings(GRPOConfig(**changes), phase).correction
+        return setup.algorithm_in(GRPOConfig(**changes), phase).correction
 
     assert correction() is None
     assert correction(max_staleness=1) == Correction("token_truncate", 3.0)

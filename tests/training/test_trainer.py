@@ -18,6 +18,7 @@ from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFol
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
 
+GMPO = f"{Path(__file__).parents[2]}/recipes/gmpo/gmpo.py:gmpo"
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
 
 
@@ -97,6 +98,10 @@ def test_first_step_has_no_kl_and_ratio_one(settings: dict[str, Any]) -> None:
         {"loss_type": "cispo", "adv_estimator": "rloo"},
         {"loss_type": "sapo", "scale_rewards": "batch"},
         {"loss_type": "reinforce", "entropy_coef": 0.01},
+        {"loss_type": "kl_cov", "num_iterations": 2},
+        {"loss_type": "clip_cov", "loss_parameters": {"clip_cov_lb": 0.01}},
+        {"loss_type": GMPO, "loss_parameters": {"clip": 0.3}, "num_iterations": 2},
+        {"use_adaptive_entropy": True, "entropy_target": 9.0},
         {"kl_estimator": "exact"},
         {"kl_estimator": "exact_weighted", "beta": 0.1},
         {"kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0, "num_iterations": 2},

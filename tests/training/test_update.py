@@ -10,9 +10,9 @@ import pytest
 import torch
 from learner_cases import make_batch, make_learner
 
-from covey.algorithms import make_objective
-from covey.rollout.learning import Correction
-from covey.training.update import UpdateSettings, update
+from covey.algorithms.config import AlgorithmConfig
+from covey.training.state import TrainerState
+from covey.training.update import Update, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss
 
@@ -24,13 +24,15 @@ def with_a_tied_group() -> Batch:
     return replace(batch, advantages=advantages)
 
 
-def settings(**changes: Any) -> UpdateSettings:
-    return UpdateSettings(make_objective("dapo"), temperature=1.0, max_completion_length=12, **changes)
+def learn(learner: Any, batch: Batch, loss_type: str = "dapo", beta: float = 0.0, **changes: Any) -> Update:
+    state, rate = changes.pop("state", None), changes.pop("rate", 1e-3)
+    section = AlgorithmConfig(loss_type=loss_type, beta=beta, **changes)
+    return update(learner, batch, section, rate, temperature=1.0, max_completion_length=12, state=state)
 
 
 def test_entropy_quantile_counts_the_tokens_of_tied_groups() -> None:
     batch = with_a_tied_group()
-    done = update(make_learner(), batch, settings(top_entropy_quantile=0.5), 1e-3)
+    done = learn(make_learner(), batch, top_entropy_quantile=0.5)
     tokens = int(batch.mask.sum())
     assert done.metrics["mask/top_entropy_quantile"] == pytest.approx(0.5, abs=1 / tokens)
     assert done.batch.mask[:4].any()  # some of the tied group's tokens are among the most uncertain ones
@@ -48,8 +50,8 @@ def test_a_row_masked_in_the_first_pass_has_its_old_log_probabilities_in_the_sec
         return run(*arguments, **options)
 
     monkeypatch.setattr(learner, "forward_backward", spy)
-    chosen = settings(num_iterations=2, correction=Correction("token_truncate", 3.0), off_policy_mask_threshold=0.0)
-    done = update(learner, batch, chosen, 1e-3)
+    correction = {"importance_sampling_correction": "token_truncate"}
+    done = learn(learner, batch, num_iterations=2, off_policy_mask_threshold=0.0, **correction)
     assert done.metrics["mask/off_policy_mask"] > 0
     assert len(seen) == 2
     assert np.all(seen[1][batch.mask] < 0)
@@ -59,8 +61,8 @@ def test_a_row_masked_in_the_first_pass_has_its_old_log_probabilities_in_the_sec
 def test_nothing_is_called_skipped_when_a_pass_has_trained() -> None:
     learner = make_learner()
     tied = replace(make_batch(), advantages=np.zeros_like(make_batch().advantages))
-    assert "rewards in every group are equal" in update(learner, tied, settings(), 1e-3).skipped
-    assert update(learner, make_batch(), settings(num_iterations=2), 1e-3).skipped == ""
+    assert "rewards in every group are equal" in learn(learner, tied).skipped
+    assert learn(learner, make_batch(), num_iterations=2).skipped == ""
 
 
 def by_the_reference(batch: Batch, learner: Any, **options: Any) -> dict[str, float]:
@@ -90,25 +92,28 @@ def with_a_masked_row(batch: Batch) -> Batch:
     "masks",
     [
         {"off_policy_mask_threshold": 0.0},
-        {"top_entropy_quantile": 0.4, "correction": Correction("sequence_truncate", 2.0)},
+        {
+            "top_entropy_quantile": 0.4,
+            "importance_sampling_correction": "sequence_truncate",
+            "importance_sampling_cap": 2.0,
+        },
         {"off_policy_mask_threshold": 0.0, "top_entropy_quantile": 0.5, "reference_drift_threshold": 0.02},
     ],
     ids=lambda masks: "-".join(masks),
 )
 def test_a_step_is_that_of_the_reference(loss_type: str, masks: dict[str, Any]) -> None:
     batch = with_a_masked_row(with_a_tied_group())
-    objective = make_objective(loss_type, beta=0.3)
     learner = make_learner(tokens_per_micro_batch=40)
     names = {
         "off_policy_mask_threshold": "off_policy",
         "top_entropy_quantile": "quantile",
         "reference_drift_threshold": "drift",
+        "importance_sampling_correction": "correction",
+        "importance_sampling_cap": "cap",
     }
-    options = {names[name]: value for name, value in masks.items() if name in names}
-    if "correction" in masks:
-        options |= {"correction": masks["correction"].mode, "cap": masks["correction"].cap}
+    options = {names[name]: value for name, value in masks.items()}
     wanted = by_the_reference(batch, learner, loss_type=loss_type, beta=0.3, max_length=12, **options)
-    done = update(learner, batch, UpdateSettings(objective, 1.0, 12, **masks), 1e-3)
+    done = learn(learner, batch, loss_type, 0.3, **masks)
     for name in ("loss", "policy_loss", "kl", "entropy", "ratio/mean", "mask_ratio"):
         assert done.metrics[name] == pytest.approx(wanted[name.split("/")[0]], rel=2e-4, abs=1e-6), name
     np.testing.assert_array_equal(done.batch.advantages, batch.advantages)  # what is reported is not what is masked
@@ -122,7 +127,7 @@ def test_a_mask_of_the_surrogate_leaves_the_kl_and_the_denominators() -> None:
     old = np.where(batch.mask, make_learner().scores(batch, np.arange(12), temperature=1.0)[0], 0.0).astype(np.float32)
     old[2] += 0.3 * batch.mask[2]
     batch = replace(batch, advantages=advantages, old_logprobs=old)
-    done = update(make_learner(), batch, settings(off_policy_mask_threshold=0.2), 1e-3)
+    done = learn(make_learner(), batch, off_policy_mask_threshold=0.2)
     # ratios are 1 elsewhere: minus the share of the other rows' tokens
     assert done.metrics["loss"] == pytest.approx(-(1 - batch.mask[2].sum() / batch.mask.sum()), rel=1e-4)
     assert done.metrics["mask/off_policy_mask"] == pytest.approx(batch.mask[2].sum() / batch.mask.sum())
@@ -139,7 +144,7 @@ def test_the_numbers_of_several_passes_are_their_means_and_extremes(monkeypatch:
         return seen[-1]
 
     monkeypatch.setattr(learner, "forward_backward", spy)
-    done = update(learner, batch, settings(num_iterations=3), 5e-2)
+    done = learn(learner, batch, rate=5e-2, num_iterations=3)
     each = [found.metrics for found in seen]
     tokens = each[0]["active_tokens"]
     assert len({found["entropy_sum"] for found in each}) == 3
@@ -161,8 +166,8 @@ def test_masks_are_told_as_their_means_over_the_passes(monkeypatch: pytest.Monke
         keep[: next(lost)] = False
         return keep
 
-    monkeypatch.setattr("covey.training.update.off_policy_mask", mask)
-    done = update(make_learner(), batch, settings(num_iterations=3, off_policy_mask_threshold=1.0), 1e-3)
+    monkeypatch.setattr("covey.algorithms.masks.off_policy_mask", mask)
+    done = learn(make_learner(), batch, num_iterations=3, off_policy_mask_threshold=1.0)
     tokens = batch.mask.sum(axis=1)
     shares = [0, tokens[0] / tokens.sum(), tokens[:3].sum() / tokens.sum()]
     assert done.metrics["mask/off_policy_mask"] == pytest.approx(sum(shares) / 3)
@@ -175,16 +180,58 @@ def test_the_mismatch_is_over_all_tokens_where_all_were_scored() -> None:
     everything = np.abs(logp - batch.old_logprobs)[batch.mask].mean()
     learned = np.abs(logp - batch.old_logprobs)[4:][batch.mask[4:]].mean()
     name = "sampling/sampling_logp_difference/mean"
-    masked = update(make_learner(), batch, settings(top_entropy_quantile=0.5), 1e-3)
+    masked = learn(make_learner(), batch, top_entropy_quantile=0.5)
     assert masked.metrics[name] == pytest.approx(everything, rel=1e-4)
-    assert update(make_learner(), batch, settings(), 1e-3).metrics[name] == pytest.approx(learned, rel=1e-4)
+    assert learn(make_learner(), batch).metrics[name] == pytest.approx(learned, rel=1e-4)
 
 
 def test_it_is_said_when_a_mask_leaves_nothing() -> None:
     batch = make_batch()
     batch = replace(batch, advantages=np.where(batch.mask, -1.0, 0.0).astype(np.float32))
     batch = replace(batch, old_logprobs=np.where(batch.mask, 0.0, 0.0).astype(np.float32))
-    done = update(make_learner(), batch, settings(off_policy_mask_threshold=0.1), 1e-3)
+    done = learn(make_learner(), batch, off_policy_mask_threshold=0.1)
     assert done.optimizer_steps == 0
     assert "every token is masked (off_policy_mask)" in done.skipped
     assert done.metrics["mask_ratio"] == 0.0
+
+
+@pytest.mark.parametrize("loss_type", ["kl_cov", "clip_cov"])
+def test_what_is_selected_in_the_whole_step_does_not_depend_on_its_split(loss_type: str) -> None:
+    batch = make_batch()
+    parameters = {"kl_cov": {"kl_cov_ratio": 0.2}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01}}[loss_type]
+    found = []
+    for tokens in (10_000, 16):
+        learner = make_learner(tokens_per_micro_batch=tokens)
+        done = learn(learner, batch, loss_type, loss_parameters=parameters, epsilon=0.2)
+        found.append((done.metrics, learner.policy.state_dict()))
+    for name in ("loss", "clip_ratio/high_mean", "entropy"):
+        assert found[0][0][name] == pytest.approx(found[1][0][name], rel=1e-5), name
+    for name, weight in found[0][1].items():
+        torch.testing.assert_close(weight, found[1][1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_kl_cov_is_that_of_the_reference() -> None:
+    batch = with_a_masked_row(with_a_tied_group())
+    learner = make_learner(tokens_per_micro_batch=40)
+    wanted = by_the_reference(batch, learner, loss_type="kl_cov", kl_cov_ratio=0.3, beta=0.3, max_length=12)
+    done = learn(learner, batch, "kl_cov", 0.3, loss_parameters={"kl_cov_ratio": 0.3})
+    for name in ("loss", "policy_loss", "kl", "entropy", "ratio/mean"):
+        assert done.metrics[name] == pytest.approx(wanted[name.split("/")[0]], rel=2e-4, abs=1e-6), name
+
+
+def test_adaptive_entropy_moves_its_coefficient_after_each_optimiser_step() -> None:
+    """Skywork-OR1: up while the entropy is at or below the target, else down; the bonus acts a step later."""
+    batch, state = make_batch(), TrainerState()
+    steps = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.04, "entropy_coef_max": 0.15}
+    first = learn(make_learner(), batch, entropy_target=1e9, state=state, **steps)
+    without = learn(make_learner(), batch, entropy_coef=0.0)
+    assert first.metrics["loss"] == pytest.approx(without.metrics["loss"], rel=1e-5)  # nothing was measured before
+    assert (first.metrics["entropy_coef"], state.entropy_coef) == (pytest.approx(0.14),) * 2
+    assert state.last_entropy == first.metrics["entropy"]
+    second = learn(make_learner(), batch, entropy_target=1e9, state=state, **steps)
+    with_it = learn(make_learner(), batch, entropy_coef=0.14)
+    assert second.metrics["loss"] == pytest.approx(with_it.metrics["loss"], rel=1e-5)
+    assert state.entropy_coef == 0.15  # at most
+    third = learn(make_learner(), batch, entropy_target=0.0, num_iterations=2, state=state, **steps)
+    assert state.entropy_coef == pytest.approx(0.15 - 2 * 0.04)  # a move for each pass
+    assert third.metrics["entropy_coef"] == pytest.approx((0.11 + 0.07) / 2)

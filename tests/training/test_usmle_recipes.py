@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.training.setup import update_settings
+from covey.training.setup import algorithm_in
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "usmle"
 
@@ -90,9 +90,9 @@ def test_the_document_s_recipe_has_its_loss() -> None:
     from covey.training.setup import phase_plan
 
     recipe = GRPOConfig.from_toml(RECIPES / "document.toml")
-    settings = update_settings(recipe, phase_plan(recipe).at(Elapsed(0, 0, 0.0)))
-    objective = settings.objective
-    assert (objective.surrogate, objective.aggregation) == ("reinforce", "sequence_sum_kept")
+    settings = algorithm_in(recipe, phase_plan(recipe).at(Elapsed(0, 0, 0.0)))
+    objective = settings.objective()
+    assert (objective.loss.name, objective.aggregation) == ("reinforce_kept", "sequence_sum_kept")
     assert (objective.kl_aggregation, objective.kl_estimator, objective.beta) == ("token_mean", "exact_weighted", 0.02)
     assert (settings.reference_drift_threshold, settings.reference_drift_reduction) == (0.5, "sum")
     assert settings.off_policy_mask_threshold is None

@@ -19,7 +19,7 @@ from covey.algorithms.advantages import (
     step_scores,
 )
 from covey.algorithms.aggregation import AGGREGATORS, StepCounts, count_step, token_weights
-from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, stop_gradient
+from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, bounded_exp, row_mean, row_sum, stop_gradient
 from covey.algorithms.kl import (
     KL_ESTIMATORS,
     VOCABULARY_KL,
@@ -31,6 +31,16 @@ from covey.algorithms.kl import (
     k3,
     k3_unbiased,
 )
+from covey.algorithms.loss_function import Loss, LossInputs, Surrogate, loss
+from covey.algorithms.losses import (
+    LOSSES,
+    RATIOS,
+    clip_surrogate,
+    find_loss,
+    gspo_token_ratio,
+    sequence_ratio,
+    token_ratio,
+)
 from covey.algorithms.masks import (
     MASK_REASONS,
     SURROGATE_MASKS,
@@ -40,48 +50,39 @@ from covey.algorithms.masks import (
     has_choice_letter,
     is_repetitive,
     off_policy_mask,
+    policy_masks,
     reference_drift_mask,
     restrict_to_support,
     top_entropy_mask,
     truncated_mask,
     without_surrogate,
 )
-from covey.algorithms.mismatch import MISMATCH_MODES, mismatch_correction
-from covey.algorithms.objective import LossTerms, add_metrics, mean_metrics, policy_loss
-from covey.algorithms.presets import LOSS_PRESETS, SURROGATES, Objective, make_objective
+from covey.algorithms.mismatch import MISMATCH_MODES, Correction, mismatch_correction
+from covey.algorithms.objective import LossTerms, Objective, add_metrics, make_objective, mean_metrics, policy_loss
 from covey.algorithms.shaping import soft_overlong_punishment
-from covey.algorithms.surrogates import (
-    RATIOS,
-    Surrogate,
-    cispo_surrogate,
-    clip_surrogate,
-    gspo_token_ratio,
-    reinforce_surrogate,
-    sapo_surrogate,
-    sequence_ratio,
-    token_ratio,
-)
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AGGREGATORS",
     "KL_ESTIMATORS",
     "LOG_RATIO_LIMIT",
-    "LOSS_PRESETS",
+    "LOSSES",
     "MASK_REASONS",
     "MISMATCH_MODES",
     "RATIOS",
-    "SURROGATES",
     "SURROGATE_MASKS",
     "VOCABULARY_KL",
     "Array",
+    "Correction",
+    "Loss",
+    "LossInputs",
     "LossTerms",
     "Objective",
     "StepCounts",
     "Surrogate",
     "add_metrics",
+    "bounded_exp",
     "broadcast_steps",
-    "cispo_surrogate",
     "clip_surrogate",
     "combine_masks",
     "combine_rewards",
@@ -94,6 +95,7 @@ __all__ = [
     "episode_advantages",
     "exact_kl",
     "exact_weighted_kl",
+    "find_loss",
     "group_advantages",
     "gspo_token_ratio",
     "has_choice_letter",
@@ -102,17 +104,19 @@ __all__ = [
     "k2",
     "k3",
     "k3_unbiased",
+    "loss",
     "make_objective",
     "mean_metrics",
     "mismatch_correction",
     "multi_reward_advantages",
     "off_policy_mask",
     "policy_loss",
+    "policy_masks",
     "reference_drift_mask",
-    "reinforce_surrogate",
     "restrict_to_support",
     "rloo_advantages",
-    "sapo_surrogate",
+    "row_mean",
+    "row_sum",
     "sequence_ratio",
     "soft_overlong_punishment",
     "step_advantages",

@@ -106,6 +106,13 @@ def row_mean(x: Array, mask: Array) -> Array:
     return row_sum(x, mask) / xp.maximum(count, xp.ones_like(count))
 
 
+def largest(values: Array, among: Array, count: Array) -> Array:
+    """Booleans of the shape of `values`: the `count` largest where `among`, the first ones of those that tie."""
+    xp = array_namespace(values)
+    order = xp.argsort(xp.reshape(-masked(values, among, -float("inf")), (-1,)), stable=True)
+    return among & (xp.reshape(xp.argsort(order, stable=True), values.shape) < count)
+
+
 def as_float(values: Any) -> Array:
     """An array of floats: lists become NumPy float64 with NaN for None, arrays stay in their library."""
     if not is_array_api_obj(values) or (isinstance(values, np.ndarray) and values.dtype == object):

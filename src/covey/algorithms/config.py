@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from covey.algorithms.presets import LOSS_PRESETS
+from covey.algorithms.losses import default_of, find_loss, loss_name
+from covey.algorithms.mismatch import Correction
+from covey.algorithms.objective import Objective, make_objective
 
-LossType = Literal[
-    "grpo", "bnpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo", "sapo", "reinforce", "reinforce_kept"
-]
-KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased", "exact", "exact_weighted"]
+KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]
 AdvantageEstimator = Literal["grpo", "naive_grpo", "dr_grpo", "rloo", "gigpo"]
 MismatchCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
-
-def _preset_epsilon(validated: dict[str, Any]) -> float:
-    return LOSS_PRESETS[validated.get("loss_type", "grpo")].eps_low
 
 
 class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
     """Advantages, surrogate, KL to the reference, masks."""
 
-    loss_type: LossType = Field(
+    loss_type: str = Field(
         default="grpo",
-        description="Surrogate and its average: grpo (mean within a completion, then over completions), "
+        description="What is minimised. On the shelf: grpo (mean within a completion, then over completions), "
         "bnpo, dapo (mean over tokens), dr_grpo (constant denominator), gspo and gspo_token (sequence "
-        "ratio), cispo, sapo, reinforce (no ratio, no clip), reinforce_kept (the same, mean over the completions "
-        "that masks leave, and the KL over all sampled tokens: usmle-qa.md to the letter).",
+        "ratio), luspo (the same, times length), gmpo (geometric mean of clipped ratios), cispo, sapo, vespo, clip_cov "
+        "and kl_cov (hold tokens of high covariance back), reinforce (no ratio, no clip), reinforce_kept (the same, "
+        "mean over the completions that masks leave, and the KL over all sampled tokens: usmle-qa.md to the letter). "
+        "Or a loss of your own: FILE.py:NAME.",
+    )
+    loss_parameters: dict[str, float | int | bool | str] = Field(
+        default_factory=dict,
+        description="Parameters of the loss that have no setting of their own, by name: { k_pos = 2.0 } for vespo.",
     )
     adv_estimator: AdvantageEstimator = Field(
         default="grpo",
@@ -57,18 +58,19 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "off-policy; exact sums over the vocabulary; exact_weighted reproduces a published formula that is "
         "not unbiased.",
     )
-    epsilon: float = Field(
-        default_factory=_preset_epsilon,
+    epsilon: float | None = Field(
+        default_factory=default_of("epsilon"),
         ge=0,
         lt=1,
-        description="Clip range: importance ratios below 1 - epsilon gain nothing further. 0.2 unless "
-        "given, and 0.0003 for gspo and gspo_token, whose sequence ratio moves far less than a token's.",
+        description="Clip range: importance ratios below 1 - epsilon gain nothing further. none = what loss_type says: "
+        "0.2, and 0.0003 for gspo and gspo_token, whose sequence ratio moves far less than a token's, 0.002 for luspo. "
+        "For gmpo a range of log-ratios, 0.4.",
     )
     epsilon_high: float | None = Field(
         default=None,
         ge=0,
         description="Upper clip range (ratio above 1 + epsilon_high); none = what loss_type says: 0.28 for "
-        "dapo, 0.0004 for gspo and gspo_token, else the same as epsilon.",
+        "dapo, 0.0004 for gspo and gspo_token, 0.0025 for luspo, else the same as epsilon.",
     )
     delta: float | None = Field(
         default=None,
@@ -76,16 +78,20 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         description="Cap on the ratio itself, which also bounds the loss of negative advantages (two-sided "
         "clipping); choose it above 1 + epsilon. none = no cap.",
     )
-    epsilon_max: float = Field(
-        default=5.0,
+    epsilon_max: float | None = Field(
+        default_factory=default_of("epsilon_max"),
         gt=0,
         description="Cap on the importance ratio with loss_type cispo; other losses do not use it.",
     )
-    sapo_temperature_pos: float = Field(
-        default=1.0, gt=0, description="Sharpness of the soft gate of loss_type sapo for advantages above 0."
+    sapo_temperature_pos: float | None = Field(
+        default_factory=default_of("sapo_temperature_pos"),
+        gt=0,
+        description="Sharpness of the soft gate of loss_type sapo for advantages above 0.",
     )
-    sapo_temperature_neg: float = Field(
-        default=1.05, gt=0, description="Sharpness of the soft gate of loss_type sapo for advantages up to 0."
+    sapo_temperature_neg: float | None = Field(
+        default_factory=default_of("sapo_temperature_neg"),
+        gt=0,
+        description="Sharpness of the soft gate of loss_type sapo for advantages up to 0.",
     )
     importance_sampling_level: Literal["token", "sequence"] | None = Field(
         default=None,
@@ -96,6 +102,18 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         default=1, ge=1, le=1000, description="Passes over each batch of completions (the paper's mu)."
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus; 0 = off.")
+    use_adaptive_entropy: bool = Field(
+        default=False,
+        description="Move entropy_coef, which is then where it begins, after each optimiser step: up by "
+        "entropy_coef_delta while the entropy is at or below entropy_target, else down. The bonus acts only after a "
+        "step whose entropy was at or below the target (Skywork-OR1, arXiv 2505.22312).",
+    )
+    entropy_target: float = Field(
+        default=0.2, ge=0, description="Entropy that use_adaptive_entropy holds, in nats, mean over trained tokens."
+    )
+    entropy_coef_delta: float = Field(default=0.005, gt=0, description="Step of use_adaptive_entropy.")
+    entropy_coef_min: float = Field(default=0.0, ge=0, description="Least weight with use_adaptive_entropy.")
+    entropy_coef_max: float = Field(default=1.0, ge=0, description="Largest weight with use_adaptive_entropy.")
     mask_truncated_completions: bool = Field(
         default=False, description="Leave completions that hit max_completion_length out of the loss."
     )
@@ -147,6 +165,12 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     importance_sampling_cap: float = Field(
         default=3.0, gt=0, description="Largest ratio for importance_sampling_correction."
     )
+    importance_sampling_floor: float | None = Field(
+        default=None,
+        ge=0,
+        description="Smallest ratio for importance_sampling_correction, which then bounds on both sides (IcePop); none "
+        "= no bound.",
+    )
     reference_update: Literal["none", "copy", "ema"] = Field(
         default="none",
         description="Whether the reference follows the policy: never, by copying it, or by an exponential "
@@ -178,22 +202,83 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     def _bool_means_group_or_none(cls, value: Any) -> Any:
         return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
+    @field_validator("loss_type", mode="before")
+    @classmethod
+    def _a_loss(cls, value: Any) -> Any:
+        return loss_name(value)
+
+    @field_validator("epsilon", "epsilon_max", "sapo_temperature_pos", "sapo_temperature_neg", mode="before")
+    @classmethod
+    def _none_means_the_loss_s_own(cls, value: Any, info: ValidationInfo) -> Any:
+        return default_of(str(info.field_name))(info.data) if value is None else value
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.loss_type in ("gspo", "gspo_token") and self.importance_sampling_level == "token":
-            raise ValueError(
-                f"importance_sampling_level='token': loss_type {self.loss_type!r} is defined by its "
-                "sequence ratio; remove algorithm.importance_sampling_level, or set algorithm.loss_type to "
-                "'grpo'"
-            )
         if self.multi_objective_aggregation == "normalize_then_sum" and self.adv_estimator in ("dr_grpo", "rloo"):
             raise ValueError(
                 f"adv_estimator={self.adv_estimator!r}: multi_objective_aggregation 'normalize_then_sum' (GDPO) is an "
                 "estimator of its own, which would not use it; remove one of the two settings"
             )
-        if self.loss_type == "cispo" and self.epsilon_high is not None:
+        floor, cap = self.importance_sampling_floor, self.importance_sampling_cap
+        if floor is not None and floor >= cap:
+            raise ValueError(f"importance_sampling_floor={floor}: choose less than importance_sampling_cap={cap}")
+        low, high = self.entropy_coef_min, self.entropy_coef_max
+        if self.use_adaptive_entropy and not low <= self.entropy_coef <= high:
             raise ValueError(
-                f"epsilon_high={self.epsilon_high}: loss_type 'cispo' does not clip, it caps the ratio; "
-                "set algorithm.epsilon_max to the cap and algorithm.epsilon_high to none"
+                f"entropy_coef={self.entropy_coef}: use_adaptive_entropy keeps it from entropy_coef_min={low} to "
+                f"entropy_coef_max={high}; choose a number between these"
             )
+        for name in self.loss_parameters:
+            if name in type(self).model_fields:
+                raise ValueError(f"loss_parameters.{name}: it is a setting of its own; set algorithm.{name}")
+        if ":" not in self.loss_type:  # a file is read when the run begins: a config can be read without it
+            self.objective()
         return self
+
+    def objective(self) -> Objective:
+        """What is minimised. A parameter of the loss with the name of a setting of this section has its value.
+
+        Raises:
+            ConfigError: the loss cannot be found, fails, or has no such parameters.
+        """
+        loss = find_loss(self.loss_type)
+        own = {name: getattr(self, name) for name in loss.parameters if name in type(self).model_fields}
+        return make_objective(
+            loss,
+            beta=self.beta,
+            kl_estimator=self.kl_estimator,
+            entropy_coef=self.entropy_coef,
+            adaptive_entropy=self.use_adaptive_entropy,
+            **own,
+            **self.loss_parameters,
+        )
+
+    @property
+    def correction(self) -> Correction | None:
+        """How a sampler that differs is corrected for, None = not at all."""
+        mode, cap = self.importance_sampling_correction, self.importance_sampling_cap
+        return None if mode is None else Correction(mode, cap, self.importance_sampling_floor)
+
+    @property
+    def uses_reference(self) -> bool:
+        """True when something looks at the reference policy."""
+        return self.beta > 0 or self.reference_drift_threshold is not None
+
+    def entropy_weight(self, coefficient: float | None, entropy: float | None) -> float:
+        """The weight of the entropy bonus in an optimiser step.
+
+        Args:
+            coefficient: where `next_entropy_coef` has moved it, None = nowhere yet.
+            entropy: of the optimiser step before, in nats; None = there was none.
+        """
+        if not self.use_adaptive_entropy:
+            return self.entropy_coef
+        if coefficient is None or entropy is None or entropy > self.entropy_target:
+            return 0.0
+        return coefficient
+
+    def next_entropy_coef(self, coefficient: float | None, entropy: float) -> float:
+        """Where `use_adaptive_entropy` moves the coefficient after an optimiser step of that entropy, in nats."""
+        step = self.entropy_coef_delta if entropy <= self.entropy_target else -self.entropy_coef_delta
+        begun = self.entropy_coef if coefficient is None else coefficient
+        return min(max(begun + step, self.entropy_coef_min), self.entropy_coef_max)

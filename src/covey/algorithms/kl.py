@@ -2,11 +2,12 @@
 
 With `d = logp - ref` of the *sampled* token:
 
-    k1           d                    unbiased on-policy, may be negative; its gradient as a loss is not that
-    of the KL k2           d² / 2               biased, never negative
-    k3           exp(-d) + d - 1      unbiased on-policy, never negative
-    k3_unbiased  w · k3               unbiased off-policy too, in value and gradient (DeepSeek-V3.2, arXiv
-    2512.02556)
+    k1           d                    unbiased on-policy, may be negative; its gradient as a loss is not the KL's
+    k2           d² / 2               biased, never negative; its gradient is the KL's, on-policy
+    k3           exp(-d) + d - 1      unbiased on-policy, never negative; its gradient is not the KL's
+    k1+, k3+     k1, k3               with the gradient of k2 (straight through, as verl has them)
+    abs          |d|                  a distance, no estimate of the KL
+    k3_unbiased  w · k3               unbiased off-policy too, in value and gradient (DeepSeek-V3.2, arXiv 2512.02556)
 
 (http://joschu.net/blog/kl-approx.html for the first three.) `exact` and `exact_weighted` need the whole
 distribution over the vocabulary; call them on chunks of tokens, never on all `[N, T, V]` at once.
@@ -44,6 +45,21 @@ def k3(logp: Array, ref: Array, old: Array | None = None) -> Array:
     return xp.expm1(-d) + d
 
 
+def absolute(logp: Array, ref: Array, old: Array | None = None) -> Array:
+    """`|d|`, shapes as given; its gradient at d = 0 is 0. `old` is not used."""
+    return array_namespace(logp).abs(logp - ref)
+
+
+def straight_through(estimate: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    """The value of an estimator with the gradient of `k2`: on-policy its expectation is the gradient of the KL."""
+
+    def combined(logp: Array, ref: Array, old: Array | None = None) -> Array:
+        moving = k2(logp, ref)
+        return stop_gradient(estimate(logp, ref)) + (moving - stop_gradient(moving))
+
+    return combined
+
+
 def k3_unbiased(logp: Array, ref: Array, old: Array | None = None) -> Array:
     """`w · k3` with the differentiable importance ratio `w = exp(logp - old)`, shapes as given.
 
@@ -59,6 +75,9 @@ KL_ESTIMATORS: dict[str, Callable[[Array, Array, Array], Array]] = {
     "k2": k2,
     "k3": k3,
     "k3_unbiased": k3_unbiased,
+    "abs": absolute,
+    "k1+": straight_through(k1),
+    "k3+": straight_through(k3),
 }
 """`kl_estimator` -> `f(logp, ref, old)` on the log-probabilities of the sampled tokens."""
 

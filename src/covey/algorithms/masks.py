@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -80,6 +80,78 @@ def without_surrogate(advantages: Array, base_mask: Array, keep: Mapping[str, Ar
     """
     acting, excluded = combine_masks(base_mask, keep)
     return masked(advantages, acting), excluded
+
+
+class PolicyMaskSettings(Protocol):
+    """The settings of masks that look at the policy as it is in this pass; None, or 1, turns one off."""
+
+    @property
+    def off_policy_mask_threshold(self) -> float | None: ...
+    @property
+    def reference_drift_threshold(self) -> float | None: ...
+    @property
+    def reference_drift_reduction(self) -> str: ...
+    @property
+    def top_entropy_quantile(self) -> float: ...
+
+
+class PolicyMasks(NamedTuple):
+    """What such masks leave of a step: tokens `[N, T]`, advantages `[N, T]`, and what each mask excluded."""
+
+    mask: Array
+    advantages: Array
+    excluded: dict[str, Array]
+
+
+def masks_by_policy(settings: PolicyMaskSettings) -> bool:
+    """True when a mask looks at the current policy."""
+    by_policy = settings.off_policy_mask_threshold is not None
+    return by_policy or masks_by_reference(settings) or masks_by_entropy(settings)
+
+
+def masks_by_reference(settings: PolicyMaskSettings) -> bool:
+    """True when a mask looks at the reference."""
+    return settings.reference_drift_threshold is not None
+
+
+def masks_by_entropy(settings: PolicyMaskSettings) -> bool:
+    """True when a mask looks at the entropy of the current policy."""
+    return settings.top_entropy_quantile < 1
+
+
+def policy_masks(
+    settings: PolicyMaskSettings,
+    logp: Array,
+    old: Array,
+    ref: Array | None,
+    entropy: Array | None,
+    advantages: Array,
+    mask: Array,
+) -> PolicyMasks:
+    """Apply the masks that look at the policy, all of them over the whole step and the same tokens.
+
+    Args:
+        settings: which, and their thresholds.
+        logp: `[N, T]` under the current policy.
+        old: `[N, T]` under the policy that sampled.
+        ref: `[N, T]` under the reference, for `reference_drift_threshold`.
+        entropy: `[N, T]` of the current policy, for `top_entropy_quantile`.
+        advantages: `[N]` or `[N, T]`.
+        mask: `[N, T]` active tokens.
+    """
+    keep: dict[str, Array] = {}
+    acting: dict[str, Array] = {}
+    if settings.off_policy_mask_threshold is not None:
+        acting["off_policy_mask"] = off_policy_mask(logp, old, advantages, mask, settings.off_policy_mask_threshold)
+    if settings.reference_drift_threshold is not None:
+        keep["reference_drift_mask"] = reference_drift_mask(
+            logp, ref, mask, settings.reference_drift_threshold, settings.reference_drift_reduction
+        )
+    if settings.top_entropy_quantile < 1:
+        acting["top_entropy_quantile"] = top_entropy_mask(entropy, mask, settings.top_entropy_quantile)
+    left, excluded = combine_masks(mask, keep)
+    advantages, quiet = without_surrogate(advantages, mask, acting)
+    return PolicyMasks(left, advantages, excluded | quiet)
 
 
 def off_policy_mask(logp: Array, old: Array, advantages: Array, mask: Array, threshold: float) -> Array:

@@ -9,6 +9,7 @@ arXiv 2505.24034 and https://fengyao.notion.site/off-policy-rl.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from array_api_compat import array_namespace
 
@@ -25,33 +26,47 @@ from covey.algorithms.arrays import (
 from covey.errors import ConfigError
 
 
-def _truncate(ratio: Array, cap: float) -> Array:
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """Importance sampling for a sampler that is another program: mode and bounds of `mismatch_correction`."""
+
+    mode: str
+    cap: float
+    floor: float | None = None
+
+
+def _truncate(ratio: Array, cap: float, floor: float) -> Array:
     xp = array_namespace(ratio)
+    ratio = xp.where(ratio < floor, xp.full_like(ratio, floor), ratio)
     return xp.where(ratio > cap, xp.full_like(ratio, cap), ratio)
 
 
-def _drop(ratio: Array, cap: float) -> Array:
+def _drop(ratio: Array, cap: float, floor: float) -> Array:
     xp = array_namespace(ratio)
-    return xp.where(ratio > cap, xp.zeros_like(ratio), ratio)
+    return xp.where((ratio > cap) | (ratio < floor), xp.zeros_like(ratio), ratio)
 
 
 def _tokens(difference: Array, mask: Array) -> Array:
     return masked(difference, mask)
 
 
-MISMATCH_MODES: dict[str, tuple[Callable[[Array, Array], Array], Callable[[Array, float], Array]]] = {
+MISMATCH_MODES: dict[str, tuple[Callable[[Array, Array], Array], Callable[[Array, float, float], Array]]] = {
     "token_truncate": (_tokens, _truncate),
     "token_mask": (_tokens, _drop),
     "sequence_truncate": (row_sum, _truncate),
     "sequence_mask": (row_sum, _drop),
 }
-"""`importance_sampling_correction` -> (log-ratio of a token or of the sequence, what happens above the
-cap).
+"""`importance_sampling_correction` -> (log-ratio of a token or of the sequence, what happens outside
+its bounds).
 """
 
 
-def mismatch_correction(trainer_old: Array, sampler_old: Array, mask: Array, mode: str, cap: float) -> Array:
-    """`stopgrad(min(exp(trainer_old - sampler_old), cap))`, or 0 above the cap with the `_mask` modes.
+def mismatch_correction(
+    trainer_old: Array, sampler_old: Array, mask: Array, mode: str, cap: float, floor: float | None = None
+) -> Array:
+    """`stopgrad(clip(exp(trainer_old - sampler_old), floor, cap))`, or 0 outside with the `_mask` modes.
+
+    Bounded on both sides, `token_mask` is IcePop (as INTELLECT-3 prints it, arXiv 2512.16144, equation 1).
 
     Args:
         trainer_old: `[N, T]` log-probabilities that the trainer computes with the weights that sampled.
@@ -60,19 +75,25 @@ def mismatch_correction(trainer_old: Array, sampler_old: Array, mask: Array, mod
         mode: `token_truncate`, `token_mask`: each token by its own ratio. `sequence_truncate`,
             `sequence_mask`: the whole row by the ratio of the sequence, i.e. the exponential of the *sum*
             over its tokens.
-        cap: C, positive.
+        cap: largest ratio, positive.
+        floor: smallest ratio, below `cap`; None = none.
 
     Returns:
         `[N, T]` for token modes (1 where masked), `[N, 1]` for sequence modes.
 
     Raises:
-        ConfigError: unknown mode, or a cap that is not positive.
+        ConfigError: unknown mode, or a cap that is not positive, or a floor that is not between 0 and the cap.
     """
     if not cap > 0:
         raise ConfigError(
             f"importance_sampling_cap={cap}: it bounds a positive ratio; choose more than 0, usually 2 to 5"
         )
+    if floor is not None and not 0 <= floor < cap:
+        raise ConfigError(
+            f"importance_sampling_floor={floor}: it bounds the ratio from below; choose less than "
+            f"importance_sampling_cap={cap}, e.g. 0.5"
+        )
     reduce, limit = lookup(MISMATCH_MODES, mode, "importance_sampling_correction")
     mask = as_mask(mask)
     log_ratio = reduce(masked_difference(trainer_old, sampler_old, mask), mask)
-    return stop_gradient(limit(bounded_exp(log_ratio), cap))
+    return stop_gradient(limit(bounded_exp(log_ratio), cap, 0.0 if floor is None else floor))

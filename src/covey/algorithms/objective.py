@@ -1,7 +1,6 @@
-"""The loss of one micro-batch, on one page.
+"""What is minimised, as a value, and the loss of one micro-batch, on one page.
 
-    ratio      = how much more likely each token has become since it was sampled
-    surrogate  = -advantage, weighted by a limited ratio
+    surrogate  = the loss of each token (`covey.algorithms.losses`): -advantage, weighted by a limited ratio
     loss       = sum over tokens of weight · (surrogate · correction + beta · KL - entropy_coef · entropy)
 
 The weights (`token_weights`) hold the denominators of the whole optimiser step: losses, gradients and metrics
@@ -10,16 +9,123 @@ of micro-batches add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from array_api_compat import array_namespace
 
-from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient
+from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient, unknown_name
 from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL
-from covey.algorithms.presets import SURROGATES, Objective
-from covey.algorithms.surrogates import RATIOS
+from covey.algorithms.loss_function import Loss, LossInputs, try_out
+from covey.algorithms.losses import find_loss, grpo
 from covey.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The objective of one run: hashable, so that it can be a static argument of a compiled function.
+
+    Attributes:
+        loss: what is minimised of each token, with the average that it gets.
+        parameters: the loss's own, by name, where they differ from its defaults.
+        beta: weight of the KL to the reference; 0 = no KL term.
+        kl_estimator: name in `KL_ESTIMATORS` or `VOCABULARY_KL`.
+        entropy_coef: weight of the entropy bonus; 0 = none.
+        adaptive_entropy: the weight comes with each step instead.
+    """
+
+    loss: Loss = grpo
+    parameters: tuple[tuple[str, Any], ...] = ()
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    adaptive_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        """Check names and ranges.
+
+        Raises:
+            ConfigError: an unknown name, or a number out of range.
+        """
+        lookup({**KL_ESTIMATORS, **VOCABULARY_KL}, self.kl_estimator, "kl_estimator")
+        if not self.beta >= 0:
+            raise ConfigError(f"beta={self.beta}: it would reward leaving the reference; choose 0 or more")
+
+    @property
+    def aggregation(self) -> str:
+        """Name in `AGGREGATORS`; used through `token_weights`."""
+        return self.loss.aggregation
+
+    @property
+    def kl_aggregation(self) -> str | None:
+        """Name in `AGGREGATORS`: masks leave the KL alone, and its average is this one over all sampled tokens.
+
+        None = the KL has the loss's masks and weights.
+        """
+        return self.loss.kl_aggregation
+
+    @property
+    def estimates_kl(self) -> bool:
+        """True when the KL is estimated from log-probabilities of the sampled tokens under the reference."""
+        return self.beta > 0 and self.kl_estimator in KL_ESTIMATORS
+
+    @property
+    def vocabulary_kl(self) -> str | None:
+        """The estimator, when the KL is one over the whole vocabulary."""
+        return self.kl_estimator if self.beta > 0 and self.kl_estimator in VOCABULARY_KL else None
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """True when the loss has an entropy term."""
+        return self.adaptive_entropy or self.entropy_coef != 0
+
+    @property
+    def differentiates_entropy(self) -> bool:
+        """True when the entropy of the policy has a gradient in the loss."""
+        return self.has_entropy_bonus or self.loss.entropy
+
+    @property
+    def needs_every_row(self) -> bool:
+        """True when tokens of advantage 0 have a gradient too."""
+        return self.beta != 0 or self.has_entropy_bonus or self.loss.always
+
+    def select(self, logp: Array, old: Array, advantages: Array, mask: Array, entropy: Array | None = None) -> Array:
+        """What the loss's `select` chooses in the whole step, `[N, T]` booleans; arguments as in `policy_loss`."""
+        mask = as_mask(mask)
+        logp, old, advantages = (masked(x, mask) for x in (stop_gradient(logp), old, advantages))
+        entropy = None if entropy is None else masked(stop_gradient(entropy), mask)
+        x = LossInputs(logp, old, advantages, mask, entropy, old)
+        return self.loss.choose(x, dict(self.parameters))
+
+
+def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settings: Any) -> Objective:
+    """The objective of a loss, with its parameters and those of the KL and entropy terms.
+
+    Args:
+        loss_type: see `find_loss`.
+        **settings: parameters of the loss, fields of `Objective`, or `aggregation` and `kl_aggregation` in place of
+            the loss's own. None keeps the default, and so does leaving one out.
+
+    Raises:
+        ConfigError: unknown loss, parameter or part (the message gives the nearest name), a number out of range, or a
+            loss that fails when it is tried.
+    """
+    loss = find_loss(loss_type)
+    averages, terms = ("aggregation", "kl_aggregation"), ("beta", "kl_estimator", "entropy_coef", "adaptive_entropy")
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given:
+        if name not in (*loss.parameters, *averages, *terms):
+            raise unknown_name(name, [*loss.parameters, *averages, *terms], "loss_parameters")
+    own = tuple(sorted((name, given[name]) for name in loss.parameters if name in given))
+    missing = [name for name, default in loss.parameters.items() if default is inspect.Parameter.empty]
+    if absent := [name for name in missing if name not in given]:
+        raise loss.fault(f"lacks its parameter {absent[0]!r}", f"set algorithm.loss_parameters.{absent[0]}")
+    if changed := {name: given[name] for name in averages if name in given}:
+        loss = replace(loss, **changed)
+    try_out(loss, own)
+    return Objective(loss, own, **{name: given[name] for name in terms if name in given})
 
 
 class LossTerms(NamedTuple):
@@ -48,6 +154,9 @@ def policy_loss(
     entropy: Array | None = None,
     correction: Array | None = None,
     kl_weights: Array | None = None,
+    sampler: Array | None = None,
+    selected: Array | None = None,
+    entropy_coef: Array | float | None = None,
 ) -> LossTerms:
     """Loss and metrics of some rows of an optimiser step.
 
@@ -55,21 +164,25 @@ def policy_loss(
 
     Args:
         logp: `[N, T]` under the current policy; the loss is differentiated through it.
-        old: `[N, T]` under the policy that sampled.
+        old: `[N, T]` under the policy that sampled, or that a `correction` leads to.
         advantages: `[N]` or `[N, T]`.
         mask: `[N, T]` active tokens.
         weights: `[N, T]` from `token_weights`.
         objective: what to minimise.
         ref: `[N, T]` under the reference policy, for the estimators in `KL_ESTIMATORS`.
         kl: `[N, T]` KL over the vocabulary, differentiable, for `exact` and `exact_weighted`.
-        entropy: `[N, T]` of the policy at each token, differentiable where `entropy_coef` is not 0.
+        entropy: `[N, T]` of the policy at each token, differentiable where the objective `differentiates_entropy`.
         correction: `[N, T]` or `[N, 1]` from `mismatch_correction`; multiplies the surrogate, and the KL where its
             estimator weighs tokens by their ratio (`OFF_POLICY_KL`): `old` is then not the policy that sampled.
         kl_weights: `[N, T]` of the KL where `kl_aggregation` gives it weights of its own: its tokens are those with a
             weight, whatever the mask. Metrics are of the active tokens all the same.
+        sampler: `[N, T]` log-probabilities that the sampler recorded, where they are not `old`.
+        selected: `[N, T]` these rows of what `Objective.select` chose in the whole step.
+        entropy_coef: the weight of the entropy bonus, where it is another one in each step.
 
     Raises:
-        ConfigError: the objective needs `ref`, `kl` or `entropy`, and it was not given.
+        ConfigError: the objective needs `ref`, `kl`, `entropy` or `selected`, and it was not given; or its loss does
+            not return `[N, T]`.
     """
     xp = array_namespace(logp)
     mask = as_mask(mask)
@@ -78,15 +191,23 @@ def policy_loss(
     logp, old, advantages, weights = (masked(x, mask) for x in (logp, old, advantages, weights))
     weights = xp.astype(weights, logp.dtype)
 
-    ratio = RATIOS[objective.importance_sampling_level](logp, old, mask)
-    surrogate = SURROGATES[objective.surrogate](ratio, logp, advantages, objective)
-    per_token = surrogate.loss if correction is None else surrogate.loss * masked(correction, mask)
+    if objective.loss.select is not None and selected is None:
+        raise ConfigError(
+            f"loss {objective.loss.name!r}: it selects tokens of the whole step, which were not given; pass selected"
+        )
+    entropy = None if entropy is None else masked(entropy, mask)
+    sampler = old if sampler is None else masked(sampler, mask)
+    x = LossInputs(logp, old, advantages, mask, entropy, sampler, correction, selected)
+    surrogate = objective.loss.surrogate(x, dict(objective.parameters))
+    per_token = masked(surrogate.loss, mask)
+    if correction is not None and not objective.loss.corrects:
+        per_token = per_token * masked(correction, mask)
     policy = xp.sum(weights * per_token)
     sums = {
         "clip_low_sum": surrogate.low,
         "clip_high_sum": surrogate.high,
         "clip_region_sum": surrogate.low | surrogate.high,
-        "ratio_sum": ratio,
+        "ratio_sum": surrogate.ratio,
     }
 
     loss = policy
@@ -102,21 +223,21 @@ def policy_loss(
             f"beta={objective.beta}: kl_estimator={objective.kl_estimator!r} needs {missing!r}, which was "
             f"not given; pass it, or set beta to 0"
         )
+    coefficient = objective.entropy_coef if entropy_coef is None else entropy_coef
     if entropy is not None:
-        entropy = masked(entropy, mask)
         sums["entropy_sum"] = entropy
-        if objective.entropy_coef != 0:
-            loss = loss - objective.entropy_coef * xp.sum(weights * entropy)
-    elif objective.entropy_coef != 0:
+        if objective.has_entropy_bonus:
+            loss = loss - coefficient * xp.sum(weights * entropy)
+    elif objective.has_entropy_bonus:
         raise ConfigError(
-            f"entropy_coef={objective.entropy_coef}: the bonus needs the entropy of each token, which was "
+            f"entropy_coef={coefficient}: the bonus needs the entropy of each token, which was "
             f"not given; pass entropy, or set entropy_coef to 0"
         )
 
     metrics = {name: xp.sum(masked(xp.astype(x, logp.dtype), mask)) for name, x in sums.items()}
     metrics["active_tokens"] = xp.sum(xp.astype(mask, logp.dtype))
-    metrics["ratio_min"] = xp.min(masked(ratio, mask, float("inf")))
-    metrics["ratio_max"] = xp.max(masked(ratio, mask, -float("inf")))
+    metrics["ratio_min"] = xp.min(masked(surrogate.ratio, mask, float("inf")))
+    metrics["ratio_max"] = xp.max(masked(surrogate.ratio, mask, -float("inf")))
     metrics["policy_loss"], metrics["loss"] = policy, loss
     return LossTerms(loss, {name: stop_gradient(value) for name, value in metrics.items()})
 

@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from covey.algorithms import (
-    ADVANTAGE_ESTIMATORS,
-    KL_ESTIMATORS,
-    MISMATCH_MODES,
-    Objective,
-    make_objective,
-)
+from covey.algorithms import ADVANTAGE_ESTIMATORS, MISMATCH_MODES, Correction, Objective, find_loss, make_objective
 from covey.algorithms.arrays import lookup, unknown_name
 from covey.errors import ConfigError
 
@@ -36,8 +30,9 @@ class GRPOConfig:
         top_k: draw from the k most likely tokens; 0 = all.
         top_p: draw from the smallest set with at least this probability, after `top_k`; 1 = all.
         min_p: draw tokens with at least this fraction of the likeliest one's probability; 0 = all.
-        loss_type: see `covey.algorithms.LOSS_PRESETS`.
-        kl_estimator: k1, k2, k3, k3_unbiased, exact or exact_weighted.
+        loss_type: a name in `covey.algorithms.LOSSES`, or FILE.py:NAME.
+        loss_parameters: parameters of the loss that are no setting here, by name.
+        kl_estimator: a name in `covey.algorithms.KL_ESTIMATORS` or `VOCABULARY_KL`.
         adv_estimator: see `covey.algorithms.ADVANTAGE_ESTIMATORS`.
         scale_rewards: group, batch or none; dr_grpo and rloo do not divide whatever it says.
         std_correction: 1 sample, 0 population standard deviation.
@@ -60,6 +55,7 @@ class GRPOConfig:
         top_entropy_quantile: only this share of the tokens, the most uncertain ones, has a surrogate; 1 = all.
         importance_sampling_correction: see `covey.algorithms.MISMATCH_MODES`; None = off.
         importance_sampling_cap: its largest ratio.
+        importance_sampling_floor: its smallest ratio; None = no bound.
         rows_per_pass: responses whose activations and logits are held at once; the backward pass recomputes the others.
             None = all. Changes memory and time, not the loss.
         prompt_bucket: prompts are padded to this width times a power of two, so that few shapes are compiled.
@@ -76,6 +72,7 @@ class GRPOConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     loss_type: str = "reinforce"
+    loss_parameters: Mapping[str, Any] = field(default_factory=dict)
     kl_estimator: str = "k1"
     adv_estimator: str = "dr_grpo"
     scale_rewards: str = "group"
@@ -99,6 +96,7 @@ class GRPOConfig:
     top_entropy_quantile: float = 1.0
     importance_sampling_correction: str | None = None
     importance_sampling_cap: float = 3.0
+    importance_sampling_floor: float | None = None
     rows_per_pass: int | None = None
     prompt_bucket: int = 16
     seed: int = 0
@@ -139,18 +137,15 @@ class GRPOConfig:
         lookup(ADVANTAGE_ESTIMATORS, self.adv_estimator, "adv_estimator")
         if self.importance_sampling_correction is not None:
             lookup(MISMATCH_MODES, self.importance_sampling_correction, "importance_sampling_correction")
+        loss = find_loss(self.loss_type)
+        own = {name: getattr(self, name) for name in loss.parameters if name in self.__slots__}
         objective = make_objective(
-            self.loss_type,
+            loss,
             beta=self.kl_coeff,
             kl_estimator=self.kl_estimator,
             entropy_coef=self.entropy_coef,
-            epsilon=self.epsilon,
-            epsilon_high=self.epsilon_high,
-            delta=self.delta,
-            epsilon_max=self.epsilon_max,
-            sapo_temperature_pos=self.sapo_temperature_pos,
-            sapo_temperature_neg=self.sapo_temperature_neg,
-            importance_sampling_level=self.importance_sampling_level,
+            **own,
+            **self.loss_parameters,
         )
         object.__setattr__(self, "objective", objective)
 
@@ -179,5 +174,10 @@ class GRPOConfig:
     @property
     def uses_reference_logprobs(self) -> bool:
         """True when log-probabilities of the sampled tokens under the reference are used."""
-        estimated = self.kl_coeff > 0 and self.kl_estimator in KL_ESTIMATORS
-        return estimated or self.reference_drift_threshold is not None
+        return self.objective.estimates_kl or self.reference_drift_threshold is not None
+
+    @property
+    def correction(self) -> Correction | None:
+        """How a sampler that differs is corrected for, None = not at all."""
+        mode, cap = self.importance_sampling_correction, self.importance_sampling_cap
+        return None if mode is None else Correction(mode, cap, self.importance_sampling_floor)

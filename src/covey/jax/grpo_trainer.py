@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import jax
@@ -26,16 +27,12 @@ from jax.sharding import Mesh
 
 from covey.algorithms import (
     ADVANTAGE_ESTIMATORS,
-    VOCABULARY_KL,
     combine_masks,
     count_step,
     mismatch_correction,
-    off_policy_mask,
     policy_loss,
-    reference_drift_mask,
+    policy_masks,
     token_weights,
-    top_entropy_mask,
-    without_surrogate,
 )
 from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
@@ -360,7 +357,7 @@ class GRPOTrainer(Trainer):
         if config.uses_reference_logprobs:
             model, variables = self._reference(given)
             record["ref_logprobs"] = self._scores(model, variables, record).logp
-        if config.importance_sampling_correction is not None:
+        if config.correction is not None:
             record["trainer_old"] = self._scores(self.policy_model, {**given["frozen"], **params}, record).logp
         return record
 
@@ -392,8 +389,7 @@ class GRPOTrainer(Trainer):
     def _loss(self, params: Any, record: Batch) -> tuple[jax.Array, Metrics]:
         config, objective = self.grpo_config, self.grpo_config.objective
         given = record.get("constants", self._given())
-        exact = objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL
-        reference = (lambda: self._reference(given)) if exact else None
+        reference = None if objective.vocabulary_kl is None else (lambda: self._reference(given))
         found = self._scores(self.policy_model, {**given["frozen"], **params}, record, reference)
         current, old, ref = jax.lax.stop_gradient(found.logp), record["old_logprobs"], record.get("ref_logprobs")
         keep: dict[str, Any] = {}
@@ -403,26 +399,14 @@ class GRPOTrainer(Trainer):
             keep["validity_mask"] = record["valid"]
         base, _ = combine_masks(record["mask"], keep)
         # These look at the policy of this very pass, over the tokens that are left.
-        keep, acting = {}, {}
-        if config.off_policy_mask_threshold is not None:
-            threshold = config.off_policy_mask_threshold
-            acting["off_policy_mask"] = off_policy_mask(current, old, record["advantages"], base, threshold)
-        if config.reference_drift_threshold is not None:
-            keep["reference_drift_mask"] = reference_drift_mask(
-                current, ref, base, config.reference_drift_threshold, config.reference_drift_reduction
-            )
-        if config.top_entropy_quantile < 1:
-            entropy = jax.lax.stop_gradient(found.entropy)
-            acting["top_entropy_quantile"] = top_entropy_mask(entropy, base, config.top_entropy_quantile)
-        mask, _ = combine_masks(base, keep)
-        advantages, _ = without_surrogate(record["advantages"], base, acting)
-        factor = None
-        if config.importance_sampling_correction is not None:
-            before = record["trainer_old"]
-            cap = config.importance_sampling_cap
+        entropy = jax.lax.stop_gradient(found.entropy)
+        mask, advantages, excluded = policy_masks(config, current, old, ref, entropy, record["advantages"], base)
+        sampler, factor = old, None
+        if config.correction is not None:
+            old = record["trainer_old"]
             counted = record["mask"] if objective.kl_aggregation else mask
-            factor = mismatch_correction(before, old, counted, config.importance_sampling_correction, cap)
-            old = before
+            factor = mismatch_correction(old, sampler, counted, *astuple(config.correction))
+        select = objective.loss.select is not None
 
         def weights(of: jax.Array, aggregation: str) -> jax.Array:
             limit, dtype = config.max_completion_length, found.logp.dtype
@@ -440,8 +424,10 @@ class GRPOTrainer(Trainer):
             entropy=found.entropy,
             correction=factor,
             kl_weights=weights(record["mask"], objective.kl_aggregation) if objective.kl_aggregation else None,
+            sampler=sampler,
+            selected=objective.select(current, old, advantages, mask, entropy) if select else None,
         )
-        left, _ = combine_masks(mask, acting)
+        left, _ = combine_masks(base, {name: ~tokens for name, tokens in excluded.items()})
         return terms.loss, _metrics(record, terms.metrics, left)
 
     @contextmanager

@@ -7,6 +7,7 @@ denominators of the whole step (`covey.algorithms.aggregation`), so the cut chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
 from typing import Any
 
 import jax
@@ -15,20 +16,14 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from covey.algorithms import (
-    VOCABULARY_KL,
-    Objective,
-    add_metrics,
-    mismatch_correction,
-    policy_loss,
-)
+from covey.algorithms import Correction, Objective, add_metrics, mismatch_correction, policy_loss
 from covey.jax.compiling import Ahead
 from covey.jax.packing import MicroBatch, fill, pack_rows, sequence_length, shapes_for, size_up
 from covey.jax.policy import Policy, from_names, named_leaves, to_names
 from covey.jax.scoring import Scores, on_grid, output_head, predicting_states, score
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
-from covey.rollout.learning import Correction, FloatNT, Gradients, loss_weights
-from covey.types import Batch
+from covey.rollout.learning import FloatNT, Gradients, loss_weights
+from covey.types import Batch, BoolArray
 
 Arrays = dict[str, Any]
 
@@ -132,6 +127,8 @@ class Learner:
         reference: FloatNT | None = None,
         trainer_old: FloatNT | None = None,
         correction: Correction | None = None,
+        selected: BoolArray | None = None,
+        entropy_coef: float | None = None,
     ) -> Gradients:
         """Accumulate the gradient of the whole step; see `covey.pytorch.learner.Learner.forward_backward`."""
         weights, kl_weights = loss_weights(batch, objective, max_completion_length)
@@ -147,9 +144,12 @@ class Learner:
             values["trainer_old"] = trainer_old
         if kl_weights is not None:
             values["kl_weights"] = kl_weights
-        exact = objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL
+        if selected is not None:
+            values["selected"] = selected
         given = {"frozen": self.policy.frozen}
-        if exact:
+        if objective.adaptive_entropy:  # a number that is another one in each step must not be compiled in
+            given["entropy_coef"] = jnp.float32(objective.entropy_coef if entropy_coef is None else entropy_coef)
+        if objective.vocabulary_kl is not None:
             given["reference"] = self.policy.reference.variables
         total = self._zeros(self.policy.trained)
         found = []
@@ -181,12 +181,12 @@ class Learner:
         """`total` plus the gradient of a micro-batch, the log-probabilities, and the metrics."""
 
         def loss_of(trained: Any) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-            found = self._policy_scores(trained, given, arrays, objective, temperature)
-            old, factor = arrays["old"], None
+            found, sampler = self._policy_scores(trained, given, arrays, objective, temperature), arrays["old"]
+            old, factor = sampler, None
             if correction is not None:
                 trainer = arrays.get("trainer_old", jax.lax.stop_gradient(found.logp))
                 counted = arrays["mask"] | (arrays["kl_weights"] > 0) if "kl_weights" in arrays else arrays["mask"]
-                factor = mismatch_correction(trainer, old, counted, correction.mode, correction.cap)
+                factor = mismatch_correction(trainer, sampler, counted, *astuple(correction))
                 old = trainer
             terms = policy_loss(
                 found.logp,
@@ -197,9 +197,12 @@ class Learner:
                 objective,
                 ref=arrays.get("reference"),
                 kl=found.kl,
-                entropy=found.entropy if objective.entropy_coef > 0 else jax.lax.stop_gradient(found.entropy),
+                entropy=found.entropy if objective.differentiates_entropy else jax.lax.stop_gradient(found.entropy),
                 correction=factor,
                 kl_weights=arrays.get("kl_weights"),
+                sampler=sampler,
+                selected=arrays.get("selected"),
+                entropy_coef=given.get("entropy_coef"),
             )
             return terms.loss, (found.logp, terms.metrics)
 

@@ -73,6 +73,7 @@ completions/max_terminated_length | tokens | the longest completion that ended b
 kl | nats | divergence from the reference by algorithm.kl_estimator, mean over trained tokens
 entropy | nats | entropy of the policy's next-token distribution (at the sampling temperature, and with
     algorithm.keep_sampling_mask over the ids that were left), mean over trained tokens
+entropy_coef | | weight of the entropy bonus after the step; only with algorithm.use_adaptive_entropy
 clip_ratio/low_mean | fraction | trained tokens held back by the lower clip
     (ratio below 1 - epsilon, advantage negative)
 clip_ratio/high_mean | fraction | trained tokens held back by an upper limit (ratio above 1 + epsilon_high, advantage

@@ -12,28 +12,22 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import astuple
 from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from covey.algorithms import (
-    VOCABULARY_KL,
-    LossTerms,
-    Objective,
-    add_metrics,
-    mismatch_correction,
-    policy_loss,
-)
+from covey.algorithms import Correction, LossTerms, Objective, add_metrics, mismatch_correction, policy_loss
 from covey.errors import ModelError
 from covey.pytorch.lanes import in_lanes
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
 from covey.pytorch.policy import Policy
-from covey.rollout.learning import Correction, FloatNT, Gradients, loss_weights
+from covey.rollout.learning import FloatNT, Gradients, loss_weights
 from covey.rollout.packing import Pack, pack_episodes
-from covey.types import Batch, Episode
+from covey.types import Batch, BoolArray, Episode
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +120,8 @@ class Learner:
         reference: FloatNT | None = None,
         trainer_old: FloatNT | None = None,
         correction: Correction | None = None,
+        selected: BoolArray | None = None,
+        entropy_coef: float | None = None,
     ) -> Gradients:
         """Accumulate the gradient of the whole step in the policy's parameters.
 
@@ -140,15 +136,15 @@ class Learner:
                 batch; None on that pass, where the current ones are these.
             correction: truncated importance sampling against the sampler's log-probabilities; then the ratio is taken
                 against `trainer_old`, else against the sampler's.
+            selected: `[N, T]` what `objective.select` chose in the whole step.
+            entropy_coef: weight of the entropy bonus where it is another one in each step.
 
         With `correction` the old policy of the ratio, and of its clip, is the one before the first pass, also for a
         stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
         those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
         weights, kl_weights = loss_weights(batch, objective, max_completion_length)
-        exact = None
-        if objective.beta > 0 and objective.kl_estimator in VOCABULARY_KL:
-            exact = cast(ExactKL, objective.kl_estimator)
+        exact = cast(ExactKL | None, objective.vocabulary_kl)
 
         def run() -> Gradients:
             self.policy.train()
@@ -163,18 +159,18 @@ class Learner:
                 batch.episodes,
                 temperature,
                 entropy=True,
-                entropy_grad=objective.entropy_coef > 0,
+                entropy_grad=objective.differentiates_entropy,
                 exact_kl=exact,
             )
             rows_NT = _RowView(pack, self.policy.device)
             current = rows_NT.scatter(found.logp)
             mask = rows_NT.of(batch.mask)
-            old = rows_NT.of(batch.old_logprobs)
+            old = sampler = rows_NT.of(batch.old_logprobs)
             factor = None
             if correction is not None:
                 trainer = current.detach() if trainer_old is None else rows_NT.of(trainer_old)
                 counted = mask if kl_weights is None else mask | (rows_NT.of(kl_weights) > 0)
-                factor = mismatch_correction(trainer, old, counted, correction.mode, correction.cap)
+                factor = mismatch_correction(trainer, sampler, counted, *astuple(correction))
                 old = trainer
             terms = policy_loss(
                 current,
@@ -188,6 +184,9 @@ class Learner:
                 entropy=None if found.entropy is None else rows_NT.scatter(found.entropy),
                 correction=factor,
                 kl_weights=None if kl_weights is None else rows_NT.of(kl_weights),
+                sampler=sampler,
+                selected=None if selected is None else rows_NT.of(selected),
+                entropy_coef=entropy_coef,
             )
             return found, terms
 

@@ -10,19 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import Objective, count_step, token_weights
+from covey.algorithms import Correction, Objective, count_step, token_weights
 from covey.rollout.playing import TurnGenerator
 from covey.types import Batch, BoolArray, Generator
 
 FloatNT = NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """Truncated importance sampling for a sampler that is another program: mode and cap of `mismatch_correction`."""
-
-    mode: str
-    cap: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +96,8 @@ class Learner(Protocol):
         reference: FloatNT | None = None,
         trainer_old: FloatNT | None = None,
         correction: Correction | None = None,
+        selected: BoolArray | None = None,
+        entropy_coef: float | None = None,
     ) -> Gradients: ...
 
     def optim_step(self, learning_rate: float) -> float: ...
@@ -127,11 +121,11 @@ def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
     """Rows whose gradient can differ from zero; the others are not run at all.
 
     A row without an active token adds nothing, unless masks leave the KL alone. A row with advantage 0 (a tied group)
-    adds nothing unless a KL or entropy term acts on it.
+    adds nothing unless a KL or entropy term acts on it, or the loss says that it does.
     """
     if objective.beta > 0 and objective.kl_aggregation is not None:
         return np.flatnonzero(batch.sampled.any(axis=1))
     active = batch.mask.any(axis=1)
-    if objective.beta == 0 and objective.entropy_coef == 0:
+    if not objective.needs_every_row:
         active &= ((batch.advantages != 0) & batch.mask).any(axis=1)
     return np.flatnonzero(active)

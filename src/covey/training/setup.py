@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import make_objective
+from covey.algorithms.config import AlgorithmConfig
 from covey.backend import Backend
 from covey.config import GRPOConfig
 from covey.environments.base import World
@@ -24,14 +24,13 @@ from covey.errors import ConfigError, DataError
 from covey.functions import load_function
 from covey.rollout.batching import BatchSettings, HasAnswer, has_text
 from covey.rollout.credit import CreditSettings
-from covey.rollout.learning import Correction, Sampler, TrainedPolicy
+from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.tasks import Task, get_task, task_options
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.checks import correctness
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
-from covey.training.update import UpdateSettings
 from covey.types import Prompt, SamplingSettings
 
 log = logging.getLogger(__name__)
@@ -250,35 +249,12 @@ def credit_settings(config: GRPOConfig) -> CreditSettings:
     )
 
 
-def update_settings(config: GRPOConfig, phase: ResolvedPhase) -> UpdateSettings:
-    """What the update needs to know, in this phase."""
-    chosen = config.algorithm
-    mode = chosen.importance_sampling_correction
-    if mode is None and config.schedule.max_staleness > 0:
-        mode = "token_truncate"  # the weights that sampled are not the ones that are trained
-    return UpdateSettings(
-        objective=make_objective(
-            chosen.loss_type,
-            epsilon=chosen.epsilon,
-            epsilon_high=chosen.epsilon_high,
-            delta=chosen.delta,
-            epsilon_max=chosen.epsilon_max,
-            sapo_temperature_pos=chosen.sapo_temperature_pos,
-            sapo_temperature_neg=chosen.sapo_temperature_neg,
-            importance_sampling_level=chosen.importance_sampling_level,
-            kl_estimator=chosen.kl_estimator,
-            beta=phase.beta,
-            entropy_coef=chosen.entropy_coef,
-        ),
-        temperature=phase.temperature,
-        max_completion_length=config.sampling.max_completion_length,
-        num_iterations=chosen.num_iterations,
-        correction=Correction(mode, chosen.importance_sampling_cap) if mode else None,
-        off_policy_mask_threshold=chosen.off_policy_mask_threshold,
-        reference_drift_threshold=chosen.reference_drift_threshold,
-        reference_drift_reduction=chosen.reference_drift_reduction,
-        top_entropy_quantile=chosen.top_entropy_quantile,
-    )
+def algorithm_in(config: GRPOConfig, phase: ResolvedPhase) -> AlgorithmConfig:
+    """The algorithm section as it holds in this phase, with a correction for samples of older weights."""
+    changes: dict[str, Any] = {"beta": phase.beta}
+    if config.algorithm.correction is None and config.schedule.max_staleness > 0:
+        changes["importance_sampling_correction"] = "token_truncate"
+    return config.algorithm.model_copy(update=changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,8 @@ _COUNTERS: dict[str, tuple[type, ...]] = {
     "best_metric": (float, _NONE),
     "best_step": (int, _NONE),
     "best_metric_name": (str,),
+    "entropy_coef": (float, _NONE),
+    "last_entropy": (float, _NONE),
 }
 """What a checkpoint keeps, with the types that it may have."""
 
@@ -47,6 +49,8 @@ class TrainerState(transformers.TrainerState):
         best_metric: best value of `metric_for_best_model` so far.
         best_step: step at which it was reached.
         best_metric_name: the metric that it is a value of, "" before the first evaluation.
+        entropy_coef: where `use_adaptive_entropy` has moved it, None before the first optimiser step.
+        last_entropy: mean entropy of the last optimiser step, in nats, which says whether the bonus acts; None before.
         log_history: one dict for each logged step or evaluation, as in metrics.jsonl.
     """
 
@@ -60,6 +64,8 @@ class TrainerState(transformers.TrainerState):
     evaluations_without_improvement: int = 0
     best_step: int | None = None
     best_metric_name: str = ""
+    entropy_coef: float | None = None
+    last_entropy: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; the history is in the run folder already."""
@@ -73,7 +79,8 @@ class TrainerState(transformers.TrainerState):
             CheckpointError: the checkpoint names a counter that this version does not know, lacks one, or has one that
                 is no such number.
         """
-        values = {"best_metric_name": ""} | values  # not in checkpoints of older versions
+        later = {"best_metric_name": "", "entropy_coef": None, "last_entropy": None}
+        values = later | values  # not in checkpoints of older versions
         if values.keys() != _COUNTERS.keys():
             odd = sorted(values.keys() ^ _COUNTERS.keys())
             raise CheckpointError(

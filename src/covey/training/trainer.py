@@ -119,6 +119,7 @@ class GRPOTrainer:
         self.world = world = agents.load_world(args) if world is None else world
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
+        args.algorithm.objective()  # a loss in a file is found and tried
         require_memory(args)
         backend = load_backend(args.model.backend) if backend is None else backend
         backend.check(args)
@@ -268,7 +269,15 @@ class GRPOTrainer:
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         """The update of a step at the learning rate that is due."""
         rate = self.length.rate(phase, self.state.global_step)
-        done = update(self.learner, batch, setup.update_settings(self.args, phase), rate)
+        done = update(
+            self.learner,
+            batch,
+            setup.algorithm_in(self.args, phase),
+            rate,
+            temperature=phase.temperature,
+            max_completion_length=self.args.sampling.max_completion_length,
+            state=self.state,
+        )
         done.metrics["learning_rate"] = rate
         return done
 
@@ -448,13 +457,22 @@ class GRPOTrainer:
         learned: all groups tied, or every token masked.
         """
         batch = make_batch(rollout.groups, self.batch_settings)
-        settings = setup.update_settings(self.args, self.phases.at(self._elapsed()))
+        phase = self.phases.at(self._elapsed())
         without_step: Any = SimpleNamespace(
             scores=self.learner.scores,
             forward_backward=self.learner.forward_backward,
             optim_step=lambda learning_rate: 0.0,
         )
-        return float(update(without_step, batch, replace(settings, num_iterations=1), 0.0).metrics["loss"])
+        done = update(
+            without_step,
+            batch,
+            setup.algorithm_in(self.args, phase).model_copy(update={"num_iterations": 1}),
+            0.0,
+            temperature=phase.temperature,
+            max_completion_length=self.args.sampling.max_completion_length,
+            state=replace(self.state),
+        )
+        return float(done.metrics["loss"])
 
     # ------------------------------------------------------------------ saving, resuming
 

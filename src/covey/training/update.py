@@ -9,58 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import (
-    KL_ESTIMATORS,
-    Objective,
-    combine_masks,
-    mean_metrics,
-    off_policy_mask,
-    reference_drift_mask,
-    top_entropy_mask,
-    without_surrogate,
-)
-from covey.rollout.learning import Correction, Gradients, Learner, rows_with_gradient
+from covey.algorithms import Objective, mean_metrics
+from covey.algorithms.config import AlgorithmConfig
+from covey.algorithms.masks import masks_by_entropy, masks_by_policy, masks_by_reference, policy_masks
+from covey.rollout.learning import Gradients, Learner, rows_with_gradient
+from covey.training.state import TrainerState
 from covey.types import Batch, BoolArray
 
 _EXTREMES = ("min", "mean", "max")
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """What the update of a step needs to know. Names are those of the config sections.
-
-    Attributes:
-        objective: what is minimised.
-        temperature: of the distribution that the completions were sampled from.
-        max_completion_length: in tokens.
-        correction: truncated importance sampling, None = off. It leads from the policy that sampled to the one before
-            the first pass, which is then the old policy of ratio and clip; see `Learner.forward_backward`.
-    """
-
-    objective: Objective
-    temperature: float
-    max_completion_length: int
-    num_iterations: int = 1
-    correction: Correction | None = None
-    off_policy_mask_threshold: float | None = None
-    reference_drift_threshold: float | None = None
-    reference_drift_reduction: str = "per_token_mean"
-    top_entropy_quantile: float = 1.0
-
-    @property
-    def needs_reference(self) -> bool:
-        """True when sampled-token log-probabilities under the reference are used."""
-        estimated = self.objective.beta > 0 and self.objective.kl_estimator in KL_ESTIMATORS
-        return estimated or self.reference_drift_threshold is not None
-
-    @property
-    def masks_by_policy(self) -> bool:
-        """True when a mask depends on the current policy's log-probabilities, which costs a forward pass before."""
-        return (
-            self.off_policy_mask_threshold is not None
-            or self.reference_drift_threshold is not None
-            or self.top_entropy_quantile < 1
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -80,40 +36,66 @@ class Update:
     skipped: str = ""
 
 
-def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_rate: float) -> Update:
+def update(
+    learner: Learner,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    learning_rate: float,
+    *,
+    temperature: float,
+    max_completion_length: int,
+    state: TrainerState | None = None,
+) -> Update:
     """Train on one batch.
 
     A batch in which no row can have a gradient (all groups tied, everything masked) takes no optimiser step at all:
     AdamW's momentum would otherwise move the weights without a reason.
+
+    Args:
+        learner: whose policy is trained.
+        batch: the step.
+        algorithm: the section, with what a phase changes of it. With its `correction` the old policy of ratio and
+            clip is the one before the first pass; see `Learner.forward_backward`.
+        learning_rate: of every pass.
+        temperature: of the distribution that the completions were sampled from.
+        max_completion_length: in tokens.
+        state: where `use_adaptive_entropy` stands, and is moved on; None = at its beginning.
     """
     began = time.perf_counter()
-    result = Update(batch)
-    rows = rows_with_gradient(batch, settings.objective)
+    result, objective = Update(batch), algorithm.objective()
+    state = TrainerState() if state is None else state
+    rows = rows_with_gradient(batch, objective)
     if len(rows) == 0:
         result.skipped = _why_nothing(batch)
         result.metrics = {"loss": 0.0, "grad_norm": 0.0, "time/reference": 0.0, "time/update": 0.0}
         result.metrics |= _mask_metrics(batch, batch)
         return result
 
-    if settings.masks_by_policy:
-        # Such a mask is taken over all rows of the step, tied groups too.
+    looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
+    if looks_at_policy:
+        # What looks at the policy is taken over all rows of the step, tied groups too.
         rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
     reference = None
-    if settings.needs_reference:
-        reference, _ = learner.scores(batch, rows, temperature=settings.temperature, reference=True)
+    if objective.estimates_kl or masks_by_reference(algorithm):
+        reference, _ = learner.scores(batch, rows, temperature=temperature, reference=True)
     referenced = time.perf_counter()
 
     trainer_old = None
     passes: list[dict[str, float]] = []
     masks: list[dict[str, float]] = []
-    for iteration in range(settings.num_iterations):
-        masked = batch
-        if settings.masks_by_policy:
-            masked, current = _mask_by_policy(learner, batch, rows, settings, reference)
+    for iteration in range(algorithm.num_iterations):
+        masked, selected = batch, None
+        if looks_at_policy:
+            wanted = masks_by_entropy(algorithm) or objective.loss.entropy
+            current, uncertainty = learner.scores(batch, rows, temperature=temperature, entropy=wanted)
+            masked = _mask_by_policy(batch, algorithm, current, reference, uncertainty)
             if iteration == 0:
                 trainer_old = current  # of all rows: one that is masked in the first pass may take part in a later one
-                result.metrics |= _mismatch_metrics(batch, current, batch.mask, settings)
-        rows_now = rows_with_gradient(masked, settings.objective)
+                result.metrics |= _mismatch_metrics(batch, current, batch.mask, algorithm)
+            if objective.loss.select is not None:
+                old = batch.old_logprobs if algorithm.correction is None else trainer_old
+                selected = np.asarray(objective.select(current, old, masked.advantages, masked.mask, uncertainty))
+        rows_now = rows_with_gradient(masked, objective)
         result.batch = replace(masked, advantages=batch.advantages)
         masks.append(_mask_metrics(batch, masked))
         if len(rows_now) == 0:
@@ -122,20 +104,27 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
         gradients = learner.forward_backward(
             masked,
             rows_now,
-            settings.objective,
-            temperature=settings.temperature,
-            max_completion_length=settings.max_completion_length,
+            objective,
+            temperature=temperature,
+            max_completion_length=max_completion_length,
             reference=reference,
             trainer_old=trainer_old,
-            correction=settings.correction,
+            correction=algorithm.correction,
+            selected=selected,
+            entropy_coef=algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
         )
         norm = learner.optim_step(learning_rate)
         if iteration == 0 and trainer_old is None:
             trainer_old = gradients.logp
-            result.metrics |= _mismatch_metrics(batch, gradients.logp, gradients.scored, settings)
+            result.metrics |= _mismatch_metrics(batch, gradients.logp, gradients.scored, algorithm)
         passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
+        if algorithm.use_adaptive_entropy and np.isfinite(norm):
+            state.last_entropy = passes[-1]["entropy"]
+            state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
+        if state.entropy_coef is not None:
+            passes[-1]["entropy_coef"] = state.entropy_coef
         if not np.isfinite(norm):
-            result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken"
+            result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken" + _of_a_file(objective)
             break
         result.optimizer_steps += 1
     result.metrics |= _of_all_passes(passes) | _means(masks)
@@ -147,41 +136,20 @@ def update(learner: Learner, batch: Batch, settings: UpdateSettings, learning_ra
 
 
 def _mask_by_policy(
-    learner: Learner,
     batch: Batch,
-    rows: NDArray[np.int64],
-    settings: UpdateSettings,
+    algorithm: AlgorithmConfig,
+    current: NDArray[np.float32],
     reference: NDArray[np.float32] | None,
-) -> tuple[Batch, NDArray[np.float32]]:
-    """Masks that depend on the policy are taken over the whole step, before the pass that they act on.
+    entropy: NDArray[np.float32] | None,
+) -> Batch:
+    """The batch as this pass trains on it, with advantages of 0 where a mask takes the surrogate."""
+    left = policy_masks(algorithm, current, batch.old_logprobs, reference, entropy, batch.advantages, batch.mask)
+    reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in left.excluded.items()}
+    return replace(batch, advantages=left.advantages, mask=np.asarray(left.mask), excluded=reasons)
 
-    Returns:
-        The batch as this pass trains on it, with advantages of 0 where a mask takes the surrogate, and the policy's
-        log-probabilities `[N, T]` of the rows.
-    """
-    want_entropy = settings.top_entropy_quantile < 1
-    current, entropy = learner.scores(batch, rows, temperature=settings.temperature, entropy=want_entropy)
-    keep: dict[str, Any] = {}
-    acting: dict[str, Any] = {}
-    if settings.off_policy_mask_threshold is not None:
-        acting["off_policy_mask"] = off_policy_mask(
-            current, batch.old_logprobs, batch.advantages, batch.mask, settings.off_policy_mask_threshold
-        )
-    if settings.reference_drift_threshold is not None:
-        assert reference is not None
-        keep["reference_drift_mask"] = reference_drift_mask(
-            current,
-            reference,
-            batch.mask,
-            settings.reference_drift_threshold,
-            settings.reference_drift_reduction,
-        )
-    if entropy is not None:
-        acting["top_entropy_quantile"] = top_entropy_mask(entropy, batch.mask, settings.top_entropy_quantile)
-    mask, excluded = combine_masks(batch.mask, keep)
-    advantages, quiet = without_surrogate(batch.advantages, batch.mask, acting)
-    reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in (excluded | quiet).items()}
-    return replace(batch, advantages=advantages, mask=np.asarray(mask), excluded=reasons), current
+
+def _of_a_file(objective: Objective) -> str:
+    return f" (loss {objective.loss.name!r})" if ":" in objective.loss.name else ""
 
 
 def _why_nothing(batch: Batch) -> str:
@@ -230,7 +198,7 @@ def _means(passes: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _mismatch_metrics(
-    batch: Batch, logp: NDArray[np.float32], scored: BoolArray, settings: UpdateSettings
+    batch: Batch, logp: NDArray[np.float32], scored: BoolArray, algorithm: AlgorithmConfig
 ) -> dict[str, float]:
     """Sampler against trainer: the first pass runs before any optimiser step, under the weights that sampled unless
     the batch is stale.
@@ -242,7 +210,7 @@ def _mismatch_metrics(
         "sampling/sampling_logp_difference/mean": float(np.abs(signed).mean()),
         "sampling/sampling_logp_difference/max": float(np.abs(signed).max()),
     }
-    if settings.correction is not None:
+    if algorithm.correction is not None:
         ratio = np.exp(signed.astype(np.float64))
         found |= {f"sampling/importance_sampling_ratio/{name}": float(getattr(ratio, name)()) for name in _EXTREMES}
     return found

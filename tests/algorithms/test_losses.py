@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,15 +11,11 @@ import torch
 
 from covey.algorithms import (
     LOG_RATIO_LIMIT,
-    LOSS_PRESETS,
-    SURROGATES,
-    Objective,
-    Surrogate,
-    cispo_surrogate,
+    LOSSES,
+    LossInputs,
     clip_surrogate,
     gspo_token_ratio,
     make_objective,
-    sapo_surrogate,
     sequence_ratio,
     token_ratio,
 )
@@ -78,54 +75,74 @@ def test_a_clip_range_of_zero_still_learns_on_policy() -> None:
     assert gradient.tolist() == [-1.0, 1.0]
 
 
+def one_row(logp: Any, ratio: Any, advantages: Any) -> LossInputs:
+    """Tokens of one row each with a ratio."""
+    old = logp - (torch.log(ratio) if isinstance(ratio, torch.Tensor) else np.log(ratio))
+    return LossInputs(logp[:, None], old[:, None], advantages[:, None], advantages[:, None] == advantages[:, None])
+
+
 def test_cispo_keeps_the_gradient_of_capped_tokens() -> None:
     logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
-    ratio = torch.exp(logp - torch.tensor([-1.5, -5.0]))  # e^0.5 and e^3 = 20.1
-    surrogate = cispo_surrogate(ratio, logp, torch.tensor([2.0, 2.0]), 5.0)
+    ratio = torch.exp(torch.tensor([0.5, 3.0], dtype=torch.float64))  # 1.65 and 20.1
+    x = one_row(logp, ratio, torch.tensor([2.0, 2.0], dtype=torch.float64))
+    x = LossInputs(x.logp, x.old.detach(), x.advantages, x.mask)
+    surrogate = LOSSES["cispo"](x, epsilon_max=5.0)
     (gradient,) = torch.autograd.grad(surrogate.loss.sum(), logp)
     assert gradient.tolist() == pytest.approx([-2 * math.exp(0.5), -10.0])
-    assert surrogate.high.tolist() == [False, True]
+    assert surrogate.high[:, 0].tolist() == [False, True]
 
 
 def test_sapo_gate_by_hand() -> None:
     # at w = 1 the gate is 2 / tau and its slope 1
-    a = np.array([1.0, -1.0])
-    np.testing.assert_allclose(sapo_surrogate(np.ones(2), a, 1.0, 2.0).loss, [-2.0, 1.0])
+    def loss(ratio: Any, dtype: type = np.float64) -> Any:
+        x = one_row(np.zeros(2, dtype), np.asarray(ratio, dtype), np.array([1.0, -1.0], dtype))
+        return LOSSES["sapo"](x, *temperatures).loss[:, 0]
+
+    temperatures = (1.0, 2.0)
+    np.testing.assert_allclose(loss([1.0, 1.0]), [-2.0, 1.0])
     h = 1e-6
-    slope = (sapo_surrogate(np.ones(2) + h, a, 1.0, 2.0).loss - sapo_surrogate(np.ones(2) - h, a, 1.0, 2.0).loss) / h
-    np.testing.assert_allclose(slope / 2, -a, atol=1e-8)
-    # sharp temperatures do not overflow
-    assert np.isfinite(sapo_surrogate(np.array([0.0, 4e8], np.float32), a.astype(np.float32), 1e4, 1e4).loss).all()
+    np.testing.assert_allclose((loss([1 + h, 1 + h]) - loss([1 - h, 1 - h])) / (2 * h), [-1.0, 1.0], atol=1e-8)
+    temperatures = (1e4, 1e4)  # sharp ones do not overflow
+    assert np.isfinite(loss([1e-30, 4e8], np.float32)).all()
 
 
-def test_presets_are_the_table() -> None:
-    table = {
-        "grpo": ("clip", "token", "sequence_mean"),
-        "bnpo": ("clip", "token", "token_mean"),
-        "dapo": ("clip", "token", "token_mean"),
-        "dr_grpo": ("clip", "token", "constant_length"),
-        "gspo": ("clip", "sequence", "sequence_mean"),
-        "gspo_token": ("clip", "gspo_token", "sequence_mean"),
-        "cispo": ("cispo", "token", "token_mean"),
-        "sapo": ("sapo", "token", "sequence_mean"),
-        "reinforce": ("reinforce", "token", "sequence_sum_mean"),
-        "reinforce_kept": ("reinforce", "token", "sequence_sum_kept"),
+def test_the_averages_of_the_shelf() -> None:
+    assert {name: loss.aggregation for name, loss in LOSSES.items()} == {
+        **dict.fromkeys(("grpo", "gspo", "gspo_token", "sapo", "gmpo"), "sequence_mean"),
+        **dict.fromkeys(("bnpo", "dapo", "cispo", "vespo", "clip_cov", "kl_cov"), "token_mean"),
+        "dr_grpo": "constant_length",
+        **dict.fromkeys(("reinforce", "luspo"), "sequence_sum_mean"),
+        "reinforce_kept": "sequence_sum_kept",
     }
-    assert {
-        name: (o.surrogate, o.importance_sampling_level, o.aggregation) for name, o in LOSS_PRESETS.items()
-    } == table
-    assert LOSS_PRESETS["dapo"].upper > LOSS_PRESETS["dapo"].eps_low
-    assert hash(make_objective("grpo")) == hash(Objective())
+    assert {name for name, loss in LOSSES.items() if loss.kl_aggregation} == {"reinforce_kept"}
+    assert hash(make_objective("grpo")) == hash(make_objective("grpo"))
 
 
-def test_overrides() -> None:
-    assert make_objective("dapo", epsilon=None, beta=None) == LOSS_PRESETS["dapo"]
-    assert make_objective("grpo", epsilon=0.1).upper == 0.1
-    assert make_objective("dapo", epsilon=0.2).upper == 0.28
-    assert make_objective("dapo", epsilon=0.3).upper == 0.3
-    assert make_objective("gspo", epsilon=0.2).upper == 0.2
-    assert make_objective("gspo", epsilon=0.2, epsilon_high=0.25).upper == 0.25
-    assert make_objective("grpo", importance_sampling_level="sequence").importance_sampling_level == "sequence"
+@pytest.mark.parametrize(
+    ("loss_type", "settings", "upper"),
+    [
+        ("dapo", {"epsilon": None, "beta": None}, 0.28),
+        ("grpo", {"epsilon": 0.1}, 0.1),
+        ("dapo", {"epsilon": 0.2}, 0.28),
+        ("dapo", {"epsilon": 0.3}, 0.3),
+        ("dapo", {"epsilon": 0.3, "epsilon_high": 0.25}, 0.25),
+        ("gspo", {}, 4e-4),
+        ("gspo", {"epsilon": 0.2}, 0.2),
+        ("gspo", {"epsilon": 0.2, "epsilon_high": 0.25}, 0.25),
+        ("luspo", {}, 2.5e-3),
+    ],
+)
+def test_upper_ranges(loss_type: str, settings: dict[str, Any], upper: float) -> None:
+    objective = make_objective(loss_type, **settings)
+    x = one_row(np.zeros(1), np.array([50.0]), np.ones(1))
+    assert objective.loss.surrogate(x, dict(objective.parameters)).loss[0, 0] == pytest.approx(-(1 + upper))
+
+
+def test_the_level_of_the_ratio() -> None:
+    x = LossInputs(np.log([[2.0, 8.0]]), np.zeros((1, 2)), -np.ones((1, 2)), np.ones((1, 2), bool))
+    for name in ("grpo", "cispo", "sapo"):
+        found = make_objective(name, importance_sampling_level="sequence")
+        np.testing.assert_allclose(found.loss.surrogate(x, dict(found.parameters)).ratio, [[4, 4]])
 
 
 @pytest.mark.parametrize(
@@ -133,27 +150,22 @@ def test_overrides() -> None:
     [
         ({"loss_type": "xyz"}, "loss_type='xyz'"),
         ({"loss_type": "grpoo"}, "did you mean 'grpo'"),
-        ({"eps_hihg": 0.1}, "did you mean 'eps_high'"),
+        ({"epsilon_hihg": 0.1}, "did you mean 'epsilon_high'"),
         ({"kl_estimator": "k3_unbias"}, "did you mean 'k3_unbiased'"),
         ({"aggregation": "token_men"}, "did you mean 'token_mean'"),
         ({"importance_sampling_level": "sequnce"}, "did you mean 'sequence'"),
-        ({"surrogate": "clop"}, "did you mean 'clip'"),
+        ({"loss_type": "cispo", "epsilon": 0.1}, "loss_parameters='epsilon': no such name; did you mean 'epsilon_max'"),
         ({"epsilon": 1.5}, "epsilon=1.5"),
         ({"epsilon_high": -0.1}, "epsilon_high=-0.1"),
         ({"delta": 1.1}, "delta=1.1: below 1 \\+ epsilon_high = 1.2"),
-        ({"epsilon_max": 0.0}, "epsilon_max=0.0"),
-        ({"sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0"),
+        ({"loss_type": "cispo", "epsilon_max": 0.0}, "epsilon_max=0.0"),
+        ({"loss_type": "sapo", "sapo_temperature_pos": 0.0}, "sapo_temperature_pos=0.0"),
+        ({"loss_type": "kl_cov", "kl_cov_ratio": 0.0}, "kl_cov_ratio=0.0"),
+        ({"loss_type": "clip_cov", "clip_cov_ratio": 2.0}, "clip_cov_ratio=2.0"),
+        ({"loss_type": "gspo", "importance_sampling_level": "token"}, "'gspo' is defined by its sequence ratio"),
         ({"beta": -1.0}, "beta=-1.0"),
     ],
 )
 def test_errors_name_the_value_and_the_nearest_name(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_objective(**changes)
-
-
-def test_a_new_surrogate_is_a_new_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def linear(ratio: object, logp: object, advantages: object, objective: Objective) -> Surrogate:
-        return Surrogate(-ratio * advantages, advantages != advantages, advantages != advantages)
-
-    monkeypatch.setitem(SURROGATES, "linear", linear)
-    assert make_objective("grpo", surrogate="linear").surrogate == "linear"

@@ -1,0 +1,419 @@
+"""The shelf of losses, `loss_type` by name, and how one is found in somebody's file.
+
+Each is a function as `covey.algorithms.loss_function` describes it. `w` is the importance ratio of the level named by
+`importance_sampling_level`, `A` the advantage, `sg` stops the gradient.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from array_api_compat import array_namespace
+
+from covey.algorithms.arrays import (
+    Array,
+    bounded_exp,
+    largest,
+    lookup,
+    masked,
+    masked_difference,
+    row_mean,
+    row_sum,
+    stop_gradient,
+    unknown_name,
+)
+from covey.algorithms.loss_function import Loss, LossInputs, Surrogate, loss
+from covey.errors import ConfigError
+from covey.functions import load_function
+
+# --- importance ratios
+
+
+def token_ratio(logp: Array, old: Array, mask: Array) -> Array:
+    """`exp(logp - old)`, `[N, T]`; 1 where masked."""
+    return bounded_exp(masked_difference(logp, old, mask))
+
+
+def sequence_ratio(logp: Array, old: Array, mask: Array) -> Array:
+    """`exp(mean over the row's tokens of logp - old)`, the same on all tokens of a row, `[N, T]`.
+
+    The ratio of GSPO (arXiv 2507.18071). A row without active tokens has ratio 1.
+    """
+    xp = array_namespace(logp)
+    return xp.broadcast_to(bounded_exp(row_mean(masked_difference(logp, old, mask), mask)), logp.shape)
+
+
+def gspo_token_ratio(logp: Array, old: Array, mask: Array) -> Array:
+    """The value of `sequence_ratio` with the gradient of the token, `[N, T]`.
+
+    That is `sg(w_sequence) · exp(logp - sg(logp))`, sg being `stop_gradient`.
+    """
+    logp = masked(logp, mask)
+    sequence = stop_gradient(sequence_ratio(logp, old, mask))
+    return sequence * array_namespace(logp).exp(logp - stop_gradient(logp))
+
+
+RATIOS: dict[str, Callable[[Array, Array, Array], Array]] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "gspo_token": gspo_token_ratio,
+}
+"""`importance_sampling_level` -> `f(logp, old, mask) -> w`, `[N, T]`."""
+
+
+def _ratio(x: LossInputs, level: str) -> Array:
+    return lookup(RATIOS, level, "importance_sampling_level")(x.logp, x.old, x.mask)
+
+
+# --- losses that clip
+
+
+def clip_surrogate(
+    ratio: Array, advantages: Array, eps_low: float, eps_high: float, delta: float | None = None
+) -> Surrogate:
+    """`-min(w A, clip(w, 1 - eps_low, 1 + eps_high) A)` (PPO, arXiv 1707.06347).
+
+    With `delta`, `w` itself is capped there first (two-sided clip, INTELLECT-2, arXiv 2505.07291).
+
+    Written by cases, which is the same function: for A > 0 the minimum is `min(w, 1 + eps_high) A`, for A < 0
+    it is `max(w, 1 - eps_low) A`. Unlike min and clip, whose derivative at equality differs between
+    libraries, the cases leave no choice: a token exactly on a bound is not clipped.
+    """
+    xp = array_namespace(ratio)
+    beyond = xp.zeros_like(ratio, dtype=xp.bool)
+    if delta is not None:
+        beyond = ratio > delta
+        ratio = xp.where(beyond, xp.full_like(ratio, delta), ratio)
+    too_low = (advantages < 0) & (ratio < 1 - eps_low)
+    too_high = (advantages > 0) & (ratio > 1 + eps_high)
+    ratio = xp.where(too_low, xp.full_like(ratio, 1 - eps_low), ratio)
+    ratio = xp.where(too_high, xp.full_like(ratio, 1 + eps_high), ratio)
+    return Surrogate(-ratio * advantages, too_low, too_high | (beyond & (advantages < 0)))
+
+
+def _upper(epsilon: float, epsilon_high: float | None, published: float) -> float:
+    """The published upper range unless another one is set; a wider `epsilon` holds for both sides."""
+    return max(epsilon, published) if epsilon_high is None else epsilon_high
+
+
+@loss(aggregation="sequence_mean")
+def grpo(
+    x: LossInputs,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "token",
+) -> Surrogate:
+    """GRPO (arXiv 2402.03300): `clip_surrogate`, mean over a completion's tokens, then over completions."""
+    upper = epsilon if epsilon_high is None else epsilon_high
+    _require(0 <= epsilon <= 1, "epsilon", epsilon, "ratios are clipped around 1", "0 to 1")
+    _require(upper >= 0, "epsilon_high", upper, "ratios are clipped around 1", "0 or more")
+    reason = f"below 1 + epsilon_high = {1 + upper:g} it would replace the clip"
+    _require(delta is None or delta > 1 + upper, "delta", delta, reason, "a larger one, or None")
+    ratio = _ratio(x, importance_sampling_level)
+    return clip_surrogate(ratio, x.advantages, epsilon, upper, delta)._replace(ratio=ratio)
+
+
+bnpo = replace(grpo, aggregation="token_mean", name="bnpo")
+"""`grpo`, mean over all tokens of the step."""
+
+dr_grpo = replace(grpo, aggregation="constant_length", name="dr_grpo")
+"""Dr. GRPO (arXiv 2503.20783): `grpo`, the sum over a completion's tokens divided by a constant length."""
+
+
+@loss(aggregation="token_mean")
+def dapo(
+    x: LossInputs,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "token",
+) -> Surrogate:
+    """DAPO (arXiv 2503.14476): `bnpo` with the upper range at 0.28 (clip-higher)."""
+    return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 0.28), delta, importance_sampling_level)
+
+
+@loss(aggregation="sequence_mean")
+def gspo(
+    x: LossInputs,
+    epsilon: float = 3e-4,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "sequence",
+) -> Surrogate:
+    """GSPO (arXiv 2507.18071): the ratio of the sequence, `sequence_ratio`.
+
+    It is a geometric mean and moves far less than a token's: the ranges are those of section 5.1, 0.0004 above.
+    """
+    _not_by_token("gspo", importance_sampling_level)
+    return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 4e-4), delta, importance_sampling_level)
+
+
+@loss(aggregation="sequence_mean")
+def gspo_token(
+    x: LossInputs,
+    epsilon: float = 3e-4,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "gspo_token",
+) -> Surrogate:
+    """GSPO-token (arXiv 2507.18071, section 4.3): `gspo` with the gradient of each token, `gspo_token_ratio`."""
+    _not_by_token("gspo_token", importance_sampling_level)
+    return gspo.function(x, epsilon, epsilon_high, delta, importance_sampling_level)
+
+
+def _not_by_token(name: str, level: str) -> None:
+    if level == "token":
+        raise ConfigError(
+            f"importance_sampling_level='token': loss_type {name!r} is defined by its sequence ratio; remove "
+            "algorithm.importance_sampling_level, or set algorithm.loss_type to 'grpo'"
+        )
+
+
+@loss(aggregation="sequence_sum_mean")
+def luspo(
+    x: LossInputs,
+    epsilon: float = 2e-3,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    importance_sampling_level: str = "sequence",
+) -> Surrogate:
+    """LUSPO (arXiv 2602.05261): GSPO with each completion's loss times its length, so that length has no price.
+
+    The sum over a completion's tokens of the one loss that they share is that product. Ranges of section 5.1, 0.0025
+    above.
+    """
+    return grpo.function(x, epsilon, _upper(epsilon, epsilon_high, 2.5e-3), delta, importance_sampling_level)
+
+
+@loss(aggregation="sequence_mean")
+def gmpo(x: LossInputs, epsilon: float = 0.4, epsilon_high: float | None = None) -> Surrogate:
+    """GMPO (arXiv 2507.20673): `-A · exp(mean over the row of the tokens' clipped log-ratios)`.
+
+    Each token's log-ratio is held at `epsilon_high` where A > 0 and at `-epsilon` where A < 0, in nats: 0.4 is the
+    paper's range (e^-0.4, e^0.4). Tokens are clipped, sequences averaged. All tokens of a row have the same loss.
+    """
+    upper = epsilon if epsilon_high is None else epsilon_high
+    low, high = (x.advantages < 0) & (x.log_ratio < -epsilon), (x.advantages > 0) & (x.log_ratio > upper)
+    log_ratio = x.xp.where(low, x.xp.full_like(x.logp, -epsilon), x.log_ratio)
+    log_ratio = x.xp.where(high, x.xp.full_like(x.logp, upper), log_ratio)
+    ratio = x.xp.broadcast_to(bounded_exp(row_mean(log_ratio, x.mask)), x.logp.shape)
+    return Surrogate(-ratio * x.advantages, low, high, ratio)
+
+
+# --- losses that weigh the score function
+
+
+@loss(aggregation="token_mean")
+def cispo(x: LossInputs, epsilon_max: float = 5.0, importance_sampling_level: str = "token") -> Surrogate:
+    """CISPO (arXiv 2506.13585): `-sg(min(w, epsilon_max)) · A · logp`.
+
+    The weight is capped, but no token loses its gradient.
+    """
+    _require(epsilon_max > 0, "epsilon_max", epsilon_max, "it caps a ratio", "more than 0")
+    ratio = _ratio(x, importance_sampling_level)
+    high = ratio > epsilon_max
+    weight = stop_gradient(x.xp.where(high, x.xp.full_like(ratio, epsilon_max), ratio))
+    return Surrogate(-weight * x.advantages * x.logp, high=high, ratio=ratio)
+
+
+@loss(aggregation="sequence_mean")
+def sapo(
+    x: LossInputs,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    importance_sampling_level: str = "token",
+) -> Surrogate:
+    """SAPO (arXiv 2511.20347): `-f(w) · A` with the soft gate `f(w) = sigmoid(tau (w - 1)) · 4 / tau`.
+
+    `tau` is `sapo_temperature_pos` for A > 0, else `sapo_temperature_neg`. The slope of f is 1 at w = 1, as without a
+    gate.
+    """
+    pos, neg = sapo_temperature_pos, sapo_temperature_neg
+    _require(pos > 0, "sapo_temperature_pos", pos, "the gate divides by it", "more than 0")
+    _require(neg > 0, "sapo_temperature_neg", neg, "the gate divides by it", "more than 0")
+    xp, ratio = x.xp, _ratio(x, importance_sampling_level)
+    tau = xp.where(x.advantages > 0, xp.full_like(ratio, pos), xp.full_like(ratio, neg))
+    sigmoid = 0.5 * (1 + xp.tanh(0.5 * tau * (ratio - 1)))  # as 1 / (1 + exp(-x)), without its overflow
+    return Surrogate(-4 / tau * sigmoid * x.advantages, ratio=ratio)
+
+
+@loss(aggregation="sequence_sum_mean")
+def reinforce(x: LossInputs) -> Surrogate:
+    """`-A · logp`: summed over a row's tokens, `-A · log-probability of the sequence`. Nothing is limited."""
+    return Surrogate(-x.advantages * x.logp)
+
+
+@loss(aggregation="sequence_sum_kept", kl_aggregation="token_mean")
+def reinforce_kept(x: LossInputs) -> Surrogate:
+    """usmle-qa.md, train_step: `-(log_probs * advantages * mask).sum() / mask.sum() + kl_coef * kl.mean()`."""
+    return Surrogate(-x.advantages * x.logp)
+
+
+_LEAST = math.log(1e-8)
+"""VESPO's own code holds log-weights here from below."""
+
+
+@loss(aggregation="token_mean", corrects=True)
+def vespo(
+    x: LossInputs, k_pos: float = 2.0, lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0
+) -> Surrogate:
+    """VESPO (arXiv 2602.10693): `-sg(phi(W)) · A · logp` with `phi(W) = W^k · exp(lambda (1 - W))`, phi(1) = 1.
+
+    `W` is the ratio of the whole sequence, the *product* over its tokens, times the sampler's correction; k and lambda
+    are the first pair where A >= 0, the second where A < 0. Logarithms of `W` are held between log(1e-8) and 20.
+    """
+    xp = x.xp
+    log_w = row_sum(xp.clip(stop_gradient(x.log_ratio), -20.0, 20.0), x.mask)
+    if x.correction is not None:
+        log_factor = xp.log(xp.clip(x.correction, 1e-8, None))
+        log_w = log_w + (log_factor if log_factor.shape[-1] == 1 else row_sum(log_factor, x.mask))
+    log_w = xp.clip(log_w, _LEAST, 20.0)
+    good = x.advantages >= 0
+    k = xp.where(good, xp.full_like(x.logp, k_pos), xp.full_like(x.logp, k_neg))
+    rate = xp.where(good, xp.full_like(x.logp, lambda_pos), xp.full_like(x.logp, lambda_neg))
+    phi = xp.exp(rate + k * log_w - rate * xp.exp(log_w))
+    return Surrogate(-phi * x.advantages * x.logp, ratio=xp.broadcast_to(xp.exp(log_w), x.logp.shape))
+
+
+# --- losses that look at the covariance of log-probability and advantage over the whole step
+
+
+def covariances(x: LossInputs) -> Array:
+    """`[N, T]` each token's part of the step's covariance, `(logp - mean logp) (A - mean A)` (arXiv 2505.22617)."""
+    count = x.xp.sum(x.xp.astype(x.mask, x.logp.dtype))
+    count = x.xp.where(count > 0, count, x.xp.ones_like(count))
+    logp, advantages = masked(x.logp, x.mask), masked(x.advantages, x.mask)
+    return (logp - x.xp.sum(logp) / count) * (advantages - x.xp.sum(advantages) / count)
+
+
+def _share(x: LossInputs, ratio: float) -> Array:
+    """How many tokens a share of the step's is, rounded down and at least one."""
+    count = x.xp.floor(ratio * x.xp.sum(x.xp.astype(x.mask, x.logp.dtype)))
+    return x.xp.where(count < 1, x.xp.ones_like(count), count)
+
+
+def _kl_cov_tokens(x: LossInputs, kl_cov_ratio: float) -> Array:
+    _require(0 < kl_cov_ratio <= 1, "kl_cov_ratio", kl_cov_ratio, "it is a share of the tokens", "0 < ratio <= 1")
+    return largest(covariances(x), x.mask, _share(x, kl_cov_ratio))
+
+
+@loss(aggregation="token_mean", select=_kl_cov_tokens, always=True)
+def kl_cov(x: LossInputs, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) -> Surrogate:
+    """KL-Cov (arXiv 2505.22617): `-w A`, plus `ppo_kl_coef · |log w|` on the tokens of the largest covariance.
+
+    Of the step's tokens a share of `kl_cov_ratio` is held back so, rounded down, and at least one.
+    """
+    held = x.xp.where(x.selected, x.xp.abs(x.log_ratio), x.xp.zeros_like(x.logp))
+    return Surrogate(-x.ratio * x.advantages + ppo_kl_coef * held)
+
+
+def _clip_cov_tokens(
+    x: LossInputs,
+    epsilon: float,
+    epsilon_high: float | None,
+    clip_cov_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
+) -> Array:
+    _require(0 < clip_cov_ratio <= 1, "clip_cov_ratio", clip_cov_ratio, "it is a share of the tokens", "0 < ratio <= 1")
+    clipped = grpo.function(x, epsilon, epsilon_high)
+    covariance = covariances(x)
+    free = x.mask & ~clipped.low & ~clipped.high & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
+    # A draw without a state, which a resumed run repeats: the digits of the log-probability after the third.
+    digits = 1000 * x.logp
+    return largest(digits - x.xp.floor(digits), free, _share(x, clip_cov_ratio))
+
+
+@loss(aggregation="token_mean", select=_clip_cov_tokens)
+def clip_cov(
+    x: LossInputs,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    clip_cov_ratio: float = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> Surrogate:
+    """Clip-Cov (arXiv 2505.22617): `bnpo`, and some tokens of high covariance, drawn at random, have no gradient.
+
+    Drawn are `clip_cov_ratio` times as many as the step has tokens, and at least one, from those that are not clipped
+    and whose covariance is between `clip_cov_lb` and `clip_cov_ub`.
+    """
+    found = grpo.function(x, epsilon, epsilon_high)
+    return found._replace(loss=masked(found.loss, ~x.selected), high=found.high | x.selected)
+
+
+def _require(fine: bool, name: str, value: object, reason: str, fix: str) -> None:
+    if not fine:
+        raise ConfigError(f"{name}={value}: {reason}; choose {fix}")
+
+
+LOSSES: dict[str, Loss] = {
+    one.name: one
+    for one in (
+        *(grpo, bnpo, dapo, dr_grpo, gspo, gspo_token, cispo, sapo, reinforce, reinforce_kept),
+        *(luspo, gmpo, vespo, clip_cov, kl_cov),
+    )
+}
+"""`loss_type` -> the loss of that name."""
+
+
+def find_loss(loss_type: str | Loss | Callable[..., Any]) -> Loss:
+    """The loss of a name in `LOSSES`, of `FILE.py:NAME` or `MODULE:NAME` (see `load_function`), or a function itself.
+
+    Raises:
+        ConfigError: no such name, file or function.
+    """
+    if callable(loss_type):
+        return loss_type if isinstance(loss_type, Loss) else loss()(loss_type)
+    if ":" in loss_type:
+        return _loss_in_file(loss_type, os.getcwd())
+    if loss_type not in LOSSES:
+        raise unknown_name(loss_type, [*LOSSES, "FILE.py:NAME"], "loss_type")
+    return LOSSES[loss_type]
+
+
+@lru_cache
+def _loss_in_file(name: str, folder: str) -> Loss:
+    """Found once for each working directory: the file may change while a run lasts."""
+    try:
+        return replace(find_loss(load_function(name)), name=name)
+    except ConfigError as error:
+        raise ConfigError(f"loss_type={name!r}: {error}") from error
+
+
+def loss_name(value: Any) -> Any:
+    """A setting `loss_type` as text: a name, or where a function given in its place is found again.
+
+    Raises:
+        ValueError: a name that is not on the shelf; the message lists those that are.
+    """
+    if callable(value):
+        function = getattr(value, "function", value)
+        return f"{function.__module__}:{function.__qualname__}"
+    if isinstance(value, str) and ":" not in value and value not in LOSSES:
+        close = difflib.get_close_matches(value, LOSSES, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else "set algorithm.loss_type to one of these"
+        raise ValueError(f"must be {' | '.join(LOSSES)}, or FILE.py:NAME for a loss of your own; {fix}")
+    return value
+
+
+def default_of(parameter: str) -> Callable[[dict[str, Any]], Any]:
+    """The default of a setting that is a loss's parameter, given the settings before it.
+
+    It is the loss's own, or that of the first loss that has the parameter; None for a loss in a file, which knows its
+    own.
+    """
+    published = next(loss.parameters[parameter] for loss in LOSSES.values() if parameter in loss.parameters)
+
+    def default(settings: dict[str, Any]) -> Any:
+        chosen = LOSSES.get(settings.get("loss_type", "grpo"))
+        return None if chosen is None else chosen.parameters.get(parameter, published)
+
+    return default

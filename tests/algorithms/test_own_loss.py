@@ -1,0 +1,175 @@
+"""A loss of one's own, in a file: found, tried, and the same numbers as on the shelf."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import jax_gradient, loss_of, random_case, torch_gradient
+
+from covey.algorithms import LOSSES, LossInputs, Surrogate, find_loss, loss, make_objective, policy_loss
+from covey.config import GRPOConfig
+from covey.errors import ConfigError
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
+HEAD = "from covey.algorithms import LossInputs, Surrogate, loss\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory that has nothing to do with the package."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_gmpo_in_a_file_is_gmpo_on_the_shelf(folder: Path) -> None:
+    assert len(RECIPE.read_text().splitlines()) <= 30
+    shutil.copy(RECIPE, folder / "mine.py")
+    case = random_case(seed=5)
+    own, shelf = make_objective("mine.py:gmpo", clip=0.2, beta=0.1), make_objective("gmpo", epsilon=0.2, beta=0.1)
+    for gradient_of in (torch_gradient, jax_gradient):
+        (value, gradient), (expected, wanted) = (
+            gradient_of(case, lambda c, o=objective: loss_of(c, o).loss) for objective in (own, shelf)
+        )
+        assert value == expected
+        np.testing.assert_array_equal(gradient, wanted)
+    metrics, expected = loss_of(case, own).metrics, loss_of(case, shelf).metrics
+    assert {name: float(value) for name, value in metrics.items()} == {n: float(v) for n, v in expected.items()}
+    assert float(metrics["clip_high_sum"]) > 0
+
+
+def test_an_objective_of_a_file_is_the_same_value_each_time(folder: Path) -> None:
+    shutil.copy(RECIPE, folder / "mine.py")
+    first, second = (GRPOConfig(loss_type="mine.py:gmpo").algorithm.objective() for _ in range(2))
+    assert first == second
+    assert hash(first) == hash(second)  # a static argument of compiled code
+    (folder / "mine.py").unlink()  # a run that has begun goes on
+    assert GRPOConfig(loss_type="mine.py:gmpo").algorithm.objective() == first
+
+
+def plain(x: LossInputs) -> Surrogate:
+    return Surrogate(-x.ratio * x.advantages)
+
+
+def test_a_function_from_python_needs_no_decorator() -> None:
+    case = random_case(seed=6)
+    found = find_loss(plain)
+    assert (found.aggregation, dict(found.parameters)) == ("sequence_mean", {})
+    # without a clip, and so as grpo with a wide one
+    assert (
+        loss_of(case, make_objective(plain)).loss
+        == loss_of(case, make_objective("grpo", epsilon_high=1e9, epsilon=1.0)).loss
+    )
+    config = GRPOConfig(loss_type=plain)
+    assert config.loss_type == f"{__name__}:plain"
+    assert GRPOConfig(**config.to_dict()).algorithm.objective().loss.function is plain
+
+
+def test_parameters_of_a_setting_s_name_get_the_setting(folder: Path) -> None:
+    code = (
+        "@loss()\ndef mine(x, epsilon=0.4, tau=1.0):\n    return Surrogate(-epsilon * tau * x.ratio * x.advantages)\n"
+    )
+    (folder / "mine.py").write_text(HEAD + code)
+    assert dict(GRPOConfig(loss_type="mine.py:mine").algorithm.objective().parameters) == {}
+    config = GRPOConfig(loss_type="mine.py:mine", epsilon=0.1, loss_parameters={"tau": 2.0})
+    assert dict(config.algorithm.objective().parameters) == {"epsilon": 0.1, "tau": 2.0}
+
+
+def test_what_a_loss_asks_for() -> None:
+    @loss(aggregation="token_mean", entropy=True, always=True)
+    def explores(x: LossInputs) -> Surrogate:
+        return Surrogate(-x.ratio * x.advantages - 0.1 * x.entropy + 0.0 * x.sampler)
+
+    objective = make_objective(explores)
+    assert objective.differentiates_entropy
+    assert objective.needs_every_row
+    case = random_case(seed=7)
+    bonus = loss_of(case, make_objective("bnpo", epsilon_high=1e9, epsilon=1.0, entropy_coef=0.1)).loss
+    ones = case.map(lambda x: x)
+    ones.correction = np.ones_like(case.correction)
+    assert float(loss_of(ones, objective).loss) == pytest.approx(
+        float(loss_of(ones, make_objective("bnpo", epsilon_high=1e9, epsilon=1.0, entropy_coef=0.1)).loss), rel=1e-12
+    )
+    assert float(bonus) != 0
+
+
+def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> None:
+    seen = []
+
+    def looks(x: LossInputs) -> Surrogate:
+        seen.append((x.old, x.sampler))
+        return Surrogate(-x.advantages * x.logp)
+
+    shape = (2, 3)
+    logp, old, sampler = (torch.full(shape, value) for value in (-1.0, -1.1, -1.3))
+    ones = torch.ones(shape)
+    objective = make_objective(looks)
+    policy_loss(logp, old, ones, ones.bool(), ones, objective, correction=ones, sampler=sampler)
+    assert seen[-1][0].equal(old)
+    assert seen[-1][1].equal(sampler)
+    policy_loss(logp, old, ones, ones.bool(), ones, objective)
+    assert seen[-1][1].equal(old)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def other(x):\n    return Surrogate(x.logp)\n", "has no 'mine'; it has .*other"),
+        ("mine = 3\n", "'mine' is a int, not a function"),
+        ("def mine(x):\n    return Surrogate(x.lopg)\n", r"raised AttributeError: .*'lopg'.* at .*mine.py:3, in mine"),
+        ("def mine(x):\n    return x.logp.sum()\n", r"loss 'mine.py:mine' \(.*mine.py:2\) returned float64; return"),
+        ("def mine(x):\n    return Surrogate(x.logp.sum())\n", r"returned loss of shape \(\); return \[N, T\], here"),
+        ("def mine(x):\n    return Surrogate(-x.advantages * x.logp, x.mask[:1])\n", r"returned low of shape \(1, 5\)"),
+        ("def mine(x):\n    return Surrogate(-x.advantages * x.logp, True)\n", "returned low of bool"),
+        (
+            "def mine(x):\n    return Surrogate(x.advantages / 0 * x.logp)\n",
+            "returned (nan|inf|-inf) for ordinary tokens",
+        ),
+        (
+            "def mine(x):\n    return Surrogate(x.logp)\n",
+            r"gives tokens of advantage 0 a loss; declare it with @loss\(alw",
+        ),
+        (
+            "def mine(x, tau):\n    return Surrogate(-x.advantages * x.logp)\n",
+            "lacks its parameter 'tau'; set algorithm.l",
+        ),
+        ("@loss(aggregation='men')\ndef mine(x):\n    return Surrogate(-x.advantages * x.logp)\n", "aggregation='men'"),
+        ("@loss(select=lambda x: x.mask[0])\ndef mine(x):\n    return x\n", "selects something else than tokens"),
+        ("raise OSError('no')\n", "importing mine.py failed with OSError: no at .*mine.py:2"),
+    ],
+)
+def test_a_bad_loss_is_an_error_that_names_file_and_function(folder: Path, code: str, message: str) -> None:
+    (folder / "mine.py").write_text(HEAD + code)
+    with pytest.raises(ConfigError, match=message) as raised:
+        GRPOConfig(loss_type="mine.py:mine").algorithm.objective()
+    assert "mine" in str(raised.value)
+
+
+def test_a_missing_file_is_an_error(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"loss_type='mine.py:mine': mine.py: no such file; give its path from the w"):
+        GRPOConfig(loss_type="mine.py:mine").algorithm.objective()
+
+
+def test_unknown_parameters_of_a_file_s_loss_are_errors(folder: Path) -> None:
+    shutil.copy(RECIPE, folder / "mine.py")
+    with pytest.raises(ConfigError, match="loss_parameters='clap': no such name; did you mean 'clip'"):
+        GRPOConfig(loss_type="mine.py:gmpo", loss_parameters={"clap": 1.0}).algorithm.objective()
+
+
+def test_a_wrong_shape_in_training_is_an_error_too() -> None:
+    def shrinks(x: LossInputs) -> Surrogate:
+        found = -x.advantages * x.logp
+        return Surrogate(found if x.logp.shape == (4, 5) else found[:1])
+
+    case = random_case(seed=8)
+    with pytest.raises(ConfigError, match=r"returned loss of shape \(1, 6\); return \[N, T\], here \(5, 6\)"):
+        loss_of(case, make_objective(shrinks))
+
+
+def test_every_loss_of_the_shelf_names_its_source() -> None:
+    for name, one in LOSSES.items():
+        assert one.function.__doc__, name
+        assert one.name == name
