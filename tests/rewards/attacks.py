@@ -61,8 +61,8 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
         "def f(x):\n    a = []\n    for _ in range(10**5): a = [a]\n    return a",
         {"error", "wrong_answer"},
     ),
-    "endless iterator": ("import itertools\ndef f(x): return itertools.count()", {"error", "wrong_answer"}),
-    "endless generator": ("def f(x):\n    while True: yield 1", {"error"}),
+    "endless iterator": ("import itertools\ndef f(x): return itertools.count()", {"error", "wrong_answer", "timeout"}),
+    "endless generator": ("def f(x):\n    while True: yield 1", {"error", "timeout"}),
     "huge text": ("def f(x): return 'x' * 10**8", {"error", "memory", "timeout"}),
     "huge number": ("def f(x): return 10**(10**7)", {"error", "wrong_answer", "memory", "timeout"}),
     "a number that has no text": ("def f(x): return 10**5000", {"wrong_answer"}),
@@ -234,6 +234,12 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
         "import os\ntry:\n    os.mkdir('d')\n    open('d/x', 'w')\n    os.chmod('d', 0)\n    os.chmod('.', 0)\n"
         "except OSError: pass\ndef f(x): return None",
         {"wrong_answer", "error"},
+    ),
+    "directories that cannot be entered": (
+        "import os\nfor i in range(1, 9):\n    try: os.mkdir('d' * i, 0)\n    except OSError: pass\n"
+        "try:\n    os.umask(0o700)\n    os.mkdir('e')\n    os.mkdir('e/e')\nexcept OSError: pass\n"
+        "def f(x): return None",
+        set(),
     ),
     "keys that collide": (
         "def f(x): return {{i * (2**61 - 1): 0 for i in range(1, 100000)}}",
