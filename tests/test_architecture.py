@@ -1,6 +1,6 @@
 """Imports go downward only. Checked by parsing every file, imports inside functions included.
 
-0  types, errors, files, functions, named, processes
+0  types, errors, files, adapters, functions, named, processes
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards)
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe
@@ -24,7 +24,7 @@ SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS = {
-    **dict.fromkeys(("types", "errors", "files", "functions", "named", "processes"), 0),
+    **dict.fromkeys(("types", "errors", "files", "adapters", "functions", "named", "processes"), 0),
     **dict.fromkeys(("algorithms", "rewards", "tasks", "environments"), 1),
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
@@ -45,6 +45,7 @@ WITHOUT_TORCH = {
     "types",
     "errors",
     "files",
+    "adapters",
     "functions",
     "named",
     "environments",

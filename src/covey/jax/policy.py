@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,18 +12,48 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from covey.adapters import Adapter, Array
 from covey.errors import ModelError
 from covey.jax.model import Transformer
-from covey.jax.saving import save_adapter, save_model
+from covey.jax.programs import merge, scale_of
+from covey.jax.saving import adapter_of, model_tensors, save_model
 from covey.jax.sharding import check_mesh, place
 from covey.jax.stacked import stack, unstack
+from covey.rollout.learning import Weights
 
 
-class Weights(NamedTuple):
+class Parameters(NamedTuple):
     """A model and its parameters, and LoRA factors or none, stacked (`covey.jax.stacked`) or not."""
 
     model: Transformer
     variables: Any
+
+
+class MergedTensors(Mapping[str, Array]):
+    """Parameters by Hugging Face's names with adapters merged, in the host's memory; made when the first is asked for.
+
+    Attributes:
+        parameters: what they are made of.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+
+    @cached_property
+    def _made(self) -> dict[str, Array]:
+        model, variables = self.parameters
+        params = variables["params"]
+        merged = merge(params, variables.get("lora", {}), params["embedding"].dtype, scale=scale_of(model))
+        return model_tensors(model.config, unstack(merged, model.config.num_layers))
+
+    def __getitem__(self, name: str) -> Array:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
 
 
 class Policy:
@@ -117,9 +148,17 @@ class Policy:
         return {**self.frozen, **self.trained}
 
     @property
-    def model(self) -> Weights:
-        """What the sampler takes."""
-        return Weights(self.transformer, self.variables)
+    def model(self) -> Parameters:
+        """What a sampler is built from."""
+        return Parameters(self.transformer, self.variables)
+
+    def weights(self, version: int) -> Weights:
+        """What a sampler takes, as they are now; see `Weights`."""
+        return Weights(version, MergedTensors(self.model), self._adapter if self.uses_peft else None)
+
+    def _adapter(self) -> Adapter:
+        config = self.transformer.config
+        return adapter_of(config, unstack(self.trained["lora"], config.num_layers), base_model=self.source)
 
     @property
     def uses_peft(self) -> bool:
@@ -138,7 +177,7 @@ class Policy:
         """Write the adapter in PEFT's format, or the whole model in Hugging Face's, with the tokenizer."""
         config = self.transformer.config
         if self.uses_peft:
-            save_adapter(path, config, unstack(self.trained["lora"], config.num_layers), base_model=self.source)
+            self._adapter().write(path)
         else:
             save_model(path, config, unstack(self.trained["params"], config.num_layers), self._hf_config)
         if self.tokenizer is not None:

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
+from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
 from covey.pytorch.heads import causal_lm, output_head, transformer
 from covey.pytorch.loading import LoadedModel, load_model
@@ -35,6 +36,7 @@ from covey.pytorch.lora import attach_adapter, attach_lora, load_adapter, save_a
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate, check_fits
+from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 from covey.types import Support
 
@@ -412,6 +414,10 @@ class Policy:
         self._lm.disable_input_require_grads()  # type: ignore[no-untyped-call]
         for layer in layers:
             layer.training = True
+
+    def weights(self, version: int) -> Weights:
+        """What a sampler takes, as they are now; see `Weights`."""
+        return weights_of(self.model, version)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the trained tensors by name."""

@@ -302,7 +302,7 @@ class _Update:
             if number == 0:
                 self.activation_bytes = max(float(_peak() - before), 0.0)
             began = time.perf_counter()
-            trainer.engine.sync(trainer.policy.model, trainer.state.policy_version)
+            trainer.engine.publish(trainer.policy.weights(trainer.state.policy_version))
             self.publish_seconds = time.perf_counter() - began
         self.peak = _peak()
         self.seconds: float = done.metrics["time/update"]

@@ -144,7 +144,7 @@ class Recorder:
         except (CheckpointError, ModelError) as error:
             self.event("warning", f"the weights of {chosen}, cannot be had, those of the last step are kept: {error}")
             return last
-        trainer.engine.sync(trainer.policy.model, state.policy_version)
+        trainer.engine.publish(trainer.policy.weights(state.policy_version))
         return chosen
 
     def stopped(self, status: str, reason: str) -> None:
@@ -305,7 +305,7 @@ class Recorder:
         self.evaluated_at = evaluated[-1] if evaluated else -1
         self._unsaved = False
         self._phase = next((r["phase"] for r in reversed(trainer.state.log_history) if "phase" in r), -1)
-        trainer.engine.sync(trainer.policy.model, trainer.state.policy_version)
+        trainer.engine.publish(trainer.policy.weights(trainer.state.policy_version))
 
 
 def _random_state() -> dict[str, Any]:

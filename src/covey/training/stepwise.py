@@ -3,7 +3,7 @@
     rollout = trainer.rollout()
     loss = trainer.compute_loss(rollout)
     trainer.learner.optim_step(1e-5)
-    trainer.engine.sync(trainer.policy_model, trainer.state.policy_version)
+    trainer.engine.publish(trainer.policy.weights(trainer.state.policy_version))
 
 `GRPOTrainer.train` does the same with counters, checkpoints and evaluations.
 """

@@ -157,7 +157,7 @@ class GRPOTrainer(StepByStep):
         self.learner = setup.make_learner(args, self.policy)
         setup.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
-        self.engine.sync(self.policy.model, self.state.policy_version)
+        self.engine.publish(self.policy.weights(self.state.policy_version))
         self.questions = QuestionHistory([prompt.uid for prompt in self.prompts])
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
@@ -207,7 +207,7 @@ class GRPOTrainer(StepByStep):
             phase=lambda: self.phases.at(self._progress()),
             steps_ahead=self._steps_ahead,
             state=self.state,
-            sync=lambda: self.engine.sync(self.policy.model, self.state.policy_version),
+            sync=lambda: self.engine.publish(self.policy.weights(self.state.policy_version)),
             release=lambda: self.engine.release(),
         )
         samples: Samples
