@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -63,23 +63,13 @@ _TYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": ml_dtypes.bfloat16, "BO
     f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)
 }
 """NumPy's types by the names of safetensors."""
+_PEFT = (".lora_A.weight", ".lora_B.weight", PEFT_PREFIX, False)
+_MLX = (".lora_a", ".lora_b", "", True)
+"""How a file ends and begins the names of a pair's halves, and whether it keeps them `[in, r]` and `[r, out]`."""
 
 
 class MalformedConfigError(AdapterError):
     """An adapter's config is JSON that cannot be read: too deep, or with numbers that are too large."""
-
-
-class _Format(NamedTuple):
-    """How a file names the two halves of a pair, and whether it keeps them `[in, r]` and `[r, out]`."""
-
-    a: str
-    b: str
-    prefix: str
-    transposed: bool
-
-
-_PEFT = _Format(".lora_A.weight", ".lora_B.weight", PEFT_PREFIX, False)
-_MLX = _Format(".lora_a", ".lora_b", "", True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +92,10 @@ class Adapter:
 
     tensors: Mapping[str, Array]
     config: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, Mapping):
+            raise AdapterError("adapter_config is not a JSON object")
 
     @cached_property
     def factors(self) -> Mapping[str, Factors]:
@@ -144,14 +138,14 @@ class Adapter:
         Raises:
             AdapterError: a pair of factors has no layer there, or one of another shape.
         """
-        form = self._format
-        for name in sorted(self.tensors):
-            stem = name.removesuffix(form.a)
-            a, b = self.tensors[name], self.tensors.get(stem + form.b)
+        first, second, prefix, transposed = self._format
+        for name, a in sorted(self.tensors.items()):
+            stem = name.removesuffix(first)
+            b = self.tensors.get(stem + second)
             if stem == name or b is None or a.ndim != 2 or b.ndim != 2:
                 continue
-            module = stem.removeprefix(form.prefix)
-            found = (b.shape[1], a.shape[0]) if form.transposed else (b.shape[0], a.shape[1])
+            module = stem.removeprefix(prefix)
+            found = (b.shape[1], a.shape[0]) if transposed else (b.shape[0], a.shape[1])
             if module not in layers:
                 raise AdapterError(f"{module:.200}: this model has no linear layer of that name")
             if found != layers[module]:
@@ -176,7 +170,7 @@ class Adapter:
         write_atomically(folder / CONFIG_FILE, json.dumps(dict(self.config), indent=2) + "\n")
 
     @property
-    def _format(self) -> _Format:
+    def _format(self) -> tuple[str, str, str, bool]:
         return _PEFT if "peft_type" in self.config else _MLX
 
     def _scaling(self) -> tuple[int, float]:
@@ -230,10 +224,7 @@ def read_adapter(
     Raises:
         AdapterError: see `Adapter.factors` and `Adapter.check`, or `weights` is no safetensors file.
     """
-    tensors = read_tensors(weights)
-    if not isinstance(config, Mapping):
-        raise AdapterError("adapter_config is not a JSON object")
-    adapter = Adapter(tensors, config)
+    adapter = Adapter(read_tensors(weights), config)
     _ = adapter.factors  # read, and so checked, now
     if layers is not None:
         adapter.check(layers)
@@ -250,28 +241,17 @@ def read_adapter_folder(folder: str | Path) -> Adapter:
         ModelError: no such files, or damaged ones.
     """
     folder = Path(folder)
-    config_file, weights_file = folder / CONFIG_FILE, folder / WEIGHTS_FILE
-    if not config_file.is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: holds no {CONFIG_FILE}; give the folder of a saved PEFT adapter")
-    if not weights_file.is_file():
+    if not (folder / WEIGHTS_FILE).is_file():
         raise ModelError(
             f"{folder}: holds no {WEIGHTS_FILE} (pickled .bin adapters are not read); save it with safetensors"
         )
     try:
-        config = read_config(config_file.read_bytes())
+        config = read_config((folder / CONFIG_FILE).read_bytes())
+        return Adapter(read_tensors((folder / WEIGHTS_FILE).read_bytes()), config)
     except (OSError, AdapterError) as error:
-        raise ModelError(
-            f"{config_file}: cannot be read, it is damaged ({error}); save or fetch the adapter again"
-        ) from error
-    if not isinstance(config, Mapping):
-        raise ModelError(f"{config_file}: holds no JSON object; save or fetch the adapter again")
-    try:
-        tensors = read_tensors(weights_file.read_bytes())
-    except (OSError, AdapterError) as error:
-        raise ModelError(f"{weights_file}: is damaged ({error}); save or fetch it again") from error
-    if not tensors:
-        raise ModelError(f"{weights_file}: holds no tensors; save or fetch it again")
-    return Adapter(tensors, config)
+        raise ModelError(f"{folder}: the adapter is damaged ({error}); save or fetch it again") from error
 
 
 def plain_lora(config: Mapping[str, Any]) -> tuple[int, float]:
@@ -342,6 +322,35 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
         except SafetensorError as error:
             raise RunFolderError(f"{path}: cannot write: {error}; check the disk or choose another folder") from error
         aside.chmod(mode)  # safetensors lets nobody but the owner read, not even a server of another user
+
+
+def check_fits(
+    own: Mapping[str, Sequence[int]],
+    saved: Mapping[str, Any],
+    what: str,
+    fix: str = "use the model and adapter settings that it was saved with",
+) -> None:
+    """Compare arrays with the shapes that a model has under their names.
+
+    Args:
+        own: shapes.
+        saved: arrays, of any library.
+        what: what they are, for the message.
+        fix: what to do where they differ.
+
+    Raises:
+        ModelError: names or shapes differ.
+    """
+    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if missing or unexpected:
+        which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
+        raise ModelError(
+            f"{what}: belongs to another model (it {which}; {len(missing)} tensors missing, {len(unexpected)} "
+            f"unexpected); {fix}"
+        )
+    for name, shape in own.items():
+        if tuple(shape) != tuple(saved[name].shape):
+            raise ModelError(f"{what}: {name} is {list(saved[name].shape)}, the model's is {list(shape)}; {fix}")
 
 
 def fingerprint(entries: Iterable[tuple[str, Sequence[Any]]]) -> str:

@@ -245,13 +245,13 @@ def test_damaged_adapter_files_are_refused(adapter: Any, tmp_path: Path) -> None
     (tmp_path / "adapter_model.bin").write_bytes(b"pickled")
     refused("pickled .bin adapters are not read")
     weights_file.write_bytes(b"\xff" * 40)
-    refused("adapter_config.json: cannot be read")
+    refused("damaged .adapter_config cannot be read")
     config_file.write_text("[]")
-    refused("no JSON object")
+    refused("not a JSON object")
     config_file.write_text(json.dumps(settings))
-    refused("is damaged")
+    refused("damaged .adapter_weights is not a safetensors file")
     save_file({}, weights_file)
-    refused("holds no tensors")
+    refused("holds no LoRA tensors")
     magnitude = f"{ROOT}0.self_attn.q_proj.lora_magnitude_vector"
     for name, value, message in [
         (magnitude, np.ones(2, np.float32), "is no LoRA tensor"),
@@ -269,10 +269,14 @@ def test_tensors_that_do_not_fit_are_named(adapter: Any) -> None:
     bad[0, 1] = np.inf
     for changed, change, message in [
         ({key: value for key, value in tensors.items() if key != name}, {}, f"lacks {name}"),
-        (tensors | {other: tensors[name]}, {}, f"no place for {other}"),
-        (tensors, {"lora_modules": ("q_proj",)}, "no place for .*down_proj.*set these to what load_adapter returns"),
-        (tensors, {"lora_rank": 2}, r"q_proj.lora_A.weight has shape \(1, 2\), the model's is \(2, 2\)"),
-        (tensors | {name: np.ones(3, np.float32)}, {}, rf"{name} has shape \(3,\), the model's is \(1, 3\)"),
+        (tensors | {other: tensors[name]}, {}, f"it has {other}"),
+        (
+            tensors,
+            {"lora_modules": ("q_proj",)},
+            "it has .*down_proj.*set lora_rank and lora_modules to what load_adapter returns",
+        ),
+        (tensors, {"lora_rank": 2}, r"q_proj.lora_A.weight is \[1, 2\], the model's is \[2, 2\]"),
+        (tensors | {name: np.ones(3, np.float32)}, {}, rf"{name} is \[3\], the model's is \[1, 3\]"),
         (tensors | {name: bad}, {}, f"{name} has values that are not finite"),
         (tensors | {name: np.full((1, 3), 1e300)}, {}, f"{name} has values that are not finite"),
     ]:

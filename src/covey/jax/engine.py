@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from covey.errors import GenerationError
 from covey.jax.loading import params_from_tensors
 from covey.jax.model import Transformer
-from covey.jax.policy import MergedTensors, Parameters
+from covey.jax.policy import Parameters
 from covey.jax.programs import Programs
 from covey.jax.room import Room
 from covey.jax.session import Session
@@ -61,7 +61,7 @@ class Engine:
         self._params: Any = None
         self._version = _NO_VERSION
         self._longest_prompt = 0
-        self.publish(Weights(0, MergedTensors(model)))
+        self.publish(Weights(0, dict, native=model))
 
     @property
     def policy_version(self) -> int:
@@ -84,12 +84,11 @@ class Engine:
             ModelError: arrays from elsewhere do not fit the model.
         """
         self._version, self._params = _NO_VERSION, None
-        given = weights.tensors
-        if isinstance(given, MergedTensors):  # merged on the devices, without going through the host
-            variables = given.parameters.variables
+        if isinstance(weights.native, Parameters):  # merged on the devices, without going through the host
+            variables = weights.native.variables
         else:
             source = f"version {weights.version} of the weights"
-            variables = {"params": params_from_tensors(self._config, given, source=source)}
+            variables = {"params": params_from_tensors(self._config, weights.tensors(), source=source)}
         params = variables["params"]
         dtype = jnp.dtype(self._dtype) if self._dtype else params["embedding"].dtype
         self._params = self._programs.merge(params, variables.get("lora", {}), dtype=dtype)

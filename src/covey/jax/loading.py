@@ -6,7 +6,7 @@ PyTorch keeps a linear layer as `[out, in]`, Flax as `[in, out]`: matrices are t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 
+from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.jax.model import ModelConfig, RopeScaling
 
@@ -34,6 +35,11 @@ class Place(NamedTuple):
     def is_transposed(self) -> bool:
         """Matrices of linear layers are; the embedding is `[V, hidden]` on both sides."""
         return self.path[-1] in ("kernel", "head", "a", "b")
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """In a file."""
+        return self.shape[::-1] if self.is_transposed else self.shape
 
 
 def places(config: ModelConfig) -> Iterator[Place]:
@@ -92,28 +98,34 @@ def params_from_tensors(
     Raises:
         ModelError: one is missing, has another shape, or has no place in the model.
     """
-    tensors = dict(tensors)
+    ours = (name for name in tensors if not name.endswith("rotary_emb.inv_freq"))
     if config.tie_embeddings:
-        tensors.pop("lm_head.weight", None)  # some files repeat the embedding
-    params: dict[tuple[str, ...], jax.Array] = {}
-    for place in places(config):
-        if place.name not in tensors:
-            raise ModelError(f"{source}: no tensor {place.name!r} among its weights; the download may be incomplete")
-        value = tensors.pop(place.name)
-        shape = place.shape[::-1] if place.is_transposed else place.shape
-        if value.shape != shape:
-            raise ModelError(
-                f"{source}: {place.name} has shape {value.shape}, but its config says {shape}; use files of one model"
-            )
-        array = jnp.asarray(value, dtype)
-        params[place.path] = array.T if place.is_transposed else array
-    unused = [name for name in tensors if not name.endswith("rotary_emb.inv_freq")]
-    if unused:
-        raise ModelError(
-            f"{source}: tensors {', '.join(sorted(unused)[:3])} ({len(unused)} in all) have no place in a "
-            f"{', '.join(_TYPES)} model; load one of these"
-        )
-    return unflatten_dict(params)
+        ours = (name for name in ours if name != "lm_head.weight")  # some files repeat the embedding
+    tensors = {name: tensors[name] for name in ours}
+    fix = f"use all files of one {', '.join(_TYPES)} model; the download may be incomplete"
+    return collection(places(config), tensors, dtype, f"{source}: its weights", fix)
+
+
+def collection(wanted: Iterable[Place], tensors: dict[str, Any], dtype: Any, what: str, fix: str) -> dict[str, Any]:
+    """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once.
+
+    Args:
+        wanted: what it is made of.
+        tensors: arrays of these names, as saved.
+        dtype: of the collection; None = that of each array.
+        what: what they are, for the message.
+        fix: what to do where they do not fit.
+
+    Raises:
+        ModelError: names or shapes differ.
+    """
+    wanted = list(wanted)
+    check_fits({place.name: place.saved_shape for place in wanted}, tensors, what, fix)
+    found: dict[tuple[str, ...], jax.Array] = {}
+    for place in wanted:
+        array = jnp.asarray(tensors.pop(place.name), dtype)
+        found[place.path] = array.T if place.is_transposed else array
+    return unflatten_dict(found)
 
 
 def _read_config(folder: Path) -> ModelConfig:

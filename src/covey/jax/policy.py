@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from covey.adapters import Adapter, Array
+from covey.adapters import Adapter, Array, check_fits
 from covey.errors import ModelError
 from covey.jax.model import Transformer
 from covey.jax.programs import merge, scale_of
@@ -27,33 +26,6 @@ class Parameters(NamedTuple):
 
     model: Transformer
     variables: Any
-
-
-class MergedTensors(Mapping[str, Array]):
-    """Parameters by Hugging Face's names with adapters merged, in the host's memory; made when the first is asked for.
-
-    Attributes:
-        parameters: what they are made of.
-    """
-
-    def __init__(self, parameters: Parameters) -> None:
-        self.parameters = parameters
-
-    @cached_property
-    def _made(self) -> dict[str, Array]:
-        model, variables = self.parameters
-        params = variables["params"]
-        merged = merge(params, variables.get("lora", {}), params["embedding"].dtype, scale=scale_of(model))
-        return model_tensors(model.config, unstack(merged, model.config.num_layers))
-
-    def __getitem__(self, name: str) -> Array:
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
 
 
 class Policy:
@@ -154,7 +126,13 @@ class Policy:
 
     def weights(self, version: int) -> Weights:
         """What a sampler takes, as they are now; see `Weights`."""
-        return Weights(version, MergedTensors(self.model), self._adapter if self.uses_peft else None)
+        return Weights(version, self._tensors, self._adapter if self.uses_peft else None, native=self.model)
+
+    def _tensors(self) -> dict[str, Array]:
+        model, params = self.transformer, self.variables["params"]
+        lora = self.variables.get("lora", {})
+        merged = merge(params, lora, params["embedding"].dtype, scale=scale_of(model))
+        return model_tensors(model.config, unstack(merged, model.config.num_layers))
 
     def _adapter(self) -> Adapter:
         config = self.transformer.config
@@ -242,14 +220,7 @@ def from_names(like: Any, state: Mapping[str, Any], what: str) -> Any:
         ModelError: names or shapes differ.
     """
     wanted = named_leaves(like)
-    for name in sorted(wanted.keys() | state.keys()):
-        given = tuple(state[name].shape) if name in state else None
-        needed = tuple(wanted[name].shape) if name in wanted else None
-        if given != needed:
-            raise ModelError(
-                f"{what}: {name} has the shape {given}, the model's is {needed}; use the model and adapter settings "
-                "that it was saved with"
-            )
+    check_fits({name: leaf.shape for name, leaf in wanted.items()}, state, what)
 
     def put(name: str, leaf: jax.Array) -> jax.Array:
         return jax.device_put(np.asarray(state[name]).astype(leaf.dtype), leaf.sharding)

@@ -23,15 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 
 from covey.adapters import CONFIG_FILE, PEFT_PREFIX, Adapter, Array, plain_lora, read_adapter_folder, write_tensors
 from covey.errors import AdapterError, ModelError
 from covey.files import explained, write_atomically
-from covey.jax.loading import Place, places
+from covey.jax.loading import Place, collection, places
 from covey.jax.model import LINEAR_LAYERS, ModelConfig
 
 MODEL_CONFIG, MODEL_WEIGHTS = "config.json", "model.safetensors"
@@ -83,32 +81,15 @@ def lora_from_tensors(
     Raises:
         ModelError: a tensor is missing, has no place in the model, has another shape, or is not finite.
     """
-    places = list(_factors(config, config.lora_modules))
-    unexpected = sorted(tensors.keys() - {place.name for place in places})
-    if unexpected:
-        raise ModelError(
-            f"{source}: the model has no place for {unexpected[0]} (lora_rank={config.lora_rank}, lora_modules="
-            f"{','.join(config.lora_modules)}); set these to what load_adapter returns, and use the adapter's own base"
-        )
-    found: dict[tuple[str, ...], jax.Array] = {}
-    for place in places:
-        if place.name not in tensors:
-            raise ModelError(
-                f"{source}: lacks {place.name}; an adapter here has factors in all {config.num_layers} layers: save it "
-                "again, or set lora_modules to what load_adapter returns"
-            )
-        value = tensors[place.name].T  # factors are all matrices
-        if value.shape != place.shape:
-            raise ModelError(
-                f"{source}: {place.name} has shape {value.shape[::-1]}, the model's is {place.shape[::-1]}; use the "
-                f"adapter's own base model, and its rank as lora_rank (now {config.lora_rank})"
-            )
-        with np.errstate(over="ignore"):
-            array = jnp.array(value)
-        if not np.isfinite(np.asarray(array)).all():  # as converted: a large float64 is infinite in float32
+    wanted = list(_factors(config, config.lora_modules))
+    fix = "set lora_rank and lora_modules to what load_adapter returns, and use the adapter's own base model"
+    with np.errstate(over="ignore"):
+        lora = collection(wanted, dict(tensors), None, f"{source}: the adapter", fix)
+    held = flatten_dict(lora)
+    for place in wanted:  # as converted: a large float64 is infinite in float32
+        if not np.isfinite(np.asarray(held[place.path])).all():
             raise ModelError(f"{source}: {place.name} has values that are not finite numbers; save it again")
-        found[place.path] = array
-    return unflatten_dict(found)
+    return lora
 
 
 def adapter_of(config: ModelConfig, lora: Any, *, base_model: str) -> Adapter:

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from covey.adapters import PEFT_PREFIX, Adapter, Array, read_adapter_folder
+from covey.adapters import PEFT_PREFIX, Adapter, Array, check_fits, read_adapter_folder
 from covey.errors import AdapterError, ModelError
 from covey.processes import total_memory
 
@@ -280,9 +280,9 @@ def _misfit(model: nn.Module, adapter: Adapter) -> str:
             return f"the model has no {module}"
         if not factor and parameters[name].shape != value.shape:
             return f"{name} is {list(value.shape)}, the model's is {list(parameters[name].shape)}"
-    turned = {name: m.weight.shape[::-1] for name, m in modules.items() if isinstance(m, Conv1D)}  # keeps [in, out]
+    turned = {n: (m.weight.shape[1], m.weight.shape[0]) for n, m in modules.items() if isinstance(m, Conv1D)}
     try:
-        adapter.check(linear_layers(model) | {name: (out, inside) for name, (out, inside) in turned.items()})
+        adapter.check(linear_layers(model) | turned)
     except AdapterError as error:
         return str(error)
     return ""
@@ -291,19 +291,7 @@ def _misfit(model: nn.Module, adapter: Adapter) -> str:
 def _fill(model: PeftModel, adapter: Adapter, path: str | Path) -> None:
     weights = {name: _tensor(array) for name, array in adapter.tensors.items()}
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    if missing or unexpected:
-        which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
-        raise ModelError(
-            f"{path}: does not fit the attached adapter (it {which}; {len(missing)} keys missing, "
-            f"{len(unexpected)} unexpected); use the target modules that it was trained with"
-        )
-    for key, value in own.items():
-        if value.shape != weights[key].shape:
-            raise ModelError(
-                f"{path}: {key} is {list(weights[key].shape)}, the model's is {list(value.shape)}; "
-                "the adapter belongs to another model or rank"
-            )
+    check_fits({name: value.shape for name, value in own.items()}, weights, f"{path}: the adapter")
     set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
@@ -35,7 +36,7 @@ from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenSc
 from covey.pytorch.lora import attach_adapter, attach_lora, load_adapter, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
-from covey.pytorch.reference import Reference, ReferenceUpdate, check_fits
+from covey.pytorch.reference import Reference, ReferenceUpdate
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 from covey.types import Support
@@ -430,7 +431,7 @@ class Policy:
             ModelError: names or shapes differ; nothing was changed.
         """
         own = dict(self.named_trainable_parameters())
-        check_fits(own, state, f"{self.source}: the saved policy")
+        check_fits({name: p.shape for name, p in own.items()}, state, f"{self.source}: the saved policy")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state[name])

@@ -50,13 +50,15 @@ class Weights:
 
     Attributes:
         version: of the policy.
-        tensors: all weights by Hugging Face's names, adapters merged; each is computed when it is asked for.
+        tensors: returns all weights by Hugging Face's names, adapters merged.
         make_adapter: see `adapter`; None where the model itself is trained.
+        native: what a sampler of the policy's own backend takes in place of `tensors()`, if it does.
     """
 
     version: int
-    tensors: Mapping[str, Any]
+    tensors: Callable[[], Mapping[str, Any]]
     make_adapter: Callable[[], Adapter] | None = None
+    native: Any = None
 
     @property
     def adapter(self) -> Adapter | None:
@@ -69,9 +71,8 @@ class Weights:
         adapter = self.adapter
         if adapter is not None:
             return adapter.sha256
-        return fingerprint(
-            (f"{name} {tuple(self.tensors[name].shape)}", [_wide(self.tensors[name])]) for name in sorted(self.tensors)
-        )
+        held = self.tensors()
+        return fingerprint((f"{name} {tuple(held[name].shape)}", [_wide(held[name])]) for name in sorted(held))
 
 
 class TrainedPolicy(Protocol):

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from covey.adapters import Adapter
@@ -294,7 +295,7 @@ class BatchingEngine:
                 continue
             version = self.version + 1 if upload.version is None else upload.version
             try:
-                weights = Weights(version, AdaptedWeights(self._model, upload.adapter))
+                weights = Weights(version, partial(AdaptedWeights, self._model, upload.adapter))
                 self._engine.publish(weights)
             except Exception as error:
                 log.exception("an adapter could not be applied")

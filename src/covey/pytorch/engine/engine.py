@@ -110,7 +110,7 @@ class Engine:
                 version must be asked for in the calls that follow.
         """
         self._version = _NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
-        self._runner.load(weights.tensors)
+        self._runner.load(weights.tensors())
         self._version = weights.version
 
     def release(self) -> None:

@@ -116,9 +116,8 @@ def weights_of(model: nn.Module, version: int) -> Weights:
     Raises:
         ModelError: see `EffectiveWeights`.
     """
-    return Weights(
-        version, EffectiveWeights(model), partial(adapter_of, model) if isinstance(model, PeftModel) else None
-    )
+    held = EffectiveWeights(model)
+    return Weights(version, lambda: held, partial(adapter_of, model) if isinstance(model, PeftModel) else None)
 
 
 def frozen_version(weights: Mapping[str, Tensor], name: str) -> tuple[int, int] | None:
