@@ -90,7 +90,7 @@ def measure(point: Point, model: str, steps: int) -> dict[str, Any]:
         learner.forward_backward(batch, rows, objective, temperature=1.0, max_completion_length=point.completion_tokens)
         learner.optim_step(1e-5)
         updated = time.perf_counter()
-        engine.sync(policy.model, step + 1)
+        engine.publish(policy.weights(step + 1))
         for name, value in zip(
             seconds, (sampled - began, updated - sampled, time.perf_counter() - updated), strict=True
         ):

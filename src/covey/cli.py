@@ -287,7 +287,7 @@ def sample(
         context_length=engine.context_length,
         max_completion_length=max_tokens,
     )
-    engine.sync(policy.model, 1)
+    engine.publish(policy.weights(1))
     requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
     settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
     decode = setup.decoder(policy)

@@ -104,15 +104,24 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     Raises:
         RunFolderError: the file cannot be written; the old content is untouched.
     """
-    target = Path(path)
     content = data.encode("utf-8", errors="replace") if isinstance(data, str) else data
+    with writing(path) as aside, aside.open("xb") as file:
+        file.write(content)
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a name to write a file under, which takes the place of `path` when the block ends; see `write_atomically`.
+
+    Raises:
+        RunFolderError: the file cannot be written; the old content is untouched.
+    """
+    target = Path(path)
     aside = _aside(target)
     with explained(target):
         try:
-            with aside.open("xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            yield aside
+            _fsync(aside)
             os.replace(aside, target)
             _fsync(target.parent)
         except BaseException:

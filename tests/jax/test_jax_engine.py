@@ -7,14 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from jax_cases import like_pytorch
 from learner_cases import make_learner
 from tiny_models import tiny_tokenizer
 
-from covey.errors import GenerationError
+from covey.errors import GenerationError, ModelError
 from covey.jax.drawing import invert
 from covey.jax.engine import Engine
 from covey.pytorch.engine import Engine as TorchEngine
+from covey.rollout.learning import Weights
 from covey.types import Completion, Request, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
@@ -189,6 +191,26 @@ def test_weights_that_have_diverged_are_told_of() -> None:
     engine = Engine(policy.model._replace(variables={"params": broken}))
     with pytest.raises(GenerationError, match="not finite"):
         engine(requests(2), SETTINGS, policy_version=0)
+
+
+def test_weights_of_the_other_backend(engines: tuple[TorchEngine, Engine]) -> None:
+    """Whole weights by name, with the adapter merged, go from each backend's policy to the other's engine."""
+    policy = make_learner().policy
+    mine = like_pytorch(policy)
+    given, made = policy.weights(5), mine.weights(5)
+    arrays = {name: tensor.numpy() for name, tensor in given.tensors().items()}
+    for name, array in made.tensors().items():
+        np.testing.assert_allclose(array, arrays[name], atol=1e-6)
+    assert made.adapter is not None
+    assert given.sha256 == made.adapter.sha256 == made.sha256
+    ours, theirs = Engine(mine.model), TorchEngine(policy.model)
+    ours.publish(Weights(5, lambda: arrays))
+    theirs.publish(Weights(5, lambda: {name: torch.from_numpy(array) for name, array in made.tensors().items()}))
+    same(ours(requests(5), SETTINGS, policy_version=5), theirs(requests(5), SETTINGS, policy_version=5))
+    with pytest.raises(ModelError, match=r"version 6 of the weights: its weights: .* lacks model\.norm\.weight"):
+        ours.publish(Weights(6, lambda: {n: array for n, array in arrays.items() if n != "model.norm.weight"}))
+    with pytest.raises(GenerationError, match="no weights"):
+        ours(requests(1), SETTINGS, policy_version=6)
 
 
 def test_a_run_with_varying_lengths_compiles_nothing_new(engines: tuple[TorchEngine, Engine]) -> None:

@@ -95,9 +95,9 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in [
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"vocab_size": 98}, "embed_tokens.weight has shape"),
-        ({"num_hidden_layers": 3}, "no tensor 'model.layers.2"),
-        ({"num_hidden_layers": 1}, "have no place"),
+        ({"vocab_size": 98}, r"embed_tokens.weight is \[97, 32\], the model's is \[98, 32\]"),
+        ({"num_hidden_layers": 3}, "lacks model.layers.2"),
+        ({"num_hidden_layers": 1}, "it has model.layers.1"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | change))

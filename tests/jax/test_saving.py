@@ -21,9 +21,11 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
+from covey import adapters
+from covey.adapters import read_adapter
 from covey.errors import ModelError, RunFolderError
 from covey.files import folder_problem, publishing
-from covey.jax import ModelConfig, Transformer, load_hf, saving
+from covey.jax import ModelConfig, Transformer, load_hf
 from covey.jax.saving import (
     adapter_tensors,
     load_adapter,
@@ -32,8 +34,7 @@ from covey.jax.saving import (
     save_adapter,
     save_model,
 )
-from covey.pytorch.lora import attach_adapter
-from covey.serving.adapters import read_adapter
+from covey.pytorch.lora import attach_adapter, linear_layers
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 9))
 ROOT = "base_model.model.model.layers."
@@ -161,7 +162,9 @@ def test_the_pytorch_trainer_and_the_server_take_what_is_saved_here(base: Base, 
     found = attached.get_parameter(name).detach().numpy()
     np.testing.assert_array_equal(found, np.asarray(lora["layer_1_attention"]["k_proj"]["a"]).T)
     weights = (tmp_path / "adapter_model.safetensors").read_bytes()
-    upload = read_adapter(weights, json.loads((tmp_path / "adapter_config.json").read_text()), base.fresh())
+    upload = read_adapter(
+        weights, json.loads((tmp_path / "adapter_config.json").read_text()), linear_layers(base.fresh())
+    )
     assert len(upload.factors) == 14  # 7 linear layers in each of 2
     assert {factors.scaling for factors in upload.factors.values()} == {1.5}
 
@@ -201,7 +204,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, An
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type='IA3': only LORA"),
+        ({"peft_type": "IA3"}, "peft_type='IA3'; it must be LORA"),
         ({"use_dora": True}, "use_dora=True: a magnitude"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern="),
         ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern="),
@@ -212,10 +215,10 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, An
         ({"init_lora_weights": "pissa_niter_4"}, "the base weights are changed with it"),
         ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has 'lm_head': factors are on q_proj, k_proj"),
         ({"target_modules": ["model.layers.0.self_attn.q_proj"]}, "holds factors of down_proj, but"),
-        ({"r": 0}, "r=0 is not usable"),
-        ({"r": 1.5}, r"r=1\.5 is no rank"),
-        ({"lora_alpha": float("nan")}, "lora_alpha=nan is not usable"),
-        ({"lora_alpha": None}, "lora_alpha=None is not usable"),
+        ({"r": 0}, "r=0; it must be a number above 0"),
+        ({"r": 1.5}, r"r=1\.5; it must be a whole number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha=nan; it must be a number above 0"),
+        ({"lora_alpha": None}, "lora_alpha=None; it must be a number above 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -242,21 +245,21 @@ def test_damaged_adapter_files_are_refused(adapter: Any, tmp_path: Path) -> None
     (tmp_path / "adapter_model.bin").write_bytes(b"pickled")
     refused("pickled .bin adapters are not read")
     weights_file.write_bytes(b"\xff" * 40)
-    refused("adapter_config.json: cannot be read")
+    refused("damaged .adapter_config cannot be read")
     config_file.write_text("[]")
-    refused("no JSON object")
+    refused("not a JSON object")
     config_file.write_text(json.dumps(settings))
-    refused("is damaged")
+    refused("damaged .adapter_weights is not a safetensors file")
     save_file({}, weights_file)
-    refused("holds no tensors")
+    refused("holds no LoRA tensors")
     magnitude = f"{ROOT}0.self_attn.q_proj.lora_magnitude_vector"
-    for name, value in [
-        (magnitude, np.ones(2, np.float32)),
-        ("model.layers.0.self_attn.q_proj.weight", np.ones((2, 2), np.float32)),
-        (f"{ROOT}0.self_attn.q_proj.lora_A.weight", np.ones((1, 2), np.int8)),
+    for name, value, message in [
+        (magnitude, np.ones(2, np.float32), "is no LoRA tensor"),
+        ("model.layers.0.self_attn.q_proj.weight", np.ones((2, 2), np.float32), "is no LoRA tensor"),
+        (f"{ROOT}0.self_attn.q_proj.lora_A.weight", np.ones((1, 2), np.int8), "must be a matrix of floats"),
     ]:
         save_file(tensors | {name: value}, weights_file)
-        refused(f"{name}.*is no factor")
+        refused(f"{name}.*{message}")
 
 
 def test_tensors_that_do_not_fit_are_named(adapter: Any) -> None:
@@ -266,10 +269,14 @@ def test_tensors_that_do_not_fit_are_named(adapter: Any) -> None:
     bad[0, 1] = np.inf
     for changed, change, message in [
         ({key: value for key, value in tensors.items() if key != name}, {}, f"lacks {name}"),
-        (tensors | {other: tensors[name]}, {}, f"no place for {other}"),
-        (tensors, {"lora_modules": ("q_proj",)}, "no place for .*down_proj.*set these to what load_adapter returns"),
-        (tensors, {"lora_rank": 2}, r"q_proj.lora_A.weight has shape \(1, 2\), the model's is \(2, 2\)"),
-        (tensors | {name: np.ones(3, np.float32)}, {}, rf"{name} has shape \(3,\), the model's is \(1, 3\)"),
+        (tensors | {other: tensors[name]}, {}, f"it has {other}"),
+        (
+            tensors,
+            {"lora_modules": ("q_proj",)},
+            "it has .*down_proj.*set lora_rank and lora_modules to what load_adapter returns",
+        ),
+        (tensors, {"lora_rank": 2}, r"q_proj.lora_A.weight is \[1, 2\], the model's is \[2, 2\]"),
+        (tensors | {name: np.ones(3, np.float32)}, {}, rf"{name} is \[3\], the model's is \[1, 3\]"),
         (tensors | {name: bad}, {}, f"{name} has values that are not finite"),
         (tensors | {name: np.full((1, 3), 1e300)}, {}, f"{name} has values that are not finite"),
     ]:
@@ -359,7 +366,7 @@ def test_a_write_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: py
         raise SafetensorError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "save_file", full)
+        patch.setattr(adapters, "save_file", full)
         with pytest.raises(RunFolderError, match=r"adapter_model\.safetensors: cannot write: no space left"):
             save_adapter(tmp_path, config, jax.tree.map(jnp.zeros_like, lora), base_model="any")
     assert sorted(path.name for path in tmp_path.iterdir()) == names

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load, save
 from tiny_models import tiny_model
 
+from covey.adapters import read_adapter
 from covey.errors import AdapterError
-from covey.pytorch.engine.merge import EffectiveWeights, bare_model
-from covey.pytorch.lora import attach_lora
-from covey.serving.adapters import AdaptedWeights, adapter_of, read_adapter, write_adapter
+from covey.pytorch.engine.merge import AdaptedWeights, EffectiveWeights, bare_model
+from covey.pytorch.lora import adapter_of, attach_lora, linear_layers, write_adapter
 
 
 def adapted(seed: int = 1, r: int = 3) -> Any:
@@ -39,7 +39,7 @@ def test_a_served_adapter_is_the_trainers() -> None:
     model = adapted()
     plain = tiny_model("llama")
     weights, config = write_adapter(model)
-    adapter = read_adapter(weights, config, plain)
+    adapter = read_adapter(weights, config, linear_layers(plain))
     served, trained = AdaptedWeights(plain, adapter), EffectiveWeights(model)
     changed = 0
     for name in EffectiveWeights(bare_model(model)):
@@ -55,7 +55,7 @@ def test_a_served_adapter_is_the_trainers() -> None:
 def test_both_formats_mean_the_same() -> None:
     model = adapted()
     weights, config = write_adapter(model)
-    other = read_adapter(*as_mlx(weights, rank=3, scale=2.0), tiny_model("llama"))
+    other = read_adapter(*as_mlx(weights, rank=3, scale=2.0), linear_layers(tiny_model("llama")))
     assert other.sha256 == read_adapter(weights, config, None).sha256 == adapter_of(model).sha256
     assert read_adapter(*as_mlx(weights, rank=3, scale=2.5), None).sha256 != other.sha256
     assert adapter_of(adapted(seed=2)).sha256 != other.sha256
@@ -101,7 +101,7 @@ def test_what_is_refused(spoil: Callable[..., Any], message: str) -> None:
     weights, config = write_adapter(adapted())
     tensors, settings = spoil(load(weights), config)
     with pytest.raises(AdapterError, match=message):
-        read_adapter(save(tensors), settings, tiny_model("llama"))
+        read_adapter(save(tensors), settings, linear_layers(tiny_model("llama")))
 
 
 @pytest.mark.parametrize("junk", [b"", b"\x00" * 100, pickle.dumps({"a": 1}), b"\xff" * 8 + b"{}"])

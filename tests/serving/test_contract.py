@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from covey import GRPOConfig, GRPOTrainer
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.lora import attach_lora
 from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.vllm import VLLMEngine
@@ -131,7 +132,7 @@ def test_completions_come_from_the_weights_that_were_uploaded(served: Served) ->
     said = []
     for version in (1, 2):
         model = served.adapted(version)
-        engine.sync(model, version)
+        engine.publish(weights_of(model, version))
         found = engine(requests, greedy, policy_version=version)
         here = Engine(model)
         expected = here(requests, greedy, policy_version=0)
@@ -148,7 +149,7 @@ def test_completions_come_from_the_weights_that_were_uploaded(served: Served) ->
 def test_sampled_ids_have_their_logprobs(served: Served, temperature: float) -> None:
     engine = served.engine()
     model = served.adapted(3)
-    engine.sync(model, 3)
+    engine.publish(weights_of(model, 3))
     requests = served.requests(12)
     eos = (int(served.tokenizer.eos_token_id),)
     settings = SamplingSettings(temperature=temperature, max_tokens=12, eos_token_ids=eos)

@@ -19,6 +19,7 @@ from covey import GRPOConfig, GRPOTrainer, GRPOTrainingArgs
 from covey.errors import ConfigError, GenerationError, ServingError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import weights_of
 from covey.serving import InferenceClient, RemoteEngine, check_server, upload_adapter_weights, write_adapter
 from covey.serving.check import fitting_adapter, made_adapter
 from covey.serving.client import RefusedError
@@ -51,8 +52,8 @@ def server() -> Iterator[RunningServer]:
 def test_a_server_samples_what_the_engine_samples(server: RunningServer) -> None:
     model = adapted()
     engine, there = Engine(model), remote(server.url)
-    engine.sync(model, 1)
-    there.sync(model, 1)
+    engine.publish(weights_of(model, 1))
+    there.publish(weights_of(model, 1))
     seen: list[tuple[int, int]] = []
     for settings in (SETTINGS, SamplingSettings(top_k=20, max_tokens=6, keep_support=True)):
         expected = engine(REQUESTS, settings, policy_version=1)
@@ -74,8 +75,8 @@ def test_a_server_samples_what_the_engine_samples(server: RunningServer) -> None
 def test_conversations_on_a_server(server: RunningServer) -> None:
     model = adapted()
     engine, there = Engine(model), remote(server.url)
-    there.sync(model, 1)
-    engine.sync(model, 1)
+    there.publish(weights_of(model, 1))
+    engine.publish(weights_of(model, 1))
     options: dict[str, Any] = {"policy_version": 1, "rows": 3, "own_tokens": 60, "prompt_lengths": [3] * 3}
     for choices in (None, ((9, 8, 2), (9, 7, 2))):
         sessions = [source.session(SETTINGS, **options) for source in (engine, there)]  # type: ignore[attr-defined]
@@ -257,7 +258,7 @@ def test_a_restarted_server_is_given_the_weights_again(caplog: pytest.LogCapture
     model = adapted()
     with serving() as first:
         there = remote(first.url)
-        there.sync(model, 5)
+        there.publish(weights_of(model, 5))
         before = there(REQUESTS, SETTINGS, policy_version=5)
     with serving() as second:
         there._client = client(second.url)
@@ -271,7 +272,7 @@ def test_a_restarted_server_is_given_the_weights_again(caplog: pytest.LogCapture
 
 def test_weights_of_somebody_else_are_never_trained_on(server: RunningServer) -> None:
     there = RemoteEngine(client(server.url), trainer="")  # without a name nothing keeps others out
-    there.sync(adapted(), 1)
+    there.publish(weights_of(adapted(), 1))
     weights, config = write_adapter(adapted(2))
     client(server.url).upload_adapter(weights, config)
     with pytest.raises(ServingError, match="somebody else uploads to it"):
@@ -314,7 +315,7 @@ def test_answers_that_are_no_completions(choices: Any, message: str) -> None:
 
     with fake_server(answer) as url:
         there = remote(url)
-        there.sync(adapted(), 1)
+        there.publish(weights_of(adapted(), 1))
         with pytest.raises(ServingError, match=message):
             there(REQUESTS[:1], SETTINGS, policy_version=1)
 
@@ -323,7 +324,7 @@ def test_a_server_that_applied_other_weights() -> None:
     with fake_server(lambda path, body: (200, {"policy_version": 1, "sha256": "0" * 64})) as url:
         there = remote(url)
         with pytest.raises(ServingError, match="its weights are not the trainer's"):
-            there.sync(adapted(), 1)
+            there.publish(weights_of(adapted(), 1))
         assert there.policy_version == -1
 
 
@@ -343,7 +344,7 @@ def test_requests_that_fail_for_a_while_are_tried_again() -> None:
     with fake_server(answer) as url:
         patient = InferenceClient(url, timeout=20, retry_seconds=60, sleep=waits.append)
         there = RemoteEngine(patient, trainer="test")
-        there.sync(adapted(), 1)
+        there.publish(weights_of(adapted(), 1))
         (found,) = there(REQUESTS[:1], SETTINGS, policy_version=1)
     assert found.token_ids.tolist() == [5, 6]
     assert len(waits) == 3
@@ -351,7 +352,7 @@ def test_requests_that_fail_for_a_while_are_tried_again() -> None:
     with fake_server(lambda path, body: (200, {}) if path == "/health" else (400, {"error": "no"})) as url:
         there = remote(url)
         with pytest.raises(RefusedError, match="no"):  # not tried again
-            there.sync(adapted(), 1)
+            there.publish(weights_of(adapted(), 1))
 
 
 def test_a_run_whose_server_dies_can_be_resumed(settings: dict[str, Any], tmp_path: Path, model_folder: Path) -> None:
@@ -436,7 +437,7 @@ def test_a_server_that_is_too_slow() -> None:
         impatient = InferenceClient(url, timeout=0.2, retry_seconds=0.5)
         there = RemoteEngine(impatient, trainer="test")
         with pytest.raises(ServingError, match=r"upload_adapter does not answer \(ReadTimeout"):
-            there.sync(adapted(), 1)
+            there.publish(weights_of(adapted(), 1))
         assert there.policy_version == -1  # nothing may be sampled now
 
 
@@ -447,7 +448,7 @@ def test_a_server_that_is_killed_while_it_samples(model_folder: Path) -> None:
     found: list[Any] = []
     with ServerProcess(model_folder) as server:
         there = remote(server.url, retry_seconds=60)
-        there.sync(model, 3)
+        there.publish(weights_of(model, 3))
         thread = threading.Thread(target=lambda: found.extend(there(requests, long, policy_version=3)))
         thread.start()
         while there._client.health()["running"] == 0:
@@ -456,6 +457,6 @@ def test_a_server_that_is_killed_while_it_samples(model_folder: Path) -> None:
         server.start()
         thread.join()
     here = Engine(model)
-    here.sync(model, 3)
+    here.publish(weights_of(model, 3))
     for one, other in zip(found, here(requests, long, policy_version=3), strict=True):
         same(one, other)

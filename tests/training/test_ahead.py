@@ -250,7 +250,7 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -
             temperature=phase.temperature,
             max_completion_length=plain.args.max_completion_length,
         )
-        plain.engine.sync(plain.policy.model, 2 + step)
+        plain.engine.publish(plain.policy.weights(2 + step))
         for name in ("loss", "grad_norm", "kl", "sampling/sampling_logp_difference/max"):
             assert record[name] == done.metrics[name], name
         assert record["policy_version"] == 1 + step

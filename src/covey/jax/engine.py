@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from covey.errors import GenerationError
+from covey.jax.loading import params_from_tensors
 from covey.jax.model import Transformer
-from covey.jax.policy import Weights
+from covey.jax.policy import Parameters
 from covey.jax.programs import Programs
 from covey.jax.room import Room
 from covey.jax.session import Session
 from covey.rollout.checks import check_settings
+from covey.rollout.learning import Weights
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 _NO_VERSION = -1
@@ -30,7 +32,7 @@ class Engine:
     """Samples completions from a copy of a policy's weights; implements `covey.types.Generator`.
 
     Args:
-        weights: of the policy; taken as version 0.
+        model: of the policy; its weights are taken as version 0.
         tokenizer: needed for stop strings only.
         kv_cache_bytes: upper limit of the memory for keys and values.
         max_batch_size: most completions that are sampled at once.
@@ -43,7 +45,7 @@ class Engine:
 
     def __init__(
         self,
-        weights: Weights,
+        model: Parameters,
         tokenizer: Any = None,
         *,
         kv_cache_bytes: int = 1 << 30,
@@ -54,12 +56,12 @@ class Engine:
     ) -> None:
         self.context_length, self.max_batch_size = context_length, max_batch_size
         self._tokenizer, self._bytes, self._dtype, self._mesh = tokenizer, kv_cache_bytes, dtype, mesh
-        self._config = replace(weights.model.config, remat=False)
+        self._config = replace(model.model.config, remat=False)
         self._programs = Programs(Transformer(self._config), mesh)
         self._params: Any = None
         self._version = _NO_VERSION
         self._longest_prompt = 0
-        self.sync(weights, 0)
+        self.publish(Weights(0, dict, native=model))
 
     @property
     def policy_version(self) -> int:
@@ -75,16 +77,25 @@ class Engine:
         """Make room for prompts of so many tokens in every call, so that all calls have one shape."""
         self._longest_prompt = prompt
 
-    def sync(self, weights: Weights, version: int) -> None:
-        """Take the current weights, adapters merged, and call them `version`."""
+    def publish(self, weights: Weights) -> None:
+        """Take weights, adapters merged, in place of those held; arrays by name from elsewhere are taken too.
+
+        Raises:
+            ModelError: arrays from elsewhere do not fit the model.
+        """
         self._version, self._params = _NO_VERSION, None
-        params = weights.variables["params"]
+        if isinstance(weights.native, Parameters):  # merged on the devices, without going through the host
+            variables = weights.native.variables
+        else:
+            source = f"version {weights.version} of the weights"
+            variables = {"params": params_from_tensors(self._config, weights.tensors(), source=source)}
+        params = variables["params"]
         dtype = jnp.dtype(self._dtype) if self._dtype else params["embedding"].dtype
-        self._params = self._programs.merge(params, weights.variables.get("lora", {}), dtype=dtype)
-        self._version = version
+        self._params = self._programs.merge(params, variables.get("lora", {}), dtype=dtype)
+        self._version = weights.version
 
     def release(self) -> None:
-        """Give the copy's memory back until the next `sync`, which must come before the next call."""
+        """Give the copy's memory back until the next `publish`, which must come before the next call."""
         self._version, self._params = _NO_VERSION, None
 
     def close(self) -> None:
@@ -150,7 +161,7 @@ class Engine:
             held = "no weights" if self._version == _NO_VERSION else f"version {self._version}"
             raise GenerationError(
                 f"policy_version={policy_version}: the engine holds {held}; "
-                f"call engine.sync(weights, {policy_version}) first"
+                f"call engine.publish(policy.weights({policy_version})) first"
             )
         check_settings(settings)
         if settings.stop_strings and self._tokenizer is None:

@@ -1,22 +1,70 @@
-"""Weights from a Hugging Face folder: `config.json` and one or several safetensors files."""
+"""Weights by Hugging Face's names: where each is in a Flax collection, and reading them from a folder.
+
+PyTorch keeps a linear layer as `[out, in]`, Flax as `[in, out]`: matrices are transposed on the way.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from safetensors import SafetensorError, safe_open
 
+from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.jax.model import ModelConfig, RopeScaling
 
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+class Place(NamedTuple):
+    """Where an array is: under `name` in a file, at `path` in a Flax collection, with `shape` there."""
+
+    name: str
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def is_transposed(self) -> bool:
+        """Matrices of linear layers are; the embedding is `[V, hidden]` on both sides."""
+        return self.path[-1] in ("kernel", "head", "a", "b")
+
+    @property
+    def saved_shape(self) -> tuple[int, ...]:
+        """In a file."""
+        return self.shape[::-1] if self.is_transposed else self.shape
+
+
+def places(config: ModelConfig) -> Iterator[Place]:
+    """All weights of `Transformer(config)`; a tied embedding is there once."""
+    hidden, wide, head = config.hidden_size, config.intermediate_size, config.width_of_head
+    queries, keys = config.num_heads * head, config.num_kv_heads * head
+    attention = {"q_proj": (hidden, queries), "k_proj": (hidden, keys), "v_proj": (hidden, keys)}
+    attention |= {"o_proj": (queries, hidden)}
+    mlp = {"gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden)}
+    yield Place("model.embed_tokens.weight", ("embedding",), (config.vocab_size, hidden))
+    for index in range(config.num_layers):
+        at, ours = f"model.layers.{index}", f"layer_{index}"
+        for name, shape in attention.items():
+            yield Place(f"{at}.self_attn.{name}.weight", (f"{ours}_attention", name, "kernel"), shape)
+            if config.out_bias if name == "o_proj" else config.qkv_bias:
+                yield Place(f"{at}.self_attn.{name}.bias", (f"{ours}_attention", name, "bias"), shape[1:])
+        for name in ("q_norm", "k_norm") if config.qk_norm else ():
+            yield Place(f"{at}.self_attn.{name}.weight", (f"{ours}_attention", name, "scale"), (head,))
+        for name, shape in mlp.items():
+            yield Place(f"{at}.mlp.{name}.weight", (f"{ours}_mlp", name, "kernel"), shape)
+        yield Place(f"{at}.input_layernorm.weight", (f"{ours}_attention_norm", "scale"), (hidden,))
+        yield Place(f"{at}.post_attention_layernorm.weight", (f"{ours}_mlp_norm", "scale"), (hidden,))
+    yield Place("model.norm.weight", ("final_norm", "scale"), (hidden,))
+    if not config.tie_embeddings:
+        yield Place("lm_head.weight", ("head",), (hidden, config.vocab_size))
 
 
 def load_hf(
@@ -50,55 +98,34 @@ def params_from_tensors(
     Raises:
         ModelError: one is missing, has another shape, or has no place in the model.
     """
-    tensors = dict(tensors)
-
-    def take(name: str, shape: tuple[int, ...]) -> jax.Array:
-        if name not in tensors:
-            raise ModelError(f"{source}: no tensor {name!r} among its weights; the download may be incomplete")
-        value = tensors.pop(name)
-        if value.shape != shape:
-            raise ModelError(
-                f"{source}: {name} has shape {value.shape}, but its config says {shape}; use files of one model"
-            )
-        return jnp.asarray(value, dtype)
-
-    def linear(name: str, inside: int, outside: int, bias: bool) -> dict[str, jax.Array]:
-        found = {"kernel": take(f"{name}.weight", (outside, inside)).T}
-        return found | ({"bias": take(f"{name}.bias", (outside,))} if bias else {})
-
-    hidden, wide, head = config.hidden_size, config.intermediate_size, config.width_of_head
-    params: dict[str, Any] = {"embedding": take("model.embed_tokens.weight", (config.vocab_size, hidden))}
-    for index in range(config.num_layers):
-        at = f"model.layers.{index}"
-        attention: dict[str, Any] = {
-            "q_proj": linear(f"{at}.self_attn.q_proj", hidden, config.num_heads * head, config.qkv_bias),
-            "k_proj": linear(f"{at}.self_attn.k_proj", hidden, config.num_kv_heads * head, config.qkv_bias),
-            "v_proj": linear(f"{at}.self_attn.v_proj", hidden, config.num_kv_heads * head, config.qkv_bias),
-            "o_proj": linear(f"{at}.self_attn.o_proj", config.num_heads * head, hidden, config.out_bias),
-        }
-        if config.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                attention[name] = {"scale": take(f"{at}.self_attn.{name}.weight", (head,))}
-        params[f"layer_{index}_attention"] = attention
-        params[f"layer_{index}_mlp"] = {
-            "gate_proj": linear(f"{at}.mlp.gate_proj", hidden, wide, False),
-            "up_proj": linear(f"{at}.mlp.up_proj", hidden, wide, False),
-            "down_proj": linear(f"{at}.mlp.down_proj", wide, hidden, False),
-        }
-        params[f"layer_{index}_attention_norm"] = {"scale": take(f"{at}.input_layernorm.weight", (hidden,))}
-        params[f"layer_{index}_mlp_norm"] = {"scale": take(f"{at}.post_attention_layernorm.weight", (hidden,))}
-    params["final_norm"] = {"scale": take("model.norm.weight", (hidden,))}
+    ours = (name for name in tensors if not name.endswith("rotary_emb.inv_freq"))
     if config.tie_embeddings:
-        tensors.pop("lm_head.weight", None)  # some files repeat the embedding
-    else:
-        params["head"] = take("lm_head.weight", (config.vocab_size, hidden)).T
-    unused = [name for name in tensors if not name.endswith("rotary_emb.inv_freq")]
-    if unused:
-        raise ModelError(
-            f"{source}: tensors {', '.join(sorted(unused)[:3])} ({len(unused)} in all) have no place in a "
-            f"{', '.join(_TYPES)} model; load one of these"
-        )
-    return params
+        ours = (name for name in ours if name != "lm_head.weight")  # some files repeat the embedding
+    tensors = {name: tensors[name] for name in ours}
+    fix = f"use all files of one {', '.join(_TYPES)} model; the download may be incomplete"
+    return collection(places(config), tensors, dtype, f"{source}: its weights", fix)
+
+
+def collection(wanted: Iterable[Place], tensors: dict[str, Any], dtype: Any, what: str, fix: str) -> dict[str, Any]:
+    """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once.
+
+    Args:
+        wanted: what it is made of.
+        tensors: arrays of these names, as saved.
+        dtype: of the collection; None = that of each array.
+        what: what they are, for the message.
+        fix: what to do where they do not fit.
+
+    Raises:
+        ModelError: names or shapes differ.
+    """
+    wanted = list(wanted)
+    check_fits({place.name: place.saved_shape for place in wanted}, tensors, what, fix)
+    found: dict[tuple[str, ...], jax.Array] = {}
+    for place in wanted:
+        array = jnp.asarray(tensors.pop(place.name), dtype)
+        found[place.path] = array.T if place.is_transposed else array
+    return unflatten_dict(found)
 
 
 def _read_config(folder: Path) -> ModelConfig:

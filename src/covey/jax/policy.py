@@ -11,14 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from covey.adapters import Adapter, Array, check_fits
 from covey.errors import ModelError
 from covey.jax.model import Transformer
-from covey.jax.saving import save_adapter, save_model
+from covey.jax.programs import merge, scale_of
+from covey.jax.saving import adapter_of, model_tensors, save_model
 from covey.jax.sharding import check_mesh, place
 from covey.jax.stacked import stack, unstack
+from covey.rollout.learning import Weights
 
 
-class Weights(NamedTuple):
+class Parameters(NamedTuple):
     """A model and its parameters, and LoRA factors or none, stacked (`covey.jax.stacked`) or not."""
 
     model: Transformer
@@ -117,9 +120,23 @@ class Policy:
         return {**self.frozen, **self.trained}
 
     @property
-    def model(self) -> Weights:
-        """What the sampler takes."""
-        return Weights(self.transformer, self.variables)
+    def model(self) -> Parameters:
+        """What a sampler is built from."""
+        return Parameters(self.transformer, self.variables)
+
+    def weights(self, version: int) -> Weights:
+        """What a sampler takes, as they are now; see `Weights`."""
+        return Weights(version, self._tensors, self._adapter if self.uses_peft else None, native=self.model)
+
+    def _tensors(self) -> dict[str, Array]:
+        model, params = self.transformer, self.variables["params"]
+        lora = self.variables.get("lora", {})
+        merged = merge(params, lora, params["embedding"].dtype, scale=scale_of(model))
+        return model_tensors(model.config, unstack(merged, model.config.num_layers))
+
+    def _adapter(self) -> Adapter:
+        config = self.transformer.config
+        return adapter_of(config, unstack(self.trained["lora"], config.num_layers), base_model=self.source)
 
     @property
     def uses_peft(self) -> bool:
@@ -138,7 +155,7 @@ class Policy:
         """Write the adapter in PEFT's format, or the whole model in Hugging Face's, with the tokenizer."""
         config = self.transformer.config
         if self.uses_peft:
-            save_adapter(path, config, unstack(self.trained["lora"], config.num_layers), base_model=self.source)
+            self._adapter().write(path)
         else:
             save_model(path, config, unstack(self.trained["params"], config.num_layers), self._hf_config)
         if self.tokenizer is not None:
@@ -203,14 +220,7 @@ def from_names(like: Any, state: Mapping[str, Any], what: str) -> Any:
         ModelError: names or shapes differ.
     """
     wanted = named_leaves(like)
-    for name in sorted(wanted.keys() | state.keys()):
-        given = tuple(state[name].shape) if name in state else None
-        needed = tuple(wanted[name].shape) if name in wanted else None
-        if given != needed:
-            raise ModelError(
-                f"{what}: {name} has the shape {given}, the model's is {needed}; use the model and adapter settings "
-                "that it was saved with"
-            )
+    check_fits({name: leaf.shape for name, leaf in wanted.items()}, state, what)
 
     def put(name: str, leaf: jax.Array) -> jax.Array:
         return jax.device_put(np.asarray(state[name]).astype(leaf.dtype), leaf.sharding)

@@ -209,7 +209,7 @@ class Programs:
 
     def _merge(self, params: Any, lora: Any, *, dtype: Any) -> Any:
         """`merge`, laid out as the weights are."""
-        merged = unstack(merge(params, lora, dtype, scale=_scale(self._model)), self._model.config.num_layers)
+        merged = unstack(merge(params, lora, dtype, scale=scale_of(self._model)), self._model.config.num_layers)
         return keep_placed(merged, self._mesh, self._model)
 
     def _shrink(self, cache: Cache, slots: jax.Array) -> Cache:
@@ -234,5 +234,6 @@ def merge(params: Any, lora: Any, dtype: Any, *, scale: float) -> Any:
     return merged(params, lora)
 
 
-def _scale(model: Transformer) -> float:
+def scale_of(model: Transformer) -> float:
+    """What the product of LoRA factors is multiplied by."""
     return model.config.lora_alpha / max(model.config.lora_rank, 1)

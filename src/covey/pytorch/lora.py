@@ -9,35 +9,33 @@ Only the forward of plain LoRA linear layers is replaced, because PEFT's makes a
     here     out = base(x); out += scaling * (x A') B'     in place; small A and B are cast instead of the
     large x
 
-Files are read as safetensors only: a pickled adapter would run code.
+Saved adapters are read by `covey.adapters`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import ml_dtypes
+import numpy as np
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.lora.layer import Linear as PeftLoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
-from covey.errors import ModelError
+from covey.adapters import PEFT_PREFIX, Adapter, Array, check_fits, read_adapter_folder
+from covey.errors import AdapterError, ModelError
 from covey.processes import total_memory
-
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_BASE_PREFIX = "base_model.model."
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -179,13 +177,13 @@ def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
     Raises:
         ModelError: it cannot be read, or belongs to a model of other shapes.
     """
-    config, weights = _read(path)
-    problem = _misfit(model, weights)
+    config, adapter = _read(path)
+    problem = _misfit(model, adapter)
     if problem:
         raise ModelError(f"{path}: is an adapter for another model ({problem}); give the adapter's own base model")
     config.inference_mode = False
     peft_model = attach_lora(model, config=config)
-    _fill(peft_model, weights, path)
+    _fill(peft_model, adapter, path)
     return peft_model
 
 
@@ -195,19 +193,47 @@ def load_adapter(model: PeftModel, path: str | Path) -> None:
     Raises:
         ModelError: they cannot be read, or the saved adapter has other modules, shapes or scaling.
     """
-    config, weights = _read(path)
-    own = _config(model)
+    config, adapter = _read(path)
+    own = model.peft_config[model.active_adapter]
     for field in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         mine, theirs = getattr(own, field, None), getattr(config, field, None)
         if mine != theirs:
             raise ModelError(f"{path}: its {field} is {theirs}, the attached adapter has {mine}; attach it afresh")
-    _fill(model, weights, path)
+    _fill(model, adapter, path)
 
 
 def save_adapter(model: PeftModel, path: str | Path) -> None:
     """Write the adapter into folder `path` as PEFT does: its config and its weights as safetensors."""
     # "auto" would ask the hub whether the vocabulary was resized.
     model.save_pretrained(str(path), save_embedding_layers=False)
+
+
+def adapter_of(model: nn.Module) -> Adapter:
+    """The adapter of a PEFT model as its files hold it; on the CPU its arrays are the model's own memory.
+
+    Raises:
+        AdapterError: the model has no adapter.
+    """
+    if not isinstance(model, PeftModel):
+        raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    settings = json.loads(json.dumps(model.active_peft_config.to_dict(), default=_plain))
+    return Adapter({name: _array(tensor) for name, tensor in state.items()}, settings)
+
+
+def write_adapter(model: nn.Module) -> tuple[bytes, dict[str, Any]]:
+    """A model's adapter as the two parts of an upload: safetensors, and PEFT's config.
+
+    Raises:
+        AdapterError: the model has no adapter.
+    """
+    adapter = adapter_of(model)
+    return adapter.to_bytes(), dict(adapter.config)
+
+
+def linear_layers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """`(out, in)` of every linear layer of a bare model, by its name."""
+    return {name: (m.out_features, m.in_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 @contextmanager
@@ -232,76 +258,55 @@ def _lean(model: PeftModel) -> PeftModel:
     return model
 
 
-def _config(model: PeftModel) -> PeftConfig:
-    return model.peft_config[model.active_adapter]
-
-
-def _read(path: str | Path) -> tuple[PeftConfig, dict[str, Tensor]]:
-    folder = Path(path)
-    if not os.path.isfile(folder / CONFIG_FILE):
-        raise ModelError(f"{path}: holds no {CONFIG_FILE}; give the folder of a saved PEFT adapter")
-    if not (folder / WEIGHTS_FILE).is_file():
-        raise ModelError(
-            f"{path}: holds no {WEIGHTS_FILE} (pickled .bin adapters are not read); save it with safetensors"
-        )
+def _read(path: str | Path) -> tuple[PeftConfig, Adapter]:
+    adapter = read_adapter_folder(path)
     try:
-        config = PeftConfig.from_pretrained(str(folder))
-        weights = load_tensors((folder / WEIGHTS_FILE).read_bytes())
-    except (
-        SafetensorError,
-        json.JSONDecodeError,
-        UnicodeDecodeError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:
+        config = PeftConfig.from_pretrained(str(path))
+    except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: the adapter is damaged ({error}); save or fetch it again") from error
-    for name, weight in weights.items():
-        if not bool(torch.isfinite(weight).all()):
+    for name, array in adapter.tensors.items():
+        if not np.isfinite(array).all():
             raise ModelError(f"{path}: the adapter's {name} holds NaN or infinity; use another copy or an earlier one")
-    return config, weights
+    return config, adapter
 
 
-def _misfit(model: nn.Module, weights: dict[str, Tensor]) -> str:
-    """Why adapter weights do not fit a bare model, or ""."""
+def _misfit(model: nn.Module, adapter: Adapter) -> str:
+    """Why an adapter does not fit a bare model, or ""."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    for key, value in sorted(weights.items()):
-        name = key.removeprefix(_BASE_PREFIX)
-        if ".lora_" not in name:
-            if name not in parameters:
-                return f"the model has no {name}"
-            if parameters[name].shape != value.shape:
-                return f"{name} is {list(value.shape)}, the model's is {list(parameters[name].shape)}"
-            continue
-        module_name, _, part = name.partition(".lora_")
-        module = modules.get(module_name)
-        if module is None:
-            return f"the model has no {module_name}"
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not part.startswith(("A.", "B.")):
-            continue
-        is_transposed = not isinstance(module, nn.Linear)  # GPT-2's Conv1D keeps [in, out]
-        outputs, inputs = reversed(weight.shape) if is_transposed else weight.shape
-        expected, got = (inputs, value.shape[1]) if part.startswith("A.") else (outputs, value.shape[0])
-        if part.endswith("weight") and expected != got:
-            side = "inputs" if part.startswith("A.") else "outputs"
-            return f"{module_name} has {expected} {side}, the adapter's {got}"
+    for key, value in sorted(adapter.tensors.items()):
+        name = key.removeprefix(PEFT_PREFIX)
+        module, factor, _ = name.partition(".lora_")
+        if module not in (modules if factor else parameters):
+            return f"the model has no {module}"
+        if not factor and parameters[name].shape != value.shape:
+            return f"{name} is {list(value.shape)}, the model's is {list(parameters[name].shape)}"
+    turned = {n: (m.weight.shape[1], m.weight.shape[0]) for n, m in modules.items() if isinstance(m, Conv1D)}
+    try:
+        adapter.check(linear_layers(model) | turned)
+    except AdapterError as error:
+        return str(error)
     return ""
 
 
-def _fill(model: PeftModel, weights: dict[str, Tensor], path: str | Path) -> None:
+def _fill(model: PeftModel, adapter: Adapter, path: str | Path) -> None:
+    weights = {name: _tensor(array) for name, array in adapter.tensors.items()}
     own = get_peft_model_state_dict(model, save_embedding_layers=False)
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    if missing or unexpected:
-        which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
-        raise ModelError(
-            f"{path}: does not fit the attached adapter (it {which}; {len(missing)} keys missing, "
-            f"{len(unexpected)} unexpected); use the target modules that it was trained with"
-        )
-    for key, value in own.items():
-        if value.shape != weights[key].shape:
-            raise ModelError(
-                f"{path}: {key} is {list(weights[key].shape)}, the model's is {list(value.shape)}; "
-                "the adapter belongs to another model or rank"
-            )
+    check_fits({name: value.shape for name, value in own.items()}, weights, f"{path}: the adapter")
     set_peft_model_state_dict(model, weights, adapter_name=model.active_adapter)
+
+
+def _array(tensor: Tensor) -> Array:
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype != torch.bfloat16:
+        return cast(Array, tensor.numpy())
+    return cast(Array, tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16))
+
+
+def _tensor(array: Array) -> Tensor:
+    if array.dtype != ml_dtypes.bfloat16:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)

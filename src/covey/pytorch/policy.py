@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from covey.adapters import check_fits
 from covey.errors import ModelError
+from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
 from covey.pytorch.heads import causal_lm, output_head, transformer
 from covey.pytorch.loading import LoadedModel, load_model
@@ -34,7 +36,8 @@ from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenSc
 from covey.pytorch.lora import attach_adapter, attach_lora, load_adapter, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
-from covey.pytorch.reference import Reference, ReferenceUpdate, check_fits
+from covey.pytorch.reference import Reference, ReferenceUpdate
+from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 from covey.types import Support
 
@@ -413,6 +416,10 @@ class Policy:
         for layer in layers:
             layer.training = True
 
+    def weights(self, version: int) -> Weights:
+        """What a sampler takes, as they are now; see `Weights`."""
+        return weights_of(self.model, version)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the trained tensors by name."""
         return {name: p.detach().clone() for name, p in self.named_trainable_parameters()}
@@ -424,7 +431,7 @@ class Policy:
             ModelError: names or shapes differ; nothing was changed.
         """
         own = dict(self.named_trainable_parameters())
-        check_fits(own, state, f"{self.source}: the saved policy")
+        check_fits({name: p.shape for name, p in own.items()}, state, f"{self.source}: the saved policy")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(state[name])

@@ -23,6 +23,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from covey.adapters import check_fits
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.lora import adapters_off
 
@@ -140,25 +141,8 @@ class Reference:
         if not state and (isinstance(self._model, PeftModel) or not self._needed):
             self._snapshot = {}
             return
-        check_fits(own, state, "the saved reference")
+        check_fits({name: p.shape for name, p in own.items()}, state, "the saved reference")
         self._snapshot = {name: state[name].to(device=p.device, dtype=p.dtype, copy=True) for name, p in own.items()}
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-
-
-def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], what: str) -> None:
-    """Raise `ModelError` unless `saved` has the names and shapes of `own`."""
-    missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    if missing or unexpected:
-        which = f"lacks {missing[0]}" if missing else f"has {unexpected[0]}"
-        raise ModelError(
-            f"{what}: belongs to another model (it {which}; {len(missing)} tensors missing, "
-            f"{len(unexpected)} unexpected); use the model and adapter settings that it was saved with"
-        )
-    for name, value in own.items():
-        if value.shape != saved[name].shape:
-            raise ModelError(
-                f"{what}: {name} is {list(saved[name].shape)}, the model's is {list(value.shape)}; "
-                "use the model and adapter settings that it was saved with"
-            )

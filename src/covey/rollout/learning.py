@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.adapters import Adapter, fingerprint
 from covey.algorithms import Correction, Objective, count_step, token_weights
 from covey.rollout.playing import TurnGenerator
 from covey.types import Batch, BoolArray, Generator
@@ -32,13 +34,46 @@ class Gradients:
     scored: BoolArray
 
 
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What a policy publishes and a sampler takes: references, which are copied by whoever reads them.
+
+    They are the policy's until its next optimiser step, which changes arrays in place: publish them before that.
+
+    Attributes:
+        version: of the policy.
+        tensors: returns all weights by Hugging Face's names, adapters merged.
+        make_adapter: see `adapter`; None where the model itself is trained.
+        native: what a sampler of the policy's own backend takes in place of `tensors()`, if it does.
+    """
+
+    version: int
+    tensors: Callable[[], Mapping[str, Any]]
+    make_adapter: Callable[[], Adapter] | None = None
+    native: Any = None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What is trained beside the base model, in the host's memory; None where the model itself is."""
+        return None if self.make_adapter is None else self.make_adapter()
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the adapter (`Adapter.sha256`), or else of all names, shapes and values in float32."""
+        adapter = self.adapter
+        if adapter is not None:
+            return adapter.sha256
+        held = self.tensors()
+        return fingerprint((f"{name} {tuple(held[name].shape)}", [_wide(held[name])]) for name in sorted(held))
+
+
 class TrainedPolicy(Protocol):
     """The policy of either backend, as a run sees it.
 
     Attributes:
         tokenizer: its tokenizer.
         eos_token_ids: ids that end a completion.
-        model: what the sampler takes its weights from.
+        model: what a sampler in this process is built from.
     """
 
     tokenizer: Any
@@ -46,6 +81,8 @@ class TrainedPolicy(Protocol):
 
     @property
     def model(self) -> Any: ...
+
+    def weights(self, version: int) -> Weights: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -57,7 +94,7 @@ class Sampler(Generator, TurnGenerator, Protocol):
 
     context_length: int
 
-    def sync(self, model: Any, version: int) -> None: ...
+    def publish(self, weights: Weights) -> None: ...
 
     def release(self) -> None: ...
 
@@ -105,6 +142,11 @@ class Learner(Protocol):
     def tensors(self) -> dict[str, dict[str, Any]]: ...
 
     def restore(self, tensors: Mapping[str, Mapping[str, Any]], steps: int) -> None: ...
+
+
+def _wide(tensor: Any) -> Any:
+    """PyTorch's half precisions are widened before NumPy, which does not know them, sees them."""
+    return tensor.float().cpu() if hasattr(tensor, "float") else tensor
 
 
 def loss_weights(batch: Batch, objective: Objective, max_completion_length: int) -> tuple[FloatNT, FloatNT | None]:

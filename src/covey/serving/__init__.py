@@ -9,16 +9,16 @@ import importlib
 from typing import Any
 
 _WHERE = {
-    "Adapter": "covey.serving.adapters",
+    "Adapter": "covey.adapters",
     "BatchingEngine": "covey.serving.batching",
     "InferenceClient": "covey.serving.client",
     "RemoteEngine": "covey.serving.remote",
     "ServeSettings": "covey.serving.gate",
     "check_server": "covey.serving.check",
     "create_app": "covey.serving.app",
-    "read_adapter": "covey.serving.adapters",
+    "read_adapter": "covey.adapters",
     "upload_adapter_weights": "covey.serving.client",
-    "write_adapter": "covey.serving.adapters",
+    "write_adapter": "covey.pytorch.lora",
 }
 __all__ = sorted(_WHERE)
 

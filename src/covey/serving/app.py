@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -22,8 +22,9 @@ from pydantic import BeforeValidator
 from starlette.datastructures import FormData
 from starlette.exceptions import HTTPException
 
+from covey.adapters import Adapter, MalformedConfigError, read_adapter, read_config
 from covey.errors import AdapterError, GenerationError
-from covey.serving.adapters import Adapter, MalformedConfigError, example_layer, read_adapter, read_config
+from covey.pytorch.lora import linear_layers
 from covey.serving.answers import Answering, UnknownModelError
 from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, unheld
 from covey.serving.gate import Gate, ServeSettings
@@ -55,7 +56,8 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     app = FastAPI(title="covey", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     lease = TrainerLease(settings.lease_seconds)
-    instance, layer = uuid.uuid4().hex, example_layer(model)
+    instance, layers = uuid.uuid4().hex, linear_layers(model)
+    layer = next(({"module": name, "out": out, "in": width} for name, (out, width) in layers.items()), None)
     answering = Answering(engine, tokenizer, settings.model_name)
     uploading = asyncio.Lock()
 
@@ -103,7 +105,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         lease.check(trainer, takeover=takeover)
         _check_parts(await request.form(), _PARTS)
         async with uploading:  # one at a time is in memory
-            adapter = await asyncio.to_thread(_read_upload, adapter_weights, adapter_config, model)
+            adapter = await asyncio.to_thread(_read_upload, adapter_weights, adapter_config, layers)
             lease.check(trainer, takeover=takeover)
             conflict = engine.conflict(policy_version, adapter.sha256, restart=restart)
             if conflict is not None:
@@ -183,12 +185,12 @@ def _digits(value: Any) -> Any:
     return value
 
 
-def _read_upload(weights: UploadFile, config: UploadFile | str, model: Any) -> Adapter:
+def _read_upload(weights: UploadFile, config: UploadFile | str, layers: Mapping[str, tuple[int, int]]) -> Adapter:
     """An upload, checked, with its hash."""
     text = config if isinstance(config, str) else config.file.read(_LARGEST_CONFIG + 1)
     if len(text) > _LARGEST_CONFIG:
         raise AdapterError(f"adapter_config has more than {_LARGEST_CONFIG} bytes; send PEFT's adapter_config.json")
-    adapter = read_adapter(weights.file.read(), read_config(text), model)
+    adapter = read_adapter(weights.file.read(), read_config(text), layers)
     assert adapter.sha256  # computed here, once
     return adapter
 

@@ -14,13 +14,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
+from covey.adapters import Adapter
 from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.checks import check_settings
 from covey.rollout.choices import check_choices
-from covey.serving.adapters import AdaptedWeights, Adapter
+from covey.rollout.learning import Weights
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
 
@@ -142,7 +145,7 @@ class BatchingEngine:
         self._session: Any = None
         self._stopping = False
         self.version, self.sha256 = 0, ""
-        self._adapter: Adapter | None = Adapter({})  # what the engine holds; None = nothing whole
+        self._held: Weights | None = weights_of(model, 0)  # by the engine; None = nothing whole
         self.counts, self.latencies = Counts(), Latencies()
         first = self._open()
         self.session_rows = first.rows_reserved
@@ -169,7 +172,7 @@ class BatchingEngine:
     @property
     def healthy(self) -> bool:
         """The engine's thread is alive, and it has weights."""
-        return self._thread.is_alive() and not self._stopping and self._adapter is not None
+        return self._thread.is_alive() and not self._stopping and self._held is not None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the completions of one request, all or none. Those of one prompt share its array.
@@ -181,7 +184,7 @@ class BatchingEngine:
         """
         for job in jobs:
             self._check(job)
-        if self._adapter is None:
+        if self._held is None:
             raise NoWeightsError("the weights are incomplete after an upload that failed; upload again")
         with self._lock:
             if self._stopping or not self._thread.is_alive():
@@ -227,7 +230,7 @@ class BatchingEngine:
         """Why an adapter cannot become `version` now; None if it can, or is it already."""
         if restart or version is None or version > self.version or self.holds(version, sha256):
             return None
-        if version == self.version and self._adapter is None:
+        if version == self.version and self._held is None:
             return None
         what = "with other weights; nothing was changed" if version == self.version else "and does not go back"
         return VersionConflictError(
@@ -237,7 +240,7 @@ class BatchingEngine:
 
     def holds(self, version: int | None, sha256: str) -> bool:
         """Whether it samples from this adapter under this version."""
-        return self._adapter is not None and version is not None and (version, sha256) == (self.version, self.sha256)
+        return self._held is not None and version is not None and (version, sha256) == (self.version, self.sha256)
 
     def close(self, drain_seconds: float = 10.0) -> None:
         """Take no more, let what runs finish for a while, fail the rest, and end the thread."""
@@ -294,13 +297,14 @@ class BatchingEngine:
                 continue
             version = self.version + 1 if upload.version is None else upload.version
             try:
-                self._engine.load(AdaptedWeights(self._model, upload.adapter), version)
+                weights = Weights(version, partial(AdaptedWeights, self._model, upload.adapter))
+                self._engine.publish(weights)
             except Exception as error:
                 log.exception("an adapter could not be applied")
                 self._bring_back()
                 upload.done.set_exception(AdapterError(f"the adapter could not be applied: {error}"))
                 continue
-            self.version, self.sha256, self._adapter = version, upload.adapter.sha256, upload.adapter
+            self.version, self.sha256, self._held = version, upload.adapter.sha256, weights
             self.counts.uploads += 1
             if self._running:
                 self._session.change_version(version)
@@ -321,11 +325,11 @@ class BatchingEngine:
 
     def _bring_back(self) -> None:
         """The weights before an upload that failed half way: computed from the same numbers, they are the same bits."""
-        held, self._adapter = self._adapter, None
+        held, self._held = self._held, None
         try:
             if held is not None:
-                self._engine.load(AdaptedWeights(self._model, held), self.version)
-                self._adapter = held
+                self._engine.publish(held)
+                self._held = held
                 return
         except Exception:
             log.exception("the weights before it could not be brought back")

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from safetensors.torch import save
+import numpy as np
 
+from covey.adapters import Adapter, read_adapter
 from covey.errors import CoveyError
-from covey.serving.adapters import read_adapter
 from covey.serving.client import InferenceClient, RefusedError
 
 
@@ -74,7 +73,7 @@ def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] 
     grown = isinstance(before, int) and answer.policy_version == before + 1
     counted = f"{before} before, {answer.policy_version} after the upload"
     steps.append(Step("version", True if grown else (None if before is None else False), counted))
-    expected = read_adapter(weights, config, None).sha256
+    expected = read_adapter(weights, config).sha256
     if answer.sha256:
         steps.append(Step("hash", answer.sha256 == expected, f"{answer.sha256[:16]}... of the applied tensors"))
     else:
@@ -90,9 +89,13 @@ def made_adapter(
     changes nothing.
     """
     name, out = f"base_model.model.{module}", width if out is None else out
-    tensors = {f"{name}.lora_A.weight": torch.zeros(1, width), f"{name}.lora_B.weight": torch.zeros(out, 1)}
+    tensors = {
+        f"{name}.lora_A.weight": np.zeros((1, width), np.float32),
+        f"{name}.lora_B.weight": np.zeros((out, 1), np.float32),
+    }
     targets = [module.rpartition(".")[2]]
-    return save(tensors), {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": targets, "bias": "none"}
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": targets, "bias": "none"}
+    return Adapter(tensors, config).to_bytes(), config
 
 
 def fitting_adapter(client: InferenceClient) -> tuple[bytes, dict[str, Any]] | None:

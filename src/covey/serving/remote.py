@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from torch import nn
 
-from covey.errors import GenerationError, ServingError
+from covey.adapters import Adapter
+from covey.errors import AdapterError, GenerationError, ServingError
 from covey.rollout.choices import cut_choices
-from covey.serving.adapters import read_adapter, write_adapter
+from covey.rollout.learning import Weights
 from covey.serving.client import InferenceClient, RefusedError, warn_of_mismatch
 from covey.types import Completion, IntArray, Progress, Request, SamplingSettings, Support
 
@@ -72,21 +72,20 @@ class RemoteEngine:
         """Version of the weights that the server was given last, as the trainer counts."""
         return self._local
 
-    def sync(self, model: nn.Module, version: int) -> None:
-        """Upload the adapter of `model` as `version`.
+    def publish(self, weights: Weights) -> None:
+        """Upload the adapter of `weights` as their version.
 
         Raises:
             ServingError: the upload failed, or the server applied other numbers than were sent.
-            AdapterError: the model has no adapter.
+            AdapterError: they have no adapter, or one that is more than plain LoRA.
         """
-        weights, config = write_adapter(model)
-        sha256 = read_adapter(weights, config, None).sha256
-        number = version + self._ahead
+        adapter, version = adapter_in(weights), weights.version
+        sha256, number = adapter.sha256, version + self._ahead
         if self._held is not None and number <= self._held.version and sha256 != self._held.sha256:
             # other weights under a version that was used already, such as the best ones at a run's end
             number = self._held.version + 1
             self._ahead = number - version
-        self._held = Upload(weights, config, sha256, number, restart=self._held is None)
+        self._held = Upload(adapter.to_bytes(), adapter.config, sha256, number, restart=self._held is None)
         self._local = _NO_VERSION
         self._upload()
         self._local = version
@@ -309,6 +308,18 @@ class RemoteSession:
             settings = replace(settings, stop_strings=())
         row.future = self._engine.submit(request, settings, self._version)
         self._open.append(row)
+
+
+def adapter_in(weights: Weights) -> Adapter:
+    """What is uploaded.
+
+    Raises:
+        AdapterError: there is none.
+    """
+    adapter = weights.adapter
+    if adapter is None:
+        raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
+    return adapter
 
 
 def _body(requests: Sequence[Request], settings: SamplingSettings, version: int) -> dict[str, Any]:

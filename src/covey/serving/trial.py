@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from covey.adapters import Adapter
 from covey.errors import AdapterError
-from covey.serving.adapters import AdaptedWeights, Adapter
+from covey.pytorch.engine.merge import AdaptedWeights
 
 _TOKENS = 16
 """Spread over the vocabulary."""

@@ -19,12 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from covey.errors import GenerationError, ServingError
-from covey.serving.adapters import read_adapter, write_adapter
+from covey.rollout.learning import Weights
 from covey.serving.client import InferenceClient, RefusedError
-from covey.serving.remote import RemoteEngine, Upload
+from covey.serving.remote import RemoteEngine, Upload, adapter_in
 from covey.types import Completion, Request, SamplingSettings
 
 log = logging.getLogger(__name__)
@@ -49,18 +47,18 @@ class VLLMEngine(RemoteEngine):
         if longest:
             self.context_length = int(longest)
 
-    def sync(self, model: nn.Module, version: int) -> None:
+    def publish(self, weights: Weights) -> None:
         """Write the adapter and let vLLM load it under a name of its own; the one before is unloaded.
 
         Raises:
             ServingError: vLLM does not load it.
         """
-        weights, config = write_adapter(model)
-        self._held = Upload(weights, config, read_adapter(weights, config, None).sha256, version)
+        adapter = adapter_in(weights)
+        self._held = Upload(adapter.to_bytes(), adapter.config, adapter.sha256, weights.version)
         self._local = -1
         before = self._loaded
         self._upload()
-        self._local = version
+        self._local = weights.version
         if before is not None and before != self._loaded:
             self._unload(before)
 

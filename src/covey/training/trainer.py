@@ -291,7 +291,7 @@ class GRPOTrainer:
 
     def publish(self) -> None:
         """Give the policy's weights, under their version, to the sampler."""
-        self.engine.sync(self.policy.model, self.state.policy_version)
+        self.engine.publish(self.policy.weights(self.state.policy_version))
 
     def close(self) -> None:
         """Stop what runs beside the trainer; what is needed again starts anew."""

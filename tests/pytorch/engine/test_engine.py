@@ -12,6 +12,7 @@ from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import weights_of
 from covey.types import Completion, Request, SamplingSettings
 
 FAST = ("llama", "qwen2", "qwen3", "mistral")
@@ -88,9 +89,9 @@ def test_sync_takes_new_adapter_weights_and_their_version() -> None:
     snapshot = {name: p.detach().clone() for name, p in model.named_parameters()}
     stale = engine(requests, SamplingSettings(max_tokens=8), policy_version=0)
     assert texts(stale) == texts(first)
-    engine.sync(model, 7)
+    engine.publish(weights_of(model, 7))
     assert engine.policy_version == 7
-    with pytest.raises(GenerationError, match=r"policy_version=0.*version 7.*engine\.sync\(model, 0\)"):
+    with pytest.raises(GenerationError, match=r"policy_version=0.*version 7.*engine\.publish\(policy\.weights\(0\)\)"):
         engine(requests, SamplingSettings(), policy_version=0)
     second = engine(requests, SamplingSettings(max_tokens=8), policy_version=7)
     assert texts(second) != texts(first)
@@ -112,7 +113,7 @@ def test_full_fine_tuning_copies_the_weights(family: str) -> None:
     (still,) = engine([request], GREEDY, policy_version=0)
     assert texts([still]) == texts([before])
     np.testing.assert_array_equal(still.logprobs, before.logprobs)
-    engine.sync(model, 1)
+    engine.publish(weights_of(model, 1))
     (after,) = engine([request], GREEDY, policy_version=1)
     np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=1e-4)
 
@@ -121,11 +122,11 @@ def test_an_interrupted_sync_is_never_sampled_from() -> None:
     model = tiny_model("llama")
     engine = Engine(model)
     with pytest.raises(KeyError):
-        engine.sync(tiny_model("gpt2"), 1)
+        engine.publish(weights_of(tiny_model("gpt2"), 1))
     assert engine.policy_version == -1
     with pytest.raises(GenerationError, match="no weights"):
         engine(groups(1), GREEDY, policy_version=1)
-    engine.sync(model, 1)
+    engine.publish(weights_of(model, 1))
     assert len(engine(groups(1), GREEDY, policy_version=1)) == 3
 
 
@@ -305,10 +306,10 @@ def test_weights_that_diverged_are_named_and_do_not_poison_the_next_call() -> No
     broken = tiny_model("llama")
     with torch.no_grad():
         broken.model.layers[0].self_attn.k_proj.weight.fill_(float("nan"))
-    engine.sync(broken, 1)
+    engine.publish(weights_of(broken, 1))
     with pytest.raises(GenerationError, match="not finite"):
         engine(groups(2), GREEDY, policy_version=1)
-    engine.sync(model, 2)
+    engine.publish(weights_of(model, 2))
     assert texts(engine(groups(2), GREEDY, policy_version=2)) == texts(expected)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine_helpers import adapted, with_lora
+from engine_helpers import adapted, groups, with_lora
 from peft import IA3Config, LoraConfig, PrefixTuningConfig
 from tiny_models import tiny_model
 
 from covey.errors import ModelError
-from covey.pytorch.engine.merge import EffectiveWeights, copy_without_adapters
+from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import EffectiveWeights, copy_without_adapters, weights_of
+from covey.rollout.learning import Weights
+from covey.types import SamplingSettings
 
 
 def randomised(config: object) -> torch.nn.Module:
@@ -78,3 +81,40 @@ def test_virtual_tokens_are_refused() -> None:
     config = PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(ModelError, match="PREFIX_TUNING"):
         EffectiveWeights(adapted(tiny_model("llama"), config))
+
+
+def test_published_weights_are_references_with_a_hash() -> None:
+    model = with_lora("llama")
+    weights = weights_of(model, 4)
+    name = "model.embed_tokens.weight"
+    assert weights.tensors()[name].data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    factor = model.base_model.model.model.layers[0].mlp.up_proj.lora_A["default"].weight
+    assert weights.adapter is not None
+    held = weights.adapter.tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"]
+    assert held.ctypes.data == factor.data_ptr()
+    before = weights_of(model, 4).sha256
+    assert weights.sha256 == before == weights.adapter.sha256
+    with torch.no_grad():
+        factor[0, 0] += 1
+    assert weights_of(model, 5).sha256 != before
+
+
+def test_whole_weights_have_a_hash_of_their_values() -> None:
+    one, other = tiny_model("llama"), tiny_model("llama").bfloat16()
+    weights = weights_of(one, 1)
+    assert weights.adapter is None
+    assert weights.sha256 == weights_of(tiny_model("llama"), 2).sha256 != weights_of(other, 1).sha256
+    assert weights_of(other, 1).sha256 == weights_of(other.float(), 1).sha256  # of values, whatever holds them
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_engine_takes_weights_that_no_model_holds(family: str) -> None:
+    """A plain mapping of merged tensors, the tied head left out as in a file."""
+    model = with_lora(family)
+    tensors = {n: t.clone() for n, t in EffectiveWeights(model).items() if n != "lm_head.weight"}
+    engine, settings = Engine(tiny_model(family)), SamplingSettings(max_tokens=6)
+    engine.publish(Weights(3, lambda: tensors))
+    expected = Engine(model)(groups(1), settings, policy_version=0)
+    for one, other in zip(engine(groups(1), settings, policy_version=3), expected, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.tolist() == other.logprobs.tolist()

@@ -18,10 +18,11 @@ from torch import nn
 from covey.errors import GenerationError, ModelError
 from covey.pytorch.engine.cache import KVCache
 from covey.pytorch.engine.choose import choose_runner, is_emulated
-from covey.pytorch.engine.merge import EffectiveWeights, bare_model
+from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.engine.rows import GenerationStats
 from covey.pytorch.engine.session import Session
 from covey.rollout.checks import check_settings
+from covey.rollout.learning import Weights
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ _NO_VERSION = -1
 class Engine:
     """Samples completions from a copy of a policy's weights; implements `covey.types.Generator`.
 
-    The weights are taken at construction, as version 0, and again at every `sync`. The policy itself is never
+    The weights are taken at construction, as version 0, and again at every `publish`. The policy itself is never
     changed: adapters are merged into the copy only.
 
     Args:
@@ -83,7 +84,7 @@ class Engine:
 
     @property
     def policy_version(self) -> int:
-        """Version of the weights held; -1 after `release`, and after a `sync` that did not finish."""
+        """Version of the weights held; -1 after `release`, and after a `publish` that did not finish."""
         return self._version
 
     @property
@@ -96,23 +97,19 @@ class Engine:
         """How the model is run: "fast", "general" or "recompute"."""
         return self._runner.name
 
-    def sync(self, model: nn.Module, version: int) -> None:
-        """Take the current weights of `model`, adapters merged, and call them `version`.
+    def publish(self, weights: Weights) -> None:
+        """Take weights, adapters merged, in place of those held.
 
         Args:
-            model: the model that the engine was built from, or one of equal shape.
-            version: must be asked for in the calls that follow.
+            weights: of the model that the engine was built from, or one of equal shape, as PyTorch tensors. Their
+                version must be asked for in the calls that follow.
         """
-        self.load(EffectiveWeights(model), version)
-
-    def load(self, weights: EffectiveWeights, version: int) -> None:
-        """The same with weights that are not in a model."""
         self._version = _NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
-        self._runner.load(weights)
-        self._version = version
+        self._runner.load(weights.tensors())
+        self._version = weights.version
 
     def release(self) -> None:
-        """Give back what memory can be given back until the next `sync`, which must come before the next call."""
+        """Give back what memory can be given back until the next `publish`, which must come before the next call."""
         self._version = _NO_VERSION
         self._runner.release()
 
@@ -197,7 +194,7 @@ class Engine:
             held = "no weights" if self._version == _NO_VERSION else f"version {self._version}"
             raise GenerationError(
                 f"policy_version={policy_version}: the engine holds {held}; "
-                f"call engine.sync(model, {policy_version}) first"
+                f"call engine.publish(policy.weights({policy_version})) first"
             )
         check_settings(settings)
         if settings.stop_strings and self._tokenizer is None:

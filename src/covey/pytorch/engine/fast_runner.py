@@ -7,7 +7,7 @@ engine takes the general path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn import functional
 from covey.errors import ModelError
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.linear import Linear
-from covey.pytorch.engine.merge import EffectiveWeights, bare_model
+from covey.pytorch.engine.merge import are_tied, bare_model, frozen_version
 from covey.pytorch.engine.norm import Norms
 from covey.pytorch.engine.runner import Step
 from covey.pytorch.llama import Rotary, check_llama, rotate, window_of
@@ -58,17 +58,17 @@ class FastRunner:
         self._head = Linear(dtype, device)
         self._head_version: tuple[object, ...] = ()
 
-    def load(self, weights: EffectiveWeights) -> None:
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy, merge and fuse the weights. Frozen embeddings are shared with the policy, a frozen head is kept."""
         for layer in self._layers:
             layer.load(weights)
         take = _Taker(weights, self._dtype, self._device)
-        self._embedding = take(_EMBEDDING, copy=weights.frozen_version(_EMBEDDING) is None)
+        self._embedding = take(_EMBEDDING, copy=frozen_version(weights, _EMBEDDING) is None)
         norm = take("model.norm.weight", copy=True)
         fold = self._norms.fold(norm)
-        name = _EMBEDDING if weights.shares("lm_head.weight", _EMBEDDING) else "lm_head.weight"
-        version = weights.frozen_version(name)
-        held = (name, version, weights.frozen_version("model.norm.weight"))
+        name = _EMBEDDING if are_tied(weights, "lm_head.weight", _EMBEDDING) else "lm_head.weight"
+        version = frozen_version(weights, name)
+        held = (name, version, frozen_version(weights, "model.norm.weight"))
         if version is None or held != self._head_version:
             self._head_version = ()  # should the copy fail, nothing is known of it
             self._head.load([take(name)], take.optional("lm_head.bias"), fold)
@@ -124,7 +124,7 @@ class _Layer:
         for linear in (self.qkv, self.out, self.gate_up, self.down):
             linear.release()
 
-    def load(self, weights: EffectiveWeights) -> None:
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         take = _Taker(weights, self._dtype, self._device, self._prefix)
         self.input_norm = take("input_layernorm.weight", copy=True)
         self.mlp_norm = take("post_attention_layernorm.weight", copy=True)
@@ -144,7 +144,9 @@ class _Layer:
 class _Taker:
     """Weights by name under a prefix, in the engine's dtype and device."""
 
-    def __init__(self, weights: EffectiveWeights, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device, prefix: str = ""
+    ) -> None:
         self._weights, self._dtype, self._device, self._prefix = weights, dtype, device, prefix
 
     def __call__(self, name: str, *, copy: bool = False) -> Tensor:

@@ -13,7 +13,7 @@ Two ways, the first that the model supports:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from covey.errors import ModelError
 from covey.pytorch.engine.attention import Attention
 from covey.pytorch.engine.cache import LayerShape
-from covey.pytorch.engine.merge import EffectiveWeights, copy_without_adapters
+from covey.pytorch.engine.merge import copy_without_adapters
 from covey.pytorch.engine.runner import Step
 
 _INTERFACE = "covey_slot_cache"
@@ -79,7 +79,7 @@ class _Copy:
     def release(self) -> None:
         """Nothing: the copy is a model whose modules need their tensors."""
 
-    def load(self, weights: EffectiveWeights) -> None:
+    def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy and merge the weights."""
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():

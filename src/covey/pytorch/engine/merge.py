@@ -12,7 +12,8 @@ deep-copied and merged by PEFT's own code, one layer at a time: slower, and righ
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from peft import PeftModel
@@ -21,11 +22,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
+from covey.adapters import Adapter
 from covey.errors import ModelError
-from covey.pytorch.lora import LeanLoraLinear
+from covey.pytorch.lora import LeanLoraLinear, adapter_of
+from covey.rollout.learning import Weights
 
 
-class EffectiveWeights:
+class EffectiveWeights(Mapping[str, Tensor]):
     """Parameters by their name in the bare model, adapters added. Reads the model anew at each access.
 
     Args:
@@ -43,8 +46,11 @@ class EffectiveWeights:
             for leaf, _ in parameters:
                 self._owners[f"{name}{leaf}"] = (module, leaf)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._owners
+
+    def __len__(self) -> int:
+        return len(self._owners)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owners)
@@ -81,9 +87,47 @@ class EffectiveWeights:
         parameter: Tensor = getattr(base, leaf)
         return None if parameter.requires_grad else (parameter.data_ptr(), parameter._version)
 
-    def shares(self, one: str, other: str) -> bool:
-        """True when both names are one tensor (tied embeddings) and no adapter separates them."""
-        return one in self and other in self and self[one].data_ptr() == self[other].data_ptr()
+
+class AdaptedWeights(EffectiveWeights):
+    """A bare model's weights with an adapter's added. The model is not changed."""
+
+    def __init__(self, model: nn.Module, adapter: Adapter) -> None:
+        super().__init__(model)
+        self._adapter = adapter
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        """The weight `name`, `W + scaling * B A` where the adapter changes it."""
+        weight = super().__getitem__(name)
+        factors = self._adapter.factors.get(name.removesuffix(".weight"))
+        if factors is None or not name.endswith(".weight"):
+            return weight
+        a, b = torch.from_numpy(factors.a).to(weight.device), torch.from_numpy(factors.b).to(weight.device)
+        return torch.addmm(weight.float(), b, a, alpha=factors.scaling)
+
+    def frozen_version(self, name: str) -> tuple[int, int] | None:
+        """None for what the adapter changes."""
+        return None if name.removesuffix(".weight") in self._adapter.factors else super().frozen_version(name)
+
+
+def weights_of(model: nn.Module, version: int) -> Weights:
+    """The present weights of a model, or of the PEFT model around one, as `version`; nothing is copied.
+
+    Raises:
+        ModelError: see `EffectiveWeights`.
+    """
+    held = EffectiveWeights(model)
+    return Weights(version, lambda: held, partial(adapter_of, model) if isinstance(model, PeftModel) else None)
+
+
+def frozen_version(weights: Mapping[str, Tensor], name: str) -> tuple[int, int] | None:
+    """See `EffectiveWeights.frozen_version`; None for what other mappings hold."""
+    return weights.frozen_version(name) if isinstance(weights, EffectiveWeights) else None
+
+
+def are_tied(weights: Mapping[str, Tensor], head: str, embedding: str) -> bool:
+    """True when both names are one tensor and no adapter separates them, or the head has no weight of its own."""
+    return head not in weights or weights[head].data_ptr() == weights[embedding].data_ptr()
 
 
 def bare_model(model: nn.Module) -> nn.Module:

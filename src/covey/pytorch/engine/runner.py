@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from covey.pytorch.engine.attention import Attention
 from covey.pytorch.engine.cache import LayerShape
-from covey.pytorch.engine.merge import EffectiveWeights
 from covey.types import IntArray
 
 
@@ -46,8 +45,8 @@ class Runner(Protocol):
         """What each layer stores in the cache."""
         ...
 
-    def load(self, weights: EffectiveWeights) -> None:
-        """Take the weights as they are now."""
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take the weights, by their names in the bare model, as they are now."""
         ...
 
     def release(self) -> None:
