@@ -28,8 +28,8 @@ from covey.rollout.credit import CreditSettings
 from covey.rollout.learning import Correction, Learner, Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.serving.client import InferenceClient
+from covey.serving.dialect import find_dialect
 from covey.serving.remote import RemoteEngine
-from covey.serving.vllm import VLLMEngine
 from covey.tasks import Task, get_task, task_options
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.evaluate import IsCorrect
@@ -256,9 +256,12 @@ def connect(config: GRPOConfig) -> RemoteEngine:
     )
     folder = Path(config.run.output_dir).resolve()
     trainer = f"{socket.gethostname()}:{folder}"[-200:]  # as much as a server takes for a name
-    if chosen.inference_server_kind == "vllm":
-        return VLLMEngine(client, trainer=trainer, folder=chosen.adapter_folder or f"{folder}-adapters")
-    return RemoteEngine(client, trainer=trainer)
+    return RemoteEngine(
+        client,
+        trainer=trainer,
+        dialect=find_dialect(chosen.inference_server_kind),
+        folder=chosen.adapter_folder or f"{folder}-adapters",
+    )
 
 
 def make_learner(config: GRPOConfig, policy: TrainedPolicy) -> Learner:
