@@ -268,7 +268,8 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"environment.world={shown(config.environment.world)} and data.task or data.dataset: an agent's tasks "
             "come from its world; remove one of them"
         )
-    if config.server.upload_adapters_to_server and not config.model.use_peft:
+    to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
+    if to_covey and not config.model.use_peft:
         problems.append(
             "server.upload_adapters_to_server=True and model.use_peft=False: only adapters are uploaded; set "
             "model.use_peft to true"

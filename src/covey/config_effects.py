@@ -93,7 +93,11 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("lora_target_modules", _set("use_peft"), "model.use_peft is true"),
     ("inference_server_url", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
-    ("adapter_folder", lambda c: c.server.inference_server_kind == "vllm", "server.inference_server_kind is vllm"),
+    (
+        "adapter_folder",
+        lambda c: c.server.inference_server_kind != "covey",
+        "server.inference_server_kind is not covey",
+    ),
 )
 """(field, when it acts, the same in words)."""
 

@@ -11,7 +11,7 @@ import pytest
 from servers import RunningServer, serving
 from test_requests import CHAT, SAID, TEXT, ask
 
-from covey.rollout.choices import cut_choices, following
+from covey.rollout.constrained import cut_choices, following
 
 EOS = 2
 

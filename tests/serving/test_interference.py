@@ -17,7 +17,7 @@ import torch
 from servers import RunningServer, serving
 
 from covey.errors import GenerationError
-from covey.pytorch.engine.rows import Row
+from covey.rollout.turns import Row
 from covey.serving import batching
 from covey.serving.answers import Answering
 from covey.serving.batching import BatchingEngine, Job

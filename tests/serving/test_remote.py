@@ -261,7 +261,7 @@ def test_a_restarted_server_is_given_the_weights_again(caplog: pytest.LogCapture
         there.publish(weights_of(model, 5))
         before = there(REQUESTS, SETTINGS, policy_version=5)
     with serving() as second:
-        there._client = client(second.url)
+        there.dialect.client = client(second.url)
         after = there(REQUESTS, SETTINGS, policy_version=5)
         assert second.batching.version == 5
         assert second.batching.counts.uploads <= 3  # by whichever requests came first
@@ -451,7 +451,7 @@ def test_a_server_that_is_killed_while_it_samples(model_folder: Path) -> None:
         there.publish(weights_of(model, 3))
         thread = threading.Thread(target=lambda: found.extend(there(requests, long, policy_version=3)))
         thread.start()
-        while there._client.health()["running"] == 0:
+        while there.dialect.client.health()["running"] == 0:
             time.sleep(0.01)
         server.kill()
         server.start()

@@ -28,7 +28,7 @@ class Cuts(Protocol):
     def min_p(self) -> float: ...
 
 
-class Manner(NamedTuple):
+class SamplingParams(NamedTuple):
     """How tokens are drawn: that part of `SamplingSettings` that programs are compiled for."""
 
     temperature: float
@@ -57,7 +57,7 @@ class Draw(NamedTuple):
     support: jax.Array | None
 
 
-def draw(logits: jax.Array, u: jax.Array, manner: Manner, allowed: jax.Array | None = None) -> Draw:
+def draw(logits: jax.Array, u: jax.Array, sampling: SamplingParams, allowed: jax.Array | None = None) -> Draw:
     """One token for each row of logits `[B, V]` at the numbers `u` `[B]` in [0, 1).
 
     Greedy (`temperature` 0) takes the likeliest token of the distribution at temperature 1. With `keep_support` the
@@ -66,17 +66,17 @@ def draw(logits: jax.Array, u: jax.Array, manner: Manner, allowed: jax.Array | N
     wide = logits.astype(jnp.float32)
     if allowed is not None:
         wide = jnp.where(jnp.unpackbits(allowed, axis=-1, count=wide.shape[1]).astype(bool), wide, -jnp.inf)
-    greedy = manner.temperature == 0
-    logp = jax.nn.log_softmax(wide if greedy else wide / manner.temperature, axis=-1)
-    support = kept(logp, manner) if manner.cuts else None
+    greedy = sampling.temperature == 0
+    logp = jax.nn.log_softmax(wide if greedy else wide / sampling.temperature, axis=-1)
+    support = kept(logp, sampling) if sampling.cuts else None
     limited = logp if support is None else jnp.where(support, logp, -jnp.inf)
     tokens = jnp.argmax(limited, axis=-1) if greedy else invert(jnp.exp(limited), u)
-    told = limited if support is None or not manner.keep_support else restrict_to_support(logp, support)
+    told = limited if support is None or not sampling.keep_support else restrict_to_support(logp, support)
     at = tokens[:, None]
     chosen = jnp.take_along_axis(told, at, axis=1)[:, 0]
     # A token at the very edge of what min_p keeps may be kept in one copy of the comparison and not in the other.
     chosen = jnp.where(chosen == -jnp.inf, jnp.take_along_axis(logp, at, axis=1)[:, 0], chosen)
-    bits = jnp.packbits(support, axis=-1) if manner.records_support and support is not None else None
+    bits = jnp.packbits(support, axis=-1) if sampling.records_support and support is not None else None
     return Draw(tokens.astype(jnp.int32), chosen, bits)
 
 

@@ -14,18 +14,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from covey.errors import GenerationError
+from covey.jax.device import JaxDevice
+from covey.jax.layout import CacheLayout
 from covey.jax.loading import params_from_tensors
 from covey.jax.model import Transformer
 from covey.jax.policy import Parameters
 from covey.jax.programs import Programs
-from covey.jax.room import Room
-from covey.jax.session import Session
-from covey.rollout.checks import check_settings
+from covey.rollout.checks import NO_VERSION, check_call
 from covey.rollout.learning import Weights
+from covey.rollout.turns import Session
 from covey.types import Completion, Progress, Request, SamplingSettings
-
-_NO_VERSION = -1
 
 
 class Engine:
@@ -59,7 +57,7 @@ class Engine:
         self._config = replace(model.model.config, remat=False)
         self._programs = Programs(Transformer(self._config), mesh)
         self._params: Any = None
-        self._version = _NO_VERSION
+        self._version = NO_VERSION
         self._longest_prompt = 0
         self.publish(Weights(0, dict, native=model))
 
@@ -83,7 +81,7 @@ class Engine:
         Raises:
             ModelError: arrays from elsewhere do not fit the model.
         """
-        self._version, self._params = _NO_VERSION, None
+        self._version, self._params = NO_VERSION, None
         if isinstance(weights.native, Parameters):  # merged on the devices, without going through the host
             variables = weights.native.variables
         else:
@@ -96,7 +94,7 @@ class Engine:
 
     def release(self) -> None:
         """Give the copy's memory back until the next `publish`, which must come before the next call."""
-        self._version, self._params = _NO_VERSION, None
+        self._version, self._params = NO_VERSION, None
 
     def close(self) -> None:
         """Nothing runs beside this process."""
@@ -120,16 +118,10 @@ class Engine:
         if not requests:
             return []
         longest = max(len(request.token_ids) for request in requests)
-        room = self._room(len(requests), longest, settings.max_tokens)
-        session = self._open(settings, room)
+        layout = self._layout(len(requests), longest, settings.max_tokens)
+        session = self._open(settings, layout)
         rows = [session.start(request) for request in requests]
-        finished = 0
-        while session.busy:
-            done = len(session.advance())
-            finished += done
-            if progress is not None and done:
-                progress(finished, len(rows))
-        return [session.completion(row) for row in rows]
+        return session.run(rows, progress)
 
     def session(
         self,
@@ -139,47 +131,37 @@ class Engine:
         rows: int,
         own_tokens: int,
         prompt_lengths: Sequence[int],
-    ) -> Session:
+    ) -> Session[JaxDevice]:
         """Sample conversations of several turns; see `covey.pytorch.engine.Engine.session`.
 
         Raises:
             GenerationError: other weights are held, or not even one conversation fits the cache.
         """
         self._check(settings, policy_version)
-        room = self._room(rows, max(prompt_lengths), own_tokens)
-        return self._open(settings, replace(room, prompt=room.positions), own_tokens)  # later prompts may be longer
+        layout = self._layout(rows, max(prompt_lengths), own_tokens)
+        return self._open(settings, replace(layout, prompt=layout.positions), own_tokens)  # later prompts may be longer
 
-    def _room(self, rows: int, prompt: int, more: int) -> Room:
+    def _layout(self, rows: int, prompt: int, more: int) -> CacheLayout:
         prompt = max(prompt, self._longest_prompt)
         length = min(prompt + more, self.context_length)
         heads, size = self._config.num_kv_heads, self._config.width_of_head
         one = 2 * self._config.num_layers * heads * size * int(self._params["embedding"].dtype.itemsize)
-        return Room.of(min(rows, self.max_batch_size), prompt, length, one, self._bytes, self._mesh)
+        return CacheLayout.of(min(rows, self.max_batch_size), prompt, length, one, self._bytes, self._mesh)
 
     def _check(self, settings: SamplingSettings, policy_version: int) -> None:
-        if policy_version != self._version:
-            held = "no weights" if self._version == _NO_VERSION else f"version {self._version}"
-            raise GenerationError(
-                f"policy_version={policy_version}: the engine holds {held}; "
-                f"call engine.publish(policy.weights({policy_version})) first"
-            )
-        check_settings(settings)
-        if settings.stop_strings and self._tokenizer is None:
-            raise GenerationError(
-                f"stop_strings={settings.stop_strings!r}: the engine has no tokenizer to see text with; "
-                "build it with Engine(weights, tokenizer)"
-            )
+        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer, model="weights")
 
-    def _open(self, settings: SamplingSettings, room: Room, own_tokens: int | None = None) -> Session:
-        return Session(
+    def _open(
+        self, settings: SamplingSettings, layout: CacheLayout, own_tokens: int | None = None
+    ) -> Session[JaxDevice]:
+        device = JaxDevice(
             self._programs,
             self._params,
             self._config,
             settings,
-            room,
-            policy_version=self._version,
+            layout,
             context_length=self.context_length,
             own_tokens=own_tokens,
-            tokenizer=self._tokenizer,
             mesh=self._mesh,
         )
+        return Session(device, settings, policy_version=self._version, tokenizer=self._tokenizer)

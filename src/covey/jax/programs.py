@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from covey.jax.drawing import Draw, Manner, draw
+from covey.jax.drawing import Draw, SamplingParams, draw
 from covey.jax.model import Cache, Transformer
 from covey.jax.sharding import batch_sharding, keep_placed
 from covey.jax.stacked import unstack
@@ -50,7 +50,7 @@ class Programs:
         mesh: devices over which slots are spread, or None.
 
     Attributes:
-        prepared: rooms, and ways to draw, for which everything is compiled that may be needed.
+        prepared: cache layouts, and ways to draw, for which everything is compiled that may be needed.
     """
 
     def __init__(self, model: Transformer, mesh: Mesh | None) -> None:
@@ -58,9 +58,9 @@ class Programs:
         self._mesh = mesh
         self.prepared: set[Any] = set()
         self.prefill = jax.jit(self._prefill, donate_argnames=("cache", "logits"))
-        self.begin = jax.jit(self._begin, static_argnames=("manner",), donate_argnames=("cache",))
-        self.extend = jax.jit(self._extend, static_argnames=("manner",), donate_argnames=("cache",))
-        self.decode = jax.jit(self._decode, static_argnames=("manner",), donate_argnames=("cache",))
+        self.begin = jax.jit(self._begin, static_argnames=("sampling",), donate_argnames=("cache",))
+        self.extend = jax.jit(self._extend, static_argnames=("sampling",), donate_argnames=("cache",))
+        self.decode = jax.jit(self._decode, static_argnames=("sampling",), donate_argnames=("cache",))
         self.shrink = jax.jit(self._shrink)
         self.merge = jax.jit(self._merge, static_argnames=("dtype",))
 
@@ -103,7 +103,7 @@ class Programs:
         u: jax.Array,
         allowed: jax.Array | None,
         *,
-        manner: Manner,
+        sampling: SamplingParams,
     ) -> tuple[Cache, Draw]:
         """Prompt `source[i]` into slot `slots[i]`; slots beyond the last take nothing."""
 
@@ -116,7 +116,7 @@ class Programs:
             )
 
         filled = tuple(put(into, new) for into, new in zip(cache, prompts, strict=True))
-        return self._placed(filled), draw(logits[source], u, manner, allowed)
+        return self._placed(filled), draw(logits[source], u, sampling, allowed)
 
     def _extend(
         self,
@@ -129,7 +129,7 @@ class Programs:
         u: jax.Array,
         allowed: jax.Array | None,
         *,
-        manner: Manner,
+        sampling: SamplingParams,
     ) -> tuple[Cache, Draw]:
         """`[n, W]` tokens, of which `lengths` are real, go on from position `start` of their slots.
 
@@ -142,7 +142,7 @@ class Programs:
         columns = jnp.maximum(lengths - 1, 0)[:, None]
         logits, rows = self._model.apply({"params": params}, tokens, positions=positions, cache=rows, columns=columns)
         cache = jax.tree.map(lambda x, new: x.at[slots].set(new, mode="drop"), cache, rows)
-        return self._placed(cache), draw(logits[:, 0], u, manner, allowed)
+        return self._placed(cache), draw(logits[:, 0], u, sampling, allowed)
 
     def _decode(
         self,
@@ -155,7 +155,7 @@ class Programs:
         u: jax.Array,
         allowed: jax.Array | None,
         *,
-        manner: Manner,
+        sampling: SamplingParams,
     ) -> Decoded:
         """Run `token` `[R]` at `position` `[R]`, draw the next, and so on, C times at most.
 
@@ -168,13 +168,13 @@ class Programs:
             until: stop when no more than so many slots go on.
             u: `[R, C]` a random number for each token.
             allowed: bits of the only tokens there are, for C = 1.
-            manner: how tokens are drawn.
+            sampling: how tokens are drawn.
         """
         rows, chunk = u.shape
         size = cache[0][0].shape[3]
-        ends = jnp.asarray(manner.eos_token_ids, jnp.int32)
+        ends = jnp.asarray(sampling.eos_token_ids, jnp.int32)
         vocabulary = self._model.config.vocab_size
-        bits = -(-vocabulary // 8) if manner.records_support else 0
+        bits = -(-vocabulary // 8) if sampling.records_support else 0
 
         def goes_on(carry: Any) -> jax.Array:
             t, budget = carry[0], carry[4]
@@ -185,7 +185,7 @@ class Programs:
             active = budget > 0
             at = jnp.where(active, position, size)
             logits, cache = self._model.apply({"params": params}, token[:, None], positions=at[:, None], cache=cache)
-            drawn = draw(logits[:, 0], u[:, t], manner, allowed)
+            drawn = draw(logits[:, 0], u[:, t], sampling, allowed)
             tokens = tokens.at[:, t].set(jnp.where(active, drawn.tokens, -1))
             logprobs = logprobs.at[:, t].set(drawn.logprobs)
             if drawn.support is not None:

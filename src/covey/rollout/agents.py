@@ -23,7 +23,8 @@ from covey.environments.base import Observation, Outcome
 from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
-from covey.rollout.playing import PlaySettings, PlayStats, TurnGenerator, TurnSession
+from covey.rollout.playing import PlaySettings, PlayStats, TurnGenerator
+from covey.rollout.turns import Session
 from covey.types import (
     Completion,
     Episode,
@@ -269,7 +270,7 @@ class _Game:
             rows=min(len(self._pool), self._total),
             own_tokens=self._settings.max_conversation_tokens if self._conversing else sampling.max_tokens,
         )
-        self._session: TurnSession | None = None
+        self._session: Session[Any] | None = None
         self._group, self._version = group, policy_version
 
     def run(self, progress: Progress | None) -> list[Trajectory]:
@@ -277,7 +278,7 @@ class _Game:
             self._begin(place)
         while len(self._done) < self._total:
             before = len(self._done)
-            self._hear()
+            self._take_observations()
             if self._session is not None and self._session.busy:
                 for row in self._session.advance():
                     self._act(row)
@@ -292,7 +293,7 @@ class _Game:
             if not self._player.begins_at(place, live):
                 self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
 
-    def _hear(self) -> None:
+    def _take_observations(self) -> None:
         """Take in what the worlds have answered; wait for one where there is nothing else to do."""
         idle = self._session is None or not self._session.busy
         began = time.perf_counter()
@@ -400,7 +401,7 @@ class _Game:
                 return ids
         return self._template.opening(self._player.words_with_history(live, 0))
 
-    def _opened(self, first: int) -> TurnSession:
+    def _opened(self, first: int) -> Session[Any]:
         if self._session is None:
             live = list(self._at.values())
             longest = max(first, *(len(self._template.opening(self._player.words(other))) for other in live))

@@ -2,8 +2,45 @@
 
 from __future__ import annotations
 
-from covey.errors import ConfigError
+from typing import Any
+
+from covey.errors import ConfigError, GenerationError
 from covey.types import SamplingSettings
+
+NO_VERSION = -1
+"""The version of an engine that holds no weights."""
+
+
+def check_call(settings: SamplingSettings, policy_version: int, *, held: int, tokenizer: Any, model: str) -> None:
+    """Refuse what an engine in this process cannot sample.
+
+    Args:
+        settings: how tokens are drawn.
+        policy_version: that is asked for.
+        held: version of the weights that the engine holds, or `NO_VERSION`.
+        tokenizer: of the engine, or None.
+        model: what the engine calls what it is built from, for the messages.
+
+    Raises:
+        GenerationError: other weights are held, or there is no tokenizer to see stop strings with.
+        ConfigError: the settings describe no distribution.
+    """
+    if policy_version != held:
+        raise GenerationError(
+            f"policy_version={policy_version}: the engine holds {version_in_words(held)}; "
+            f"call engine.publish(policy.weights({policy_version})) first"
+        )
+    check_settings(settings)
+    if settings.stop_strings and tokenizer is None:
+        raise GenerationError(
+            f"stop_strings={settings.stop_strings!r}: the engine has no tokenizer to see text with; "
+            f"build it with Engine({model}, tokenizer)"
+        )
+
+
+def version_in_words(held: int) -> str:
+    """What an error says of the weights that are held."""
+    return "no weights" if held == NO_VERSION else f"version {held}"
 
 
 def check_settings(settings: SamplingSettings) -> None:

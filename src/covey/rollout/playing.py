@@ -9,27 +9,12 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from covey.environments.actions import ActionFormat
-from covey.types import Completion, IntArray, Request, SamplingSettings, Trajectory
-
-
-class TurnSession(Protocol):
-    """What playing needs of a generator: conversations in one batch. `covey.pytorch.engine.Session` is one."""
-
-    @property
-    def busy(self) -> bool: ...
-    def start(self, request: Request, *, keep: bool = False) -> Any: ...
-    def has_room_for(self, prompt: int) -> bool: ...
-    def room_for_turn(self, row: Any, said: int) -> int: ...
-    def extend(
-        self, row: Any, token_ids: IntArray, stream: tuple[int, ...], choices: tuple[tuple[int, ...], ...] | None = None
-    ) -> None: ...
-    def drop(self, row: Any) -> None: ...
-    def advance(self) -> list[Any]: ...
-    def completion(self, row: Any) -> Completion: ...
+from covey.rollout.turns import Session
+from covey.types import SamplingSettings, Trajectory
 
 
 class TurnGenerator(Protocol):
-    """Opens sessions."""
+    """Opens sessions. An engine that is not one of Covey's gives a `Session` its own `Device`."""
 
     def session(
         self,
@@ -39,7 +24,7 @@ class TurnGenerator(Protocol):
         rows: int,
         own_tokens: int,
         prompt_lengths: Sequence[int],
-    ) -> TurnSession: ...
+    ) -> Session[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

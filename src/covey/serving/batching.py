@@ -22,7 +22,7 @@ from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.checks import check_settings
-from covey.rollout.choices import check_choices
+from covey.rollout.constrained import check_choices
 from covey.rollout.learning import Weights
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
@@ -148,7 +148,7 @@ class BatchingEngine:
         self._held: Weights | None = weights_of(model, 0)  # by the engine; None = nothing whole
         self.counts, self.latencies = Counts(), Latencies()
         first = self._open()
-        self.session_rows = first.rows_reserved
+        self.session_rows = first.device.slots
         self.longest_prompt = bisect_left(range(1, self.context_length), True, key=lambda n: not first.has_room_for(n))
         self.vocabulary = _vocabulary(model)
         self._thread = threading.Thread(target=self._serve, name="covey-engine", daemon=True)
@@ -286,7 +286,7 @@ class BatchingEngine:
         for job in cancelled:
             job.over = True
             if job.row is not None and self._running.pop(id(job.row), None) is not None:
-                self._session.cancel(job.row)
+                self._session.drop(job.row)
 
     def _change_weights(self) -> None:
         """In "finish" mode only once nothing runs; `_admit` lets nothing start while an upload waits."""
@@ -367,7 +367,7 @@ class BatchingEngine:
             self._session = None
             self._fail_running(_told(error))
             return
-        self.counts.reused_prompts = self._session.reused_prompts
+        self.counts.reused_prompts = self._session.device.reused_prompts
         for row in finished:
             job = self._running.pop(id(row), None)
             if job is None:
@@ -385,7 +385,7 @@ class BatchingEngine:
             self._tell(job)
             if job.kept["ids"] > _MOST_KEPT_IDS:
                 del self._running[id(job.row)]
-                self._session.cancel(job.row)
+                self._session.drop(job.row)
                 self._end(job, GenerationError(f"return_support: more than {_MOST_KEPT_IDS} ids; lower top_k or n"))
 
     def _tell(self, job: Job) -> None:
@@ -437,7 +437,7 @@ class BatchingEngine:
         session = self._engine.serving_session(
             settings, policy_version=self.version, rows=self._max_rows, own_tokens=self._max_completion
         )
-        session.remember_prompts(_REMEMBERED_PROMPTS)
+        session.device.remember_prompts(_REMEMBERED_PROMPTS)
         session.end_bad_rows_alone()
         return session
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, Field
 
 
@@ -16,8 +14,11 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
     inference_server_url: str = Field(
         default="http://127.0.0.1:8000", description="Address of the inference server (`covey serve`)."
     )
-    inference_server_kind: Literal["covey", "vllm"] = Field(
-        default="covey", description="covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading."
+    inference_server_kind: str = Field(
+        default="covey",
+        pattern=r"^(covey|vllm|.+:.+)$",
+        description="covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading. FILE.py:NAME: a "
+        "dialect of your own, see docs/serving.md.",
     )
     server_token: str | None = Field(
         default=None,
@@ -27,7 +28,8 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
     )
     adapter_folder: str | None = Field(
         default=None,
-        description="Where adapters are written for vllm to read; none = beside the run folder, OUTPUT_DIR-adapters.",
+        description="Where weights are written for another server than covey's to read; none = beside the run folder, "
+        "OUTPUT_DIR-adapters.",
     )
     server_timeout: float = Field(default=600.0, gt=0, le=1e9, description="Seconds that one request may take.")
     server_retry_seconds: float = Field(

@@ -9,36 +9,107 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from covey.adapters import Adapter
-from covey.errors import AdapterError, GenerationError, ServingError
-from covey.rollout.choices import cut_choices
+from covey.errors import GenerationError, ServingError
+from covey.rollout.checks import NO_VERSION, version_in_words
+from covey.rollout.constrained import cut_choices
 from covey.rollout.learning import Weights
+from covey.rollout.turns import Drawn, GenerationStats, Row, Session
 from covey.serving.client import InferenceClient, RefusedError, warn_of_mismatch
-from covey.types import Completion, IntArray, Progress, Request, SamplingSettings, Support
+from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
+from covey.types import Completion, Progress, Request, SamplingSettings, Support
 
 log = logging.getLogger(__name__)
 
-_NO_VERSION = -1
-_PER_REQUEST = 8
-"""Completions of one request: few, so that an answer comes soon and a failure costs little."""
 
+class CoveyDialect(Dialect):
+    """`covey serve`: versions are numbers that only grow, and each completion names its own."""
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """What the server was given last."""
+    name = "covey serve"
+    constrains = True
 
-    weights: bytes
-    config: Mapping[str, Any]
-    sha256: str
-    version: int
-    restart: bool = False
+    def __init__(self, client: InferenceClient, trainer: str, folder: Path) -> None:
+        super().__init__(client, trainer, folder)
+        self._instance = ""
+        self._number, self._sha256, self._restart = NO_VERSION, "", False
+        self._ahead = 0  # of the trainer's versions, those that the server knows
+        self.server_version = NO_VERSION
+
+    def limits(self) -> Limits:
+        """What `/health` says."""
+        health = self.client.health()
+        self._instance = str(health.get("instance", ""))
+        return Limits(
+            int(health.get("context_length", Limits().context)),
+            int(health.get("max_completion_length", Limits().completion)),
+        )
+
+    def publish(self, upload: Upload) -> None:
+        """Upload the adapter."""
+        number = upload.version + self._ahead
+        if number <= self._number and upload.sha256 != self._sha256:
+            # other weights under a version that was used already, such as the best ones at a run's end
+            number = self._number + 1
+            self._ahead = number - upload.version
+        self._number, self._sha256 = number, upload.sha256
+        answer = self.client.upload_adapter(
+            *upload.adapter_files, policy_version=number, trainer=self.trainer, restart=upload.first
+        )
+        warn_of_mismatch(answer.policy_version, number, self.client.url)
+        if answer.sha256 and answer.sha256 != upload.sha256:
+            raise ServingError(
+                f"{self.client.url} applied an adapter with the hash {answer.sha256[:12]}..., {upload.sha256[:12]}... "
+                "was sent; its weights are not the trainer's"
+            )
+        self.server_version, self._instance = answer.policy_version, answer.instance
+
+    def request(self, requests: Sequence[Request], settings: SamplingSettings) -> tuple[str, dict[str, Any]]:
+        """OpenAI's completions with what `covey serve` knows beyond them."""
+        return "/v1/completions", _body(requests, settings, self.server_version)
+
+    def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
+        """Each choice names the version that it was sampled from."""
+        found = []
+        for choice in choices_of(answer, count, self.client.url):
+            kept, sampled_from = choice.get("support"), int(choice["policy_version"])
+            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            if sampled_from != self.server_version:
+                raise ServingError(
+                    f"{self.client.url} sampled from version {sampled_from}, {self.server_version} was asked for; "
+                    "nothing is trained on other weights"
+                )
+            support = None if kept is None else (kept["ids"], kept["offsets"])
+            found.append(Sampled(ids, logprobs, choice["finish_reason"], support))
+        return found
+
+    def recover(self, error: RefusedError, upload: Upload) -> bool:
+        """The server holds another version: a restarted one is given the weights once more, another is not ours."""
+        if error.status != 409:
+            return False
+        health = self.client.health(retry=True)
+        restarted = str(health.get("instance", "")) != self._instance
+        if not restarted and health.get("policy_version") != self.server_version:
+            raise ServingError(
+                f"{error}. The server at {self.client.url} was not restarted: somebody else uploads to it; give each "
+                "run a server of its own"
+            )
+        if restarted:
+            log.warning(
+                "the server at %s was restarted; it is given version %d again", self.client.url, self.server_version
+            )
+            self.publish(upload)
+        return True
+
+    def close(self) -> None:
+        """Another trainer may have the server."""
+        self.client.release(self.trainer)
 
 
 class RemoteEngine:
@@ -47,7 +118,8 @@ class RemoteEngine:
     Args:
         client: the server.
         trainer: name of this run; a resumed run must use the same one.
-        eos_token_ids: in place of those that the server's tokenizer knows.
+        dialect: how it is spoken to.
+        folder: for files that the server reads.
 
     Raises:
         ServingError: the server cannot be reached.
@@ -55,40 +127,39 @@ class RemoteEngine:
 
     runner = "server"
 
-    def __init__(self, client: InferenceClient, *, trainer: str) -> None:
-        self._client, self._trainer = client, trainer
-        health = client.health()
-        self.context_length = int(health.get("context_length", 1 << 31))
-        self._longest = int(health.get("max_completion_length", 1 << 31))
-        self._instance = str(health.get("instance", ""))
+    def __init__(
+        self,
+        client: InferenceClient,
+        *,
+        trainer: str,
+        dialect: type[Dialect] = CoveyDialect,
+        folder: str | Path = "adapters",
+    ) -> None:
+        self.dialect = dialect(client, trainer, Path(folder))
+        limits = self.dialect.limits()
+        self.context_length, self._longest = limits.context, limits.completion
+        self._trainer = trainer
         self._held: Upload | None = None
-        self._local, self._server = _NO_VERSION, _NO_VERSION
-        self._ahead = 0  # of our versions, those that the server knows
+        self._version = NO_VERSION
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="covey-client")
         weakref.finalize(self, self._pool.shutdown, wait=False)
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that the server was given last, as the trainer counts."""
-        return self._local
+        return self._version
 
     def publish(self, weights: Weights) -> None:
-        """Upload the adapter of `weights` as their version.
+        """Publish the adapter of `weights`, or all of them where there is none, as their version.
 
         Raises:
             ServingError: the upload failed, or the server applied other numbers than were sent.
-            AdapterError: they have no adapter, or one that is more than plain LoRA.
+            AdapterError: there is no adapter and the dialect takes nothing else, or it is more than plain LoRA.
         """
-        adapter, version = adapter_in(weights), weights.version
-        sha256, number = adapter.sha256, version + self._ahead
-        if self._held is not None and number <= self._held.version and sha256 != self._held.sha256:
-            # other weights under a version that was used already, such as the best ones at a run's end
-            number = self._held.version + 1
-            self._ahead = number - version
-        self._held = Upload(adapter.to_bytes(), adapter.config, sha256, number, restart=self._held is None)
-        self._local = _NO_VERSION
-        self._upload()
-        self._local = version
+        held = Upload.of(weights, self._trainer, first=self._held is None)
+        self._version, self._held = NO_VERSION, held
+        self.dialect.publish(held)
+        self._version = weights.version
 
     def release(self) -> None:
         """Nothing: the server keeps its memory."""
@@ -108,9 +179,8 @@ class RemoteEngine:
             ServingError: the server does not answer, or answers with completions of other weights.
         """
         self._check(settings, policy_version)
-        places = [
-            range(start, min(start + _PER_REQUEST, len(requests))) for start in range(0, len(requests), _PER_REQUEST)
-        ]
+        size = self.dialect.per_request
+        places = [range(start, min(start + size, len(requests))) for start in range(0, len(requests), size)]
         asked = {
             self._pool.submit(self._complete, [requests[place] for place in part], settings, policy_version): part
             for part in places
@@ -134,14 +204,14 @@ class RemoteEngine:
         rows: int,
         own_tokens: int,
         prompt_lengths: Sequence[int],
-    ) -> RemoteSession:
+    ) -> Session[RemoteDevice]:
         """Conversations of several turns; each turn is a request with all that was said before."""
         self._check(settings, policy_version)
-        return RemoteSession(self, settings, policy_version, own_tokens)
+        return Session(RemoteDevice(self, policy_version, own_tokens), settings, policy_version=policy_version)
 
     def close(self) -> None:
         """Another trainer may have the server. What is asked of it afterwards still works."""
-        self._client.release(self._trainer)
+        self.dialect.close()
 
     # ------------------------------------------------------------------ inside
 
@@ -150,176 +220,122 @@ class RemoteEngine:
         return self._pool.submit(self._complete, [request], settings, version)
 
     def _check(self, settings: SamplingSettings, policy_version: int) -> None:
-        if policy_version != self._local:
-            held = "no weights" if self._local == _NO_VERSION else f"version {self._local}"
+        if policy_version != self._version:
+            held = version_in_words(self._version)
             raise GenerationError(f"policy_version={policy_version}: the server was given {held}")
         if settings.max_tokens > self._longest:
             raise GenerationError(
-                f"max_completion_length={settings.max_tokens}: the server at {self._client.url} samples up to "
+                f"max_completion_length={settings.max_tokens}: the server at {self.dialect.client.url} samples up to "
                 f"{self._longest} tokens; start it with --max-completion-length {settings.max_tokens}"
             )
 
-    def _upload(self) -> None:
-        held = self._held
-        assert held is not None
-        answer = self._client.upload_adapter(
-            held.weights, held.config, policy_version=held.version, trainer=self._trainer, restart=held.restart
-        )
-        warn_of_mismatch(answer.policy_version, held.version, self._client.url)
-        if answer.sha256 and answer.sha256 != held.sha256:
-            raise ServingError(
-                f"{self._client.url} applied an adapter with the hash {answer.sha256[:12]}..., {held.sha256[:12]}... "
-                "was sent; its weights are not the trainer's"
-            )
-        self._server, self._instance = answer.policy_version, answer.instance
-
     def _complete(self, requests: Sequence[Request], settings: SamplingSettings, version: int) -> list[Completion]:
-        body = _body(requests, settings, self._server)
+        dialect, held = self.dialect, self._held
+        assert held is not None
+        if not dialect.constrains and (settings.keep_support or any(r.choices is not None for r in requests)):
+            raise GenerationError(
+                f"{dialect.name} cannot keep supports or choose among sequences; set algorithm.keep_sampling_mask to "
+                "false, and environment.action_format to text or tags"
+            )
         try:
-            answer = self._client.completions(body)
+            answer = dialect.client.post(*dialect.request(requests, settings))
         except RefusedError as error:
-            if error.status != 409:
+            if not dialect.recover(error, held):
                 raise GenerationError(str(error)) from error
-            self._give_again(str(error))
-            answer = self._client.completions(body | {"policy_version": self._server})
-        choices = answer.get("choices")
-        if not isinstance(choices, list) or len(choices) != len(requests):
-            raise ServingError(f"{self._client.url} answered {answer!r:.200} to {len(requests)} prompts")
-        return [self._completion(choice, settings, version) for choice in choices]
-
-    def _give_again(self, why: str) -> None:
-        """The server holds another version: a restarted one is given the weights once more, another is not ours."""
-        health = self._client.health(retry=True)
-        restarted = str(health.get("instance", "")) != self._instance
-        if not restarted and health.get("policy_version") != self._server:
-            raise ServingError(
-                f"{why}. The server at {self._client.url} was not restarted: somebody else uploads to it; give each "
-                "run a server of its own"
-            )
-        if restarted:
-            log.warning("the server at %s was restarted; it is given version %d again", self._client.url, self._server)
-            self._upload()
-
-    def _completion(self, choice: Mapping[str, Any], settings: SamplingSettings, version: int) -> Completion:
+            answer = dialect.client.post(*dialect.request(requests, settings))
         try:
-            ids = np.array(choice["token_ids"], dtype=np.int64)
-            logprobs = np.array(choice["logprobs"]["token_logprobs"], dtype=np.float32)
-            sampled_from = int(choice["policy_version"])
-            reason = choice["finish_reason"]
-            support = None
-            if choice.get("support") is not None:
-                kept = choice["support"]
-                support = Support(np.array(kept["ids"], dtype=np.int64), np.array(kept["offsets"], dtype=np.int64))
+            found = dialect.read(answer, len(requests))
+            if len(found) != len(requests):
+                raise ServingError(f"{dialect.client.url} answered {len(found)} completions to {len(requests)} prompts")
+            return [_checked(sampled, settings, version, dialect.client.url) for sampled in found]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServingError(f"{self._client.url} answered a completion without {error}: {choice!r:.200}") from error
-        if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0 or len(ids) > settings.max_tokens:
-            raise ServingError(f"{self._client.url}: {ids.shape} token ids with {logprobs.shape} log-probabilities")
-        if not np.isfinite(logprobs).all() or reason not in ("stop", "length"):
-            raise ServingError(f"{self._client.url} answered log-probabilities that are not finite, or {reason!r}")
-        if sampled_from != self._server:
             raise ServingError(
-                f"{self._client.url} sampled from version {sampled_from}, {self._server} was asked for; nothing is "
-                "trained on other weights"
-            )
-        return Completion(ids, logprobs, reason, version, support)
+                f"{dialect.client.url} answered a completion without {error}: {answer!r:.200}"
+            ) from error
 
 
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A conversation: everything so far, and where the present turn begins."""
+class RemoteDevice:
+    """Conversations on a server; a `covey.rollout.turns.Device` that asks for whole turns.
 
-    ids: list[int]
-    first: int
-    keep: bool
-    request: Request
-    future: Future[list[Completion]] | None = None
-    completion: Completion | None = None
+    Args:
+        engine: asks.
+        version: of the weights.
+        own_tokens: longest conversation after its first prompt.
+    """
 
+    logits_dtype = "their type"
 
-@dataclass(slots=True, eq=False)
-class RemoteSession:
-    """Conversations on a server; a `covey.rollout.playing.TurnSession`."""
+    def __init__(self, engine: RemoteEngine, version: int, own_tokens: int) -> None:
+        self._engine, self._version = engine, version
+        self.whole_tokens, self.own_tokens = engine.context_length, own_tokens
+        self.stats = GenerationStats()
+        self._asked: dict[Future[list[Completion]], Row] = {}
 
-    _engine: RemoteEngine
-    _settings: SamplingSettings
-    _version: int
-    _own_tokens: int
-    _open: deque[_Row] = field(default_factory=deque)
+    def fits(self, prompt: int) -> bool:
+        """The server says so itself."""
+        return True
 
-    @property
-    def busy(self) -> bool:
-        """True while some turn is not over."""
-        return bool(self._open)
+    def enter(self, row: Row) -> None:
+        """Nothing."""
 
-    def start(self, request: Request, *, keep: bool = False) -> _Row:
-        """Begin a conversation."""
-        row = _Row(request.token_ids.tolist(), len(request.token_ids), keep, request)
-        self._send(row)
-        return row
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """Ask for the first turns."""
+        while queue:
+            self._ask(queue.popleft())
+        return iter(())
 
-    def has_room_for(self, prompt: int) -> bool:
-        """Whether a first prompt of so many tokens fits the context."""
-        return prompt < self._engine.context_length
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        """Ask for the next turns, with all that was said before."""
+        while resuming:
+            self._ask(resuming.pop(0))
+        return iter(())
 
-    def room_for_turn(self, row: _Row, said: int) -> int:
-        """Most tokens of the next turn after `said` tokens are said; 0 = none."""
-        whole = len(row.ids) + said
-        left = min(self._engine.context_length - whole, self._own_tokens - (whole - row.first))
-        return max(0, min(self._settings.max_tokens, left))
+    def decode(self, waiting: int) -> Iterator[Drawn]:
+        """Whole turns, as soon as there is one."""
+        wait(self._asked, return_when=FIRST_COMPLETED)
+        for future in [future for future in self._asked if future.done()]:
+            row, (found,) = self._asked.pop(future), future.result()
+            support = None
+            if found.support is not None:
+                support = [np.split(found.support.ids, found.support.offsets[1:-1])]
+            yield Drawn([row], found.token_ids[None], found.logprobs[None], support, [found.finish_reason])
 
-    def extend(
-        self,
-        row: _Row,
-        token_ids: IntArray,
-        stream: tuple[int, ...],
-        choices: tuple[tuple[int, ...], ...] | None = None,
-    ) -> None:
-        """Say something to a conversation whose turn is over, and let it answer."""
-        row.ids += [int(token) for token in token_ids]
-        row.request = Request(np.array(row.ids, dtype=np.int64), stream, choices)
-        self._send(row)
+    def leave(self, rows: Sequence[Row]) -> None:
+        """Nothing is kept on the server."""
 
-    def drop(self, row: _Row) -> None:
-        """Forget a conversation."""
+    def drop(self, row: Row) -> None:
+        """Nobody waits for its turn any more."""
+        self._asked = {future: one for future, one in self._asked.items() if one is not row}
 
-    def advance(self) -> list[_Row]:
-        """The conversations whose turn is over by now; waits for the first."""
-        wait([row.future for row in self._open if row.future is not None], return_when=FIRST_COMPLETED)
-        over = [row for row in self._open if row.future is not None and row.future.done()]
-        for row in over:
-            assert row.future is not None
-            (row.completion,) = row.future.result()
-            row.ids += row.completion.token_ids.tolist()
-            self._open.remove(row)
-        return over
+    def renew(self, queue: Sequence[Row]) -> None:
+        """Nothing is computed here."""
 
-    def completion(self, row: _Row) -> Completion:
-        """The turn that is over."""
-        assert row.completion is not None
-        return row.completion
+    def clear(self) -> None:
+        """Nothing is stored here."""
 
-    def _send(self, row: _Row) -> None:
-        settings = self._settings
-        room = self.room_for_turn(row, 0) if row.keep else settings.max_tokens
-        left = max(1, min(room, self._engine.context_length - len(row.ids)))
-        settings, request = replace(settings, max_tokens=left), row.request
-        if request.choices is not None:  # the server refuses what cannot be said whole: here the turn is cut short
-            request = replace(request, choices=cut_choices(request.choices, left))
+    def _ask(self, row: Row) -> None:
+        settings = replace(row.settings, max_tokens=row.limit)
+        if row.choices is not None:  # the server refuses what cannot be said whole: here the turn is cut short
             settings = replace(settings, stop_strings=())
-        row.future = self._engine.submit(request, settings, self._version)
-        self._open.append(row)
+        request = Request(row.history(), row.stream, cut_choices(row.choices, row.limit))
+        self._asked[self._engine.submit(request, settings, self._version)] = row
 
 
-def adapter_in(weights: Weights) -> Adapter:
-    """What is uploaded.
+def _checked(sampled: Sampled, settings: SamplingSettings, version: int, url: str) -> Completion:
+    """A completion that can be trained on.
 
     Raises:
-        AdapterError: there is none.
+        ServingError: it has no tokens, too many of them, or log-probabilities that are not theirs.
     """
-    adapter = weights.adapter
-    if adapter is None:
-        raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
-    return adapter
+    ids, logprobs = np.array(sampled.token_ids, dtype=np.int64), np.array(sampled.logprobs, dtype=np.float32)
+    support = None
+    if sampled.support is not None:
+        support = Support(*(np.array(part, dtype=np.int64) for part in sampled.support))
+    if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0 or len(ids) > settings.max_tokens:
+        raise ServingError(f"{url}: {ids.shape} token ids with {logprobs.shape} log-probabilities")
+    if not np.isfinite(logprobs).all() or sampled.finish_reason not in ("stop", "length"):
+        raise ServingError(f"{url} answered log-probabilities that are not finite, or {sampled.finish_reason!r}")
+    return Completion(ids, logprobs, sampled.finish_reason, version, support)  # type: ignore[arg-type]
 
 
 def _body(requests: Sequence[Request], settings: SamplingSettings, version: int) -> dict[str, Any]:

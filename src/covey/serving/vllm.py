@@ -6,114 +6,109 @@
 Each version is an adapter with a name of its own, so a request names the weights that it wants and can get no others:
 what vLLM does not have is an error, not a stale answer. The adapter's files must be readable where vLLM runs.
 
+Where the model itself is trained, all weights are written into the folder that vLLM was started from, which it then
+reads again; for that it is started with VLLM_SERVER_DEV_MODE=1 as `vllm serve FOLDER`, FOLDER being
+`server.adapter_folder` with a copy of the model in it. Nothing but the wait for its answer ties a request to a version.
+
 What vLLM lacks: our random streams (a run cannot be repeated exactly), choices among sequences, and kept supports.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from covey.errors import GenerationError, ServingError
-from covey.rollout.learning import Weights
+from covey.errors import ServingError
 from covey.serving.client import InferenceClient, RefusedError
-from covey.serving.remote import RemoteEngine, Upload, adapter_in
-from covey.types import Completion, Request, SamplingSettings
+from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
+from covey.serving.remote import RemoteEngine
+from covey.types import Request, SamplingSettings
 
 log = logging.getLogger(__name__)
 
 
-class VLLMEngine(RemoteEngine):
-    """What `RemoteEngine` is for our server.
+class VLLMDialect(Dialect):
+    """See the module docstring."""
+
+    name = "vLLM"
+
+    def limits(self) -> Limits:
+        """The context of the served model."""
+        self.client.health()
+        models = self.client.ask("GET", "/v1/models").get("data") or [{}]
+        self._loaded = str(models[0].get("id", ""))
+        self._path: Path | None = None
+        return Limits(next((int(m["max_model_len"]) for m in models if m.get("max_model_len")), Limits().context))
+
+    def publish(self, upload: Upload) -> None:
+        """Let vLLM load the adapter under a name of its own; the one before is unloaded."""
+        if upload.adapter is None:
+            upload.write_weights(self.folder)
+            start = "reloads no weights; start vLLM with the environment variable VLLM_SERVER_DEV_MODE=1"
+            self._post("/collective_rpc", {"method": "reload_weights"}, start)
+            self._post("/reset_prefix_cache", {}, start)
+            return
+        path = upload.write_adapter(self.folder)
+        start = "loads no adapters; start vLLM with --enable-lora and the environment variable "
+        start += "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        try:
+            self._post("/v1/load_lora_adapter", {"lora_name": upload.name, "lora_path": str(path)}, start)
+        except RefusedError as error:
+            if "already" not in str(error):
+                raise
+        before, self._path, self._loaded = self._path, path, upload.name
+        if before is not None and before != path:
+            try:
+                self.client.post("/v1/unload_lora_adapter", {"lora_name": before.name})
+            except ServingError as error:  # it only takes memory
+                log.warning("%s", error)
+            shutil.rmtree(before, ignore_errors=True)
+
+    def request(self, requests: Sequence[Request], settings: SamplingSettings) -> tuple[str, dict[str, Any]]:
+        """OpenAI's completions, from the adapter of that name."""
+        return "/v1/completions", _body(requests, settings, self._loaded)
+
+    def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
+        """The answer names its adapter."""
+        choices = choices_of(answer, count, self.client.url)
+        if answer.get("model") != self._loaded:
+            raise ServingError(f"{self.client.url} answered {answer!r:.200} to {count} prompts")
+        in_order = sorted(choices, key=lambda choice: int(choice.get("index", 0)))
+        return [Sampled(c["token_ids"], c["logprobs"]["token_logprobs"], c["finish_reason"]) for c in in_order]
+
+    def recover(self, error: RefusedError, upload: Upload) -> bool:
+        """A restarted vLLM knows no adapter of that name."""
+        if error.status != 404:
+            return False
+        log.warning("%s has lost the adapter (%s); it is given it again", self.client.url, error)
+        self.publish(upload)
+        return True
+
+    def _post(self, path: str, body: dict[str, Any], start: str) -> None:
+        try:
+            self.client.post(path, body)
+        except RefusedError as error:
+            if error.status == 404 and "lora" not in str(error).partition(": ")[2].lower():  # the path has it too
+                raise ServingError(f"{self.client.url} {start}") from error
+            raise
+
+
+def VLLMEngine(client: InferenceClient, *, trainer: str, folder: str | Path) -> RemoteEngine:  # noqa: N802
+    """A `RemoteEngine` that speaks to vLLM.
 
     Args:
         client: the server.
         trainer: name of this run.
         folder: for adapters; vLLM reads them there.
     """
-
-    def __init__(self, client: InferenceClient, *, trainer: str, folder: str | Path) -> None:
-        super().__init__(client, trainer=trainer)
-        self._folder = Path(folder).resolve()
-        self._name = f"covey-{hashlib.sha256(trainer.encode()).hexdigest()[:8]}"
-        self._loaded: str | None = None
-        models = client.ask("GET", "/v1/models").get("data") or [{}]
-        longest = next((entry.get("max_model_len") for entry in models if entry.get("max_model_len")), None)
-        if longest:
-            self.context_length = int(longest)
-
-    def publish(self, weights: Weights) -> None:
-        """Write the adapter and let vLLM load it under a name of its own; the one before is unloaded.
-
-        Raises:
-            ServingError: vLLM does not load it.
-        """
-        adapter = adapter_in(weights)
-        self._held = Upload(adapter.to_bytes(), adapter.config, adapter.sha256, weights.version)
-        self._local = -1
-        before = self._loaded
-        self._upload()
-        self._local = weights.version
-        if before is not None and before != self._loaded:
-            self._unload(before)
-
-    def _upload(self) -> None:
-        held = self._held
-        assert held is not None
-        name = f"{self._name}-v{held.version}-{held.sha256[:8]}"
-        path = self._folder / name
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "adapter_model.safetensors").write_bytes(held.weights)
-        (path / "adapter_config.json").write_text(json.dumps(dict(held.config)), encoding="utf-8")
-        try:
-            self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path)})
-        except RefusedError as error:
-            if error.status == 404 and "lora" not in str(error).lower():
-                raise ServingError(
-                    f"{self._client.url} loads no adapters; start vLLM with --enable-lora and the environment variable "
-                    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-                ) from error
-            if "already" not in str(error):
-                raise
-        self._loaded, self._server = name, held.version
-
-    def _unload(self, name: str) -> None:
-        try:
-            self._client.post("/v1/unload_lora_adapter", {"lora_name": name})
-        except ServingError as error:  # it only takes memory
-            log.warning("%s", error)
-        shutil.rmtree(self._folder / name, ignore_errors=True)
-
-    def _complete(self, requests: Sequence[Request], settings: SamplingSettings, version: int) -> list[Completion]:
-        if settings.keep_support or any(request.choices is not None for request in requests):
-            raise GenerationError(
-                "vLLM cannot keep supports or choose among sequences; set algorithm.keep_sampling_mask to false, and "
-                "environment.action_format to text or tags"
-            )
-        body = _body(requests, settings, str(self._loaded))
-        try:
-            answer = self._client.completions(body)
-        except RefusedError as error:
-            if error.status != 404:
-                raise GenerationError(str(error)) from error
-            log.warning("%s has lost the adapter (%s); it is given it again", self._client.url, error)
-            self._upload()
-            answer = self._client.completions(body | {"model": self._loaded})
-        choices = answer.get("choices")
-        if not isinstance(choices, list) or len(choices) != len(requests) or answer.get("model") != self._loaded:
-            raise ServingError(f"{self._client.url} answered {answer!r:.200} to {len(requests)} prompts")
-        in_order = sorted(choices, key=lambda choice: int(choice.get("index", 0)))
-        marked = [{**choice, "policy_version": self._server} for choice in in_order]
-        return [self._completion(choice, settings, version) for choice in marked]
+    return RemoteEngine(client, trainer=trainer, dialect=VLLMDialect, folder=folder)
 
 
 def _body(requests: Sequence[Request], settings: SamplingSettings, model: str) -> dict[str, Any]:
-    body: Mapping[str, Any] = {
+    return {
         "model": model,
         "prompt": [request.token_ids.tolist() for request in requests],
         "max_tokens": settings.max_tokens,
@@ -128,4 +123,3 @@ def _body(requests: Sequence[Request], settings: SamplingSettings, model: str) -
         "logprobs": 0,
         "return_token_ids": True,
     }
-    return dict(body)

@@ -184,8 +184,8 @@ def make_engine(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) -> 
 def connect(config: GRPOConfig) -> Sampler:
     """The server of `server.inference_server_url`, for this run folder: a resumed run is the same trainer."""
     from covey.serving.client import InferenceClient
+    from covey.serving.dialect import find_dialect
     from covey.serving.remote import RemoteEngine
-    from covey.serving.vllm import VLLMEngine
 
     chosen = config.server
     client = InferenceClient(
@@ -196,9 +196,12 @@ def connect(config: GRPOConfig) -> Sampler:
     )
     folder = Path(config.run.output_dir).resolve()
     trainer = f"{socket.gethostname()}:{folder}"[-200:]  # as much as a server takes for a name
-    if chosen.inference_server_kind == "vllm":
-        return VLLMEngine(client, trainer=trainer, folder=chosen.adapter_folder or f"{folder}-adapters")
-    return RemoteEngine(client, trainer=trainer)
+    return RemoteEngine(
+        client,
+        trainer=trainer,
+        dialect=find_dialect(chosen.inference_server_kind),
+        folder=chosen.adapter_folder or f"{folder}-adapters",
+    )
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:

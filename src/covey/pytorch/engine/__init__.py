@@ -1,7 +1,6 @@
 """The in-process generation engine: samples completions from a copy of the policy's weights."""
 
 from covey.pytorch.engine.engine import Engine
-from covey.pytorch.engine.rows import GenerationStats
-from covey.pytorch.engine.session import Session
+from covey.rollout.turns import GenerationStats, Session
 
 __all__ = ["Engine", "GenerationStats", "Session"]

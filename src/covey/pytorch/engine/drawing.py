@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from covey.errors import GenerationError
-from covey.pytorch.engine.rows import Row
 from covey.pytorch.engine.sampling import Draw, sample
 from covey.rollout.streams import uniforms
+from covey.rollout.turns import Row
 from covey.types import IntArray, SamplingSettings
 
 
 def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
     """Draw from `logits` `[B, V]`, which may be overwritten; rows of equal settings are drawn together.
 
-    A row whose logits are not finite, or whose choices leave no token of the vocabulary, has its `error` set, and what
-    is drawn for it means nothing.
+    A row whose choices leave no token of the vocabulary has its `error` set, and what is drawn for it means nothing; a
+    row whose logits are not finite gets a log-probability that is not.
     """
     allowed = [_allowed(row, logits.shape[1]) for row in rows]
     logits = _only(logits, allowed)
@@ -33,13 +33,7 @@ def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
         parts = [(list(range(len(rows))), sample(logits, rows[0].settings, numbers))]
     else:
         parts = [(places, sample(logits[places], s, numbers[places])) for s, places in alike.items()]
-    draw = _joined(parts, allowed, logits.shape[1])
-    for place in np.flatnonzero(~np.isfinite(draw.logprobs)).tolist():
-        rows[place].error = rows[place].error or GenerationError(
-            f"completion token {int(drawn[place])}: the model's logits are not finite; the weights have "
-            f"diverged or {logits.dtype} overflows: lower optim.learning_rate or use float32"
-        )
-    return draw
+    return _joined(parts, allowed, logits.shape[1])
 
 
 def _allowed(row: Row, vocab: int) -> IntArray | None:

@@ -15,18 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.errors import GenerationError, ModelError
+from covey.errors import ModelError
 from covey.pytorch.engine.cache import KVCache
 from covey.pytorch.engine.choose import choose_runner, is_emulated
+from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
-from covey.pytorch.engine.rows import GenerationStats
-from covey.pytorch.engine.session import Session
-from covey.rollout.checks import check_settings
+from covey.rollout.checks import NO_VERSION, check_call
 from covey.rollout.learning import Weights
+from covey.rollout.turns import GenerationStats, Session
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 _LOG = logging.getLogger(__name__)
-_NO_VERSION = -1
 
 
 class Engine:
@@ -67,8 +66,8 @@ class Engine:
         self._tokenizer = tokenizer
         self._max_batch_size = max_batch_size
         self.context_length = _context_length(model, context_length)
-        self._session: Session | None = None
-        self._version = _NO_VERSION
+        self._session: Session[TorchDevice] | None = None
+        self._version = NO_VERSION
         self._runner, why = choose_runner(model, self._dtype, self._device)
         if why:
             _LOG.warning("sampling with the %s runner, which is slower than the fast one: %s", self._runner.name, why)
@@ -104,13 +103,13 @@ class Engine:
             weights: of the model that the engine was built from, or one of equal shape, as PyTorch tensors. Their
                 version must be asked for in the calls that follow.
         """
-        self._version = _NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
+        self._version = NO_VERSION  # until all of it has arrived: a broken copy must not be sampled from
         self._runner.load(weights.tensors())
         self._version = weights.version
 
     def release(self) -> None:
         """Give back what memory can be given back until the next `publish`, which must come before the next call."""
-        self._version = _NO_VERSION
+        self._version = NO_VERSION
         self._runner.release()
 
     def close(self) -> None:
@@ -137,14 +136,7 @@ class Engine:
         """
         session = self._open(settings, policy_version)
         rows = [session.start(request) for request in requests]
-        session.lay_out()
-        finished = 0
-        while session.busy:
-            done = len(session.advance())
-            finished += done
-            if progress is not None and done:
-                progress(finished, len(rows))
-        return [session.completion(row) for row in rows]
+        return session.run(rows, progress)
 
     def session(
         self,
@@ -154,7 +146,7 @@ class Engine:
         rows: int,
         own_tokens: int,
         prompt_lengths: Sequence[int],
-    ) -> Session:
+    ) -> Session[TorchDevice]:
         """Sample conversations of several turns, begun and continued at any time, all in one batch.
 
         Args:
@@ -168,12 +160,12 @@ class Engine:
             GenerationError: other weights are held, or not even one conversation fits the cache.
         """
         session = self._open(settings, policy_version)
-        session.make_room(min(rows, self._max_batch_size), own_tokens, prompt_lengths)
+        session.device.reserve(min(rows, self._max_batch_size), own_tokens, prompt_lengths)
         return session
 
     def serving_session(
         self, settings: SamplingSettings, *, policy_version: int, rows: int, own_tokens: int
-    ) -> Session:
+    ) -> Session[TorchDevice]:
         """Sample single completions that come and go, with what the cache holds beside them for their prompts.
 
         Args:
@@ -186,32 +178,19 @@ class Engine:
             GenerationError: other weights are held, or not even one completion fits the cache.
         """
         session = self._open(settings, policy_version)
-        session.make_room_to_serve(min(rows, self._max_batch_size), own_tokens)
+        session.device.reserve_to_serve(min(rows, self._max_batch_size), own_tokens)
         return session
 
-    def _open(self, settings: SamplingSettings, policy_version: int) -> Session:
-        if policy_version != self._version:
-            held = "no weights" if self._version == _NO_VERSION else f"version {self._version}"
-            raise GenerationError(
-                f"policy_version={policy_version}: the engine holds {held}; "
-                f"call engine.publish(policy.weights({policy_version})) first"
-            )
-        check_settings(settings)
-        if settings.stop_strings and self._tokenizer is None:
-            raise GenerationError(
-                f"stop_strings={settings.stop_strings!r}: the engine has no tokenizer to see text with; "
-                "build it with Engine(model, tokenizer)"
-            )
-        self._session = Session(
+    def _open(self, settings: SamplingSettings, policy_version: int) -> Session[TorchDevice]:
+        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer, model="model")
+        device = TorchDevice(
             self._runner,
             self._cache,
-            settings,
-            policy_version=policy_version,
             max_rows=self._max_batch_size,
             context_length=self.context_length,
-            tokenizer=self._tokenizer,
             device=self._device,
         )
+        self._session = Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
         return self._session
 
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from covey.pytorch.engine.cache import KVCache
-from covey.pytorch.engine.rows import SharedPrompt
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from covey.pytorch.engine.cache import KVCache, PromptBlock
 from covey.types import IntArray
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """A distinct first prompt."""
+
+    token_ids: IntArray
+    users: int = 0  # rows that still need it
+    block: PromptBlock | None = None
+    logits: Tensor | None = None  # [V] after its last token, while rows wait for it
+    broken: bool = False  # its logits are not finite
 
 
 class Prompts:

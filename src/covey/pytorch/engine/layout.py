@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from covey.errors import GenerationError
 from covey.pytorch.engine.cache import KVCache, block_capacity
-from covey.pytorch.engine.rows import Row
+from covey.rollout.turns import Row
 
 
-def room_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> list[Row]:
+def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> list[Row]:
     """The most rows for which any stretch of the queue fits, prompts and all.
 
     Returns:
@@ -23,8 +23,8 @@ def room_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> lis
     waiting = list(waiting)
     order: dict[int, int] = {}
     for place, row in enumerate(waiting):
-        order.setdefault(id(row.prompt), place)
-    in_turn = sorted(waiting, key=lambda row: (-block_capacity(len(row.prompt.token_ids)), order[id(row.prompt)]))
+        order.setdefault(id(row.place), place)
+    in_turn = sorted(waiting, key=lambda row: (-block_capacity(len(row.prompt_ids)), order[id(row.place)]))
     slot_tokens = max(1, max(row.limit for row in in_turn) - 1)  # the last token is never fed back
 
     def needed(rows: int) -> int:
@@ -32,7 +32,7 @@ def room_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> lis
 
     rows = bisect.bisect_right(range(1, min(max_rows, len(in_turn)) + 1), cache.capacity, key=needed)
     if rows == 0:
-        prompt = max(len(row.prompt.token_ids) for row in in_turn)
+        prompt = max(len(row.prompt_ids) for row in in_turn)
         raise _too_small(cache, slot_tokens, prompt, needed(1))
     # room for a quarter more prompts than run at once: freed blocks do not always fit the next prompt
     everything, running = _widest_stretch(in_turn, len(in_turn)), _widest_stretch(in_turn, rows)
@@ -40,7 +40,7 @@ def room_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> lis
     return in_turn
 
 
-def room_for_conversations(cache: KVCache, rows: int, own_tokens: int, prompt_lengths: Sequence[int]) -> None:
+def lay_out_for_conversations(cache: KVCache, rows: int, own_tokens: int, prompt_lengths: Sequence[int]) -> None:
     """`rows` conversations of `own_tokens` after first prompts of these lengths; fewer rows if they do not fit.
 
     Raises:
@@ -54,7 +54,7 @@ def room_for_conversations(cache: KVCache, rows: int, own_tokens: int, prompt_le
     cache.open(min(rows, fit), slot_tokens, prompt_tokens)
 
 
-def room_for_clients(cache: KVCache, rows: int, own_tokens: int, context: int) -> None:
+def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int, context: int) -> None:
     """`rows` completions of `own_tokens`, in three fifths of the cache at most; the rest is for their prompts.
 
     Raises:
@@ -83,12 +83,12 @@ def _widest_stretch(in_turn: Sequence[Row], rows: int) -> int:
     window: dict[int, int] = {}
     tokens = widest = 0
     for i, row in enumerate(in_turn):
-        prompt = id(row.prompt)
+        prompt = id(row.place)
         if window.setdefault(prompt, 0) == 0:
-            tokens += block_capacity(len(row.prompt.token_ids))
+            tokens += block_capacity(len(row.prompt_ids))
         window[prompt] += 1
         if i >= rows:
-            left = in_turn[i - rows].prompt
+            left = in_turn[i - rows].place
             window[id(left)] -= 1
             if window[id(left)] == 0:
                 tokens -= block_capacity(len(left.token_ids))

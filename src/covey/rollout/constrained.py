@@ -1,4 +1,4 @@
-"""Turns that may only be one of some token sequences: what may come next, and what has no alternative left."""
+"""Constrained turns: one of some token sequences. What may come next, and what has no alternative left."""
 
 from __future__ import annotations
 

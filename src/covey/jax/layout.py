@@ -17,7 +17,7 @@ _FEWEST = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class CacheLayout:
     """Slots of a cache, each for so many positions, and what prompts need of them.
 
     Attributes:
@@ -44,8 +44,10 @@ class Room:
         return found
 
     @classmethod
-    def of(cls, rows: int, prompt: int, length: int, bytes_per_token: int, budget: int, mesh: Mesh | None) -> Room:
-        """Room for `rows` completions of `length` tokens, of which `prompt` are given, rounded up to few sizes; fewer
+    def of(
+        cls, rows: int, prompt: int, length: int, bytes_per_token: int, budget: int, mesh: Mesh | None
+    ) -> CacheLayout:
+        """Slots for `rows` completions of `length` tokens, of which `prompt` are given, rounded up to few sizes; fewer
         rows if memory does not suffice.
 
         Raises:

@@ -1,0 +1,447 @@
+"""Turns of conversations in one batch: what waits, what may still be said, when a turn is over.
+
+    start --queue--> device.begin: prefill, first token --> device.decode: one token or a few each, repeated
+                                                             |                              ^
+    told of <--turn over: end of sequence, stop string, limit +                              |
+                                      |                                                     |
+                                      +--> parked, if kept --extend--> device.extend: prefill what was said
+
+The scheduler knows tokens and rules. Where keys and values are, how rows share a batch and which of the waiting ones
+come first is the `Device`'s: one in PyTorch, one in JAX, and one that asks a server.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.errors import GenerationError
+from covey.rollout.constrained import Choices, following, only_way_on
+from covey.rollout.stop import StopMatcher
+from covey.rollout.streams import stream_key
+from covey.types import Completion, FinishReason, IntArray, Progress, Request, SamplingSettings, Support
+
+NO_LIMIT = 1 << 62
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """What one session did so far.
+
+    Attributes:
+        prefill_tokens: tokens computed that were not sampled: prompts, once each, and what was said in between.
+        decoded_tokens: tokens sampled, the first of each turn included.
+        prefill_seconds: time in forward passes of such tokens.
+        sampling_seconds: time in drawing tokens and stop rules.
+        cache_bytes: memory held for keys and values.
+        steps: rows of each decode step and seconds of its forward pass; the latest ones of a session that goes on for
+            days. On a GPU, work is counted where it is waited for: in sampling.
+    """
+
+    prefill_tokens: int = 0
+    decoded_tokens: int = 0
+    prefill_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    cache_bytes: int = 0
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 16))
+
+    @property
+    def step_rows(self) -> tuple[int, ...]:
+        """Rows of each decode step."""
+        return tuple(rows for rows, _ in self.steps)
+
+    @property
+    def step_seconds(self) -> tuple[float, ...]:
+        """Seconds of each decode step's forward pass."""
+        return tuple(seconds for _, seconds in self.steps)
+
+    @property
+    def decode_steps(self) -> int:
+        """Forward passes of the decode batch."""
+        return len(self.steps)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time in them."""
+        return sum(self.step_seconds)
+
+    @property
+    def peak_batch(self) -> int:
+        """Most rows in the decode batch."""
+        return max(self.step_rows, default=0)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One conversation: a prompt, and what was sampled and said after it. A plain completion has one turn.
+
+    Attributes:
+        prompt_ids: `[P]`.
+        stream: random stream of the present turn.
+        own: every token after the prompt.
+        held: how many of them have their keys and values in the device's memory.
+        turn: where in `own` the present turn begins.
+        limit: most tokens of the present turn.
+        key: of that stream.
+        keep: it may be continued.
+        settings: how its tokens are drawn.
+        choices: the only sequences that the present turn may be; None = any.
+        versions: (token of the turn, version of the weights that it and those after it were drawn with), in order.
+        finish_reason: why the turn is over; None while it goes on.
+        error: what went wrong with this row alone; its turn is over.
+        place: the device's own note of where the row is.
+    """
+
+    prompt_ids: IntArray
+    stream: tuple[int, ...]
+    keep: bool
+    settings: SamplingSettings
+    own: list[int] = field(default_factory=list)
+    held: int = 0
+    turn: int = 0
+    limit: int = 0
+    key: int = 0
+    matcher: StopMatcher | None = None
+    choices: Choices | None = None
+    logprobs: list[float] = field(default_factory=list)
+    support: list[IntArray] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: GenerationError | None = None
+    place: Any = None
+
+    @property
+    def cuts(self) -> bool:
+        """Some tokens may not be drawn, and which ones may is to be kept."""
+        drawn = self.settings
+        cut = drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0
+        return self.choices is not None or (drawn.keep_support and cut)
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the present turn."""
+        return len(self.own) - self.turn
+
+    @property
+    def new(self) -> int:
+        """Tokens after the prompt whose keys and values are not in memory yet."""
+        return len(self.own) - self.held
+
+    def allowed(self) -> IntArray | None:
+        """Ids that may come next, ascending; None = any."""
+        return following(self.choices, self.own[self.turn :])
+
+    def history(self) -> IntArray:
+        """All tokens, prompt first."""
+        return np.concatenate([self.prompt_ids, np.array(self.own, dtype=np.int64)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """The next tokens of n rows, C for each.
+
+    Attributes:
+        rows: the n rows.
+        tokens: `[n, C]` ids; the first negative one ends a row's tokens.
+        logprobs: `[n, C]` under the sampling distribution.
+        support: for each row and token the ids that could have been drawn, None = any; None = any for all of them.
+        finished: for each row why its turn is over, from a device that applies the stop rules itself.
+    """
+
+    rows: Sequence[Row]
+    tokens: NDArray[np.integer[Any]]
+    logprobs: NDArray[np.floating[Any]]
+    support: Sequence[Sequence[IntArray | None]] | None = None
+    finished: Sequence[FinishReason] | None = None
+
+
+class Device(Protocol):
+    """Prefills and decodes. It draws from the row's `key` at the place `sampled`, so company does not matter.
+
+    Attributes:
+        whole_tokens: most tokens of a row, prompt and all.
+        own_tokens: most tokens of a row after its prompt.
+        logits_dtype: what overflows where logits are not finite, for the message.
+        stats: what it has cost; the scheduler counts the tokens.
+    """
+
+    whole_tokens: int
+    own_tokens: int
+    logits_dtype: str
+    stats: GenerationStats
+
+    def fits(self, prompt: int) -> bool:
+        """Whether there is memory for a first prompt of so many tokens."""
+        ...
+
+    def enter(self, row: Row) -> None:
+        """A row has been put into the queue."""
+        ...
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """Take rows from the front of the queue while there is room, prefill them, draw the first token of each."""
+        ...
+
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        """Take rows out of the list, prefill what is `new` in them, draw the first token of each answer."""
+        ...
+
+    def decode(self, waiting: int) -> Iterator[Drawn]:
+        """Go on with all rows that run; so many others wait for their places."""
+        ...
+
+    def leave(self, rows: Sequence[Row]) -> None:
+        """The turn of these rows is over: kept ones stay in memory, the others go; a row's `error` leaves nothing."""
+        ...
+
+    def drop(self, row: Row) -> None:
+        """Forget a row wherever it is: in the queue, running or parked."""
+        ...
+
+    def renew(self, queue: Sequence[Row]) -> None:
+        """The weights have been replaced: nothing that was computed may be given to rows that have not begun."""
+        ...
+
+    def clear(self) -> None:
+        """Values that are not finite may be anywhere: overwrite the memory."""
+        ...
+
+
+D = TypeVar("D", bound=Device)
+
+
+class Session(Generic[D]):
+    """Rows under way with one version of the weights. Made by an engine; dropping it leaves the engine ready.
+
+    Args:
+        device: samples.
+        settings: how tokens are drawn; `max_tokens` is the limit of a turn.
+        policy_version: of the weights that everything here is sampled from.
+        tokenizer: for stop strings.
+    """
+
+    def __init__(self, device: D, settings: SamplingSettings, *, policy_version: int, tokenizer: Any = None) -> None:
+        self.device, self.policy_version = device, policy_version
+        self._settings, self._tokenizer = settings, tokenizer
+        self._started = 0
+        self._queue: deque[Row] = deque()
+        self._resuming: list[Row] = []
+        self._open: dict[int, Row] = {}  # rows whose turn is not over
+        self._finished: list[Row] = []
+        self._alone = False  # a row that goes wrong ends alone
+
+    @property
+    def busy(self) -> bool:
+        """True while some turn is not over, or is over and not yet told of."""
+        return bool(self._open or self._finished)
+
+    def start(self, request: Request, *, keep: bool = False, settings: SamplingSettings | None = None) -> Row:
+        """Begin a completion; `advance` samples it.
+
+        Args:
+            request: prompt and random stream.
+            keep: it may be continued: it stays parked when its turn is over, until `drop`.
+            settings: how its tokens are drawn; None = as the session's.
+
+        Raises:
+            GenerationError: the prompt is empty, or leaves no room in the context.
+        """
+        number, length = self._started, len(request.token_ids)
+        if length == 0:
+            raise GenerationError(f"request {number}: the prompt has no tokens; give it at least one")
+        if length >= self.device.whole_tokens:
+            raise GenerationError(
+                f"request {number}: the prompt has {length} tokens, the context {self.device.whole_tokens}, which "
+                "leaves no room for a completion; shorten the prompt or set data.max_prompt_length"
+            )
+        ids = np.ascontiguousarray(request.token_ids, dtype=np.int64)
+        row = Row(ids, request.stream, keep, settings or self._settings)
+        self._begin_turn(row, self.room_for_turn(row, 0), request.stream, request.choices)
+        self._started += 1
+        self.device.enter(row)
+        self._queue.append(row)
+        return row
+
+    def has_room_for(self, prompt: int) -> bool:
+        """Whether a first prompt of so many tokens fits the context, and the memory that is reserved for prompts."""
+        return prompt < self.device.whole_tokens and bool(self.device.fits(prompt))
+
+    def room_for_turn(self, row: Row, said: int) -> int:
+        """Most tokens that the next turn may have after `said` tokens are said to the conversation; 0 = none."""
+        own = len(row.own) + said
+        left = min(self.device.whole_tokens - len(row.prompt_ids) - own, self.device.own_tokens - own)
+        return max(0, min(row.settings.max_tokens, left))
+
+    def extend(self, row: Row, token_ids: IntArray, stream: tuple[int, ...], choices: Choices | None = None) -> None:
+        """Say something to a parked conversation and let it answer.
+
+        Args:
+            row: kept, and its turn over.
+            token_ids: what is said, at least one token.
+            stream: random stream of the answer.
+            choices: the only sequences that the answer may be; None = any.
+
+        Raises:
+            GenerationError: it is not parked, nothing is said, or the answer has no room (`room_for_turn`).
+        """
+        limit = self.room_for_turn(row, len(token_ids))
+        if not row.keep or id(row) in self._open or len(token_ids) == 0 or limit == 0:
+            raise GenerationError(
+                f"a conversation of {len(row.prompt_ids) + len(row.own)} tokens cannot go on with "
+                f"{len(token_ids)} more: it must be parked, something must be said, and the context of "
+                f"{self.device.whole_tokens} and the {self.device.own_tokens - 1} tokens reserved must leave room"
+            )
+        row.own += [int(token) for token in token_ids]
+        self._begin_turn(row, limit, stream, choices)
+        self._resuming.append(row)
+
+    def drop(self, row: Row) -> None:
+        """Forget a row, whatever it is doing; nothing happens to one that is gone already."""
+        if self._open.pop(id(row), None) is None and not row.keep:
+            return
+        row.keep = False
+        for rows in (self._queue, self._resuming):
+            if row in rows:
+                rows.remove(row)
+        self.device.drop(row)
+
+    def change_version(self, version: int) -> None:
+        """The engine's weights have been replaced while rows run: they go on with the new ones.
+
+        Keys and values of tokens so far stay those of the old weights. Prompts are prefilled anew for new rows.
+        """
+        self.policy_version = version
+        for row in self._open.values():
+            row.versions = [*row.versions, (row.sampled, version)] if row.sampled else [(0, version)]
+        self.device.renew(self._queue)
+
+    def end_bad_rows_alone(self) -> None:
+        """No row has to do with the others: one that goes wrong is over, its `error` set; else `advance` raises."""
+        self._alone = True
+
+    def advance(self) -> list[Row]:
+        """Admit what waits and sample on; returns the rows whose turn is over by now, none or some.
+
+        Raises:
+            GenerationError: the logits are not finite, or the device has no memory for what waits.
+        """
+        for drawn in self.device.begin(self._queue):
+            self._take(drawn)
+        for drawn in self.device.extend(self._resuming):
+            self._take(drawn)
+        if self._open and not self._finished:
+            for drawn in self.device.decode(len(self._queue)):
+                self._take(drawn, decoded=True)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def run(self, rows: Sequence[Row], progress: Progress | None = None) -> list[Completion]:
+        """Sample until every turn is over; the completions of these rows, in order."""
+        finished = 0
+        while self.busy:
+            done = len(self.advance())
+            finished += done
+            if progress is not None and done:
+                progress(finished, len(rows))
+        return [self.completion(row) for row in rows]
+
+    def completion(self, row: Row) -> Completion:
+        """The turn that is over."""
+        assert row.finish_reason is not None
+        support = None
+        if row.support:
+            support = Support(ids=np.concatenate(row.support), offsets=np.cumsum([0, *map(len, row.support)]))
+        return Completion(
+            token_ids=np.array(row.own[row.turn :], dtype=np.int64),
+            logprobs=np.array(row.logprobs, dtype=np.float32),
+            finish_reason=row.finish_reason,
+            policy_version=row.versions[0][1],
+            support=support,
+        )
+
+    def stats(self) -> GenerationStats:
+        """The numbers so far."""
+        return self.device.stats
+
+    # ------------------------------------------------------------------ inside
+
+    def _begin_turn(self, row: Row, limit: int, stream: tuple[int, ...], choices: Choices | None) -> None:
+        stop = row.settings.stop_strings
+        row.turn, row.limit, row.stream, row.key = len(row.own), limit, stream, stream_key(stream)
+        row.matcher = StopMatcher(self._tokenizer, stop) if stop and self._tokenizer is not None else None
+        row.finish_reason, row.choices = None, choices
+        row.logprobs, row.support, row.versions = [], [], [(0, self.policy_version)]
+        self._open[id(row)] = row
+
+    def _take(self, drawn: Drawn, *, decoded: bool = False) -> None:
+        """Add the drawn tokens, apply the stop rules, and let the rows whose turn is over leave."""
+        started = time.perf_counter()
+        supports: Sequence[Any] = drawn.support or [None] * len(drawn.rows)
+        columns = zip(drawn.rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), supports, strict=True)
+        for place, (row, tokens, logprobs, support) in enumerate(columns):
+            for t, token in enumerate(tokens):
+                if token < 0 or row.finish_reason is not None:
+                    break
+                row.held += decoded
+                if self._gone_wrong(row, logprobs[t]):
+                    break
+                kept = support[t] if support is not None and (row.cuts or not self._alone) else None
+                self._record(row, token, logprobs[t], kept)
+                if drawn.finished is None:
+                    self._apply_rules(row, token)
+            if drawn.finished is not None:
+                row.finish_reason = drawn.finished[place]
+        over = [row for row in drawn.rows if row.finish_reason is not None]
+        if over:
+            self._finished += over
+            for row in over:
+                del self._open[id(row)]
+            self.device.leave(over)
+        self.device.stats.sampling_seconds += time.perf_counter() - started
+
+    def _record(self, row: Row, token: int, logprob: float, kept: IntArray | None) -> None:
+        self.device.stats.decoded_tokens += 1
+        row.own.append(token)
+        row.logprobs.append(logprob)
+        if kept is not None:
+            row.support.append(kept)
+
+    def _apply_rules(self, row: Row, token: int) -> None:
+        row.finish_reason = self._ending(row, token)
+        if row.choices is None or row.finish_reason is not None:
+            return
+        rest = only_way_on(row.choices, row.own[row.turn :])
+        for forced in rest or ():  # tokens without an alternative have probability 1: they need no forward pass
+            self._record(row, forced, 0.0, np.array([forced], dtype=np.int64))
+            row.finish_reason = self._ending(row, forced)
+            if row.finish_reason is not None:
+                return
+        if rest is not None:
+            row.finish_reason = "stop"
+
+    @staticmethod
+    def _ending(row: Row, token: int) -> FinishReason | None:
+        if token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):
+            return "stop"
+        return "length" if row.sampled >= row.limit else None
+
+    def _gone_wrong(self, row: Row, logprob: float) -> bool:
+        """Whether a row is over because it went wrong, where that does not end the session."""
+        if row.error is None and math.isfinite(logprob):
+            return False
+        row.error = row.error or GenerationError(
+            f"completion token {row.sampled}: the model's logits are not finite; the weights have "
+            f"diverged or {self.device.logits_dtype} overflows: lower optim.learning_rate or use float32"
+        )
+        if not self._alone:
+            self.device.clear()
+            raise row.error
+        row.keep, row.finish_reason = False, "length"
+        return True

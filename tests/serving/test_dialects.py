@@ -1,0 +1,341 @@
+"""Dialects of a stranger: `docs/dialects.py`, copied into a folder of its own and named in a recipe.
+
+The servers are fakes that speak the documented JSON of SGLang and of llama.cpp's router, and sample with our engine.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from covey.serving.adapters import AdaptedWeights, read_adapter, read_config
+from safetensors.torch import load_file
+from servers import fake_server
+from test_adapters import adapted
+from tiny_models import tiny_model
+
+from command import Command
+from covey import GRPOConfig
+from covey.errors import AdapterError, ConfigError, GenerationError, ServingError
+from covey.observe.run_folder import RunFolder
+from covey.pytorch.engine import Engine
+from covey.serving import InferenceClient, RemoteEngine
+from covey.serving.dialect import Dialect, find_dialect
+from covey.serving.vllm import VLLMEngine
+from covey.types import Request, SamplingSettings
+
+DIALECTS = Path(__file__).parents[2] / "docs" / "dialects.py"
+SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
+REQUESTS = [Request(np.array([5 + i, 6, 7]), (1, i)) for i in range(11)]
+CONVERTER = """
+import shutil, sys
+source, outfile = sys.argv[1], sys.argv[sys.argv.index("--outfile") + 1]
+shutil.copy(source + "/model.safetensors", outfile)
+"""
+
+
+class Fake:
+    """What both fakes share: an engine that takes adapters and whole weights from files."""
+
+    def __init__(self) -> None:
+        self.model = tiny_model("llama")
+        self.engine = Engine(self.model)
+        self.names: dict[str, Path] = {}
+        self.paths: list[str] = []
+        self.lock = threading.Lock()
+
+    def load_adapter(self, path: Path) -> None:
+        config = read_config((path / "adapter_config.json").read_bytes())
+        adapter = read_adapter((path / "adapter_model.safetensors").read_bytes(), config, self.model)
+        self.engine.load(AdaptedWeights(self.model, adapter), 0)
+
+    def load_weights(self, file: Path) -> None:
+        other = tiny_model("llama")
+        other.load_state_dict(load_file(file), strict=False)
+        self.engine.sync(other, 0)
+
+    def sample(self, prompts: list[list[int]], streams: list[tuple[int, ...]], settings: SamplingSettings) -> Any:
+        requests = [Request(np.array(ids), stream) for ids, stream in zip(prompts, streams, strict=True)]
+        return self.engine(requests, settings, policy_version=0)
+
+    def __call__(self, path: str, body: bytes) -> tuple[int, Any]:
+        with self.lock:
+            self.paths.append(path)
+            return self.answer(path, json.loads(body) if body else {})
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        raise NotImplementedError
+
+
+class FakeSGLang(Fake):
+    version = "default"
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/load_lora_adapter":
+            self.names[body["lora_name"]] = Path(body["lora_path"])
+            return 200, {"success": True, "loaded_adapters": {}}
+        if path == "/unload_lora_adapter":
+            return 200, {"success": self.names.pop(body["lora_name"], None) is not None}
+        if path == "/update_weights_from_disk":
+            self.load_weights(Path(body["model_path"]) / "model.safetensors")
+            self.version = body["weight_version"]
+            return 200, {"success": True, "message": "Succeeded to update model weights."}
+        if path != "/generate":
+            return 200, {"model_path": "tiny"}
+        if "lora_path" in body:
+            if body["lora_path"] not in self.names:
+                return 400, {"error": {"message": f"LoRA adapter {body['lora_path']} is not loaded"}}
+            self.load_adapter(self.names[body["lora_path"]])
+        p = body["sampling_params"]
+        assert p["ignore_eos"] == (p["stop_token_ids"] is None)
+        settings = SamplingSettings(
+            p["temperature"], 0, 1.0, 0.0, p["max_new_tokens"], tuple(p["stop_token_ids"] or ())
+        )
+        found = self.sample(body["input_ids"], [(9, i) for i in range(len(body["input_ids"]))], settings)
+        return 200, [
+            {
+                "text": "",
+                "output_ids": c.token_ids.tolist(),
+                "meta_info": {
+                    "weight_version": self.version,
+                    "finish_reason": {"type": c.finish_reason},
+                    "output_token_logprobs": [
+                        [float(lp), int(token), None] for token, lp in zip(c.token_ids, c.logprobs, strict=True)
+                    ],
+                },
+            }
+            for c in found
+        ]
+
+
+class FakeVLLM(Fake):
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path == "/v1/load_lora_adapter":
+            self.names[body["lora_name"]] = Path(body["lora_path"])
+        if path == "/v1/unload_lora_adapter":
+            del self.names[body["lora_name"]]
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "tiny", "max_model_len": 99}]}
+        if path != "/v1/completions":
+            return 200, b"Success"
+        if body["model"] not in self.names:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        self.load_adapter(self.names[body["model"]])
+        settings = SamplingSettings(body["temperature"], max_tokens=body["max_tokens"], eos_token_ids=(2,))
+        found = self.sample(body["prompt"], [(9, i) for i in range(len(body["prompt"]))], settings)
+        choices = [
+            {
+                "index": index,
+                "token_ids": c.token_ids.tolist(),
+                "logprobs": {"token_logprobs": c.logprobs.tolist()},
+                "finish_reason": c.finish_reason,
+            }
+            for index, c in enumerate(found)
+        ]
+        return 200, {"model": body["model"], "choices": choices[::-1]}
+
+
+class FakeLlamaCpp(Fake):
+    loaded = ""
+    folder = Path()
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if path.startswith("/models?") or path == "/models":
+            if path == "/models?reload=1":
+                self.names = {file.stem: file for file in self.folder.glob("*.gguf")}
+            status = {name: "loaded" if name == self.loaded else "unloaded" for name in self.names}
+            return 200, {"data": [{"id": name, "status": {"value": status[name]}} for name in self.names]}
+        if path == "/models/load":
+            self.load_weights(self.names[body["model"]])
+            self.loaded = body["model"]
+        if path != "/completion":
+            return 200, {"success": True}
+        assert body["model"] == self.loaded
+        assert body["samplers"] == ["temperature", "top_k", "top_p", "min_p"]
+        settings = SamplingSettings(
+            body["temperature"], 0, 1.0, 0.0, body["n_predict"], () if body["ignore_eos"] else (2,)
+        )
+        (c,) = self.sample([body["prompt"]], [(body["seed"],)], settings)
+        return 200, {
+            "content": "",
+            "stop_type": "limit" if c.finish_reason == "length" else "eos",
+            "completion_probabilities": [
+                {"id": int(token), "prob": float(np.exp(np.float64(lp))), "top_probs": []}
+                for token, lp in zip(c.token_ids, c.logprobs, strict=True)
+            ],
+        }
+
+
+def remote(url: str, kind: str, folder: Path) -> RemoteEngine:
+    client = InferenceClient(url, timeout=20, retry_seconds=5)
+    return RemoteEngine(client, trainer="test", dialect=find_dialect(f"{DIALECTS}:{kind}"), folder=folder)
+
+
+def logprobs_are_of(model: Any, found: list[Any]) -> None:
+    """The log-probabilities are the model's for these tokens."""
+    for request, completion in zip(REQUESTS, found, strict=True):
+        ids = torch.tensor([*request.token_ids.tolist(), *completion.token_ids.tolist()])[None]
+        with torch.no_grad():
+            logp = (model(ids).logits[0] / SETTINGS.temperature).log_softmax(-1)
+        first = len(request.token_ids)
+        expected = logp[first - 1 : -1].gather(1, ids[0, first:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, expected.numpy(), atol=1e-4)
+
+
+@pytest.fixture
+def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "convert.py").write_text(CONVERTER)
+    monkeypatch.setenv("CONVERT_HF_TO_GGUF", str(tmp_path / "convert.py"))
+
+
+def test_sglang_adapters(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+    with fake_server(fake) as url:
+        there = remote(url, "SGLang", tmp_path)
+        for version in (1, 2):
+            model = adapted(version)
+            there.sync(model, version)
+            found = there(REQUESTS, SETTINGS, policy_version=version)
+            logprobs_are_of(model, found)
+            assert {c.policy_version for c in found} == {version}
+        assert len(fake.names) == 1  # the one before is gone
+        fake.names.clear()  # the server is restarted
+        logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=2))
+        with pytest.raises(GenerationError, match="SGLang cannot keep supports or choose"):
+            there([Request(np.array([5]), (0,), ((5, 2),))], SETTINGS, policy_version=2)
+
+
+def test_sglang_whole_weights(tmp_path: Path) -> None:
+    fake = FakeSGLang()
+    with fake_server(fake) as url:
+        there = remote(url, "SGLang", tmp_path)
+        model = tiny_model("llama")
+        for version in (1, 2):
+            for parameter in model.parameters():
+                parameter.data *= 1.1
+            there.sync(model, version)
+            logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=version))
+        fake.version = "somebody else's"
+        with pytest.raises(ServingError, match="somebody else"):
+            there(REQUESTS, SETTINGS, policy_version=2)
+
+
+def test_llama_cpp(tmp_path: Path, converter: None) -> None:
+    fake = FakeLlamaCpp()
+    fake.folder = tmp_path / "gguf"
+    with fake_server(fake) as url:
+        there = remote(url, "LlamaCpp", tmp_path)
+        for version in (1, 2):
+            model = adapted(version)
+            there.sync(model, version)
+            found = there(REQUESTS, SETTINGS, policy_version=version)
+            logprobs_are_of(model, found)
+        assert there(REQUESTS, SETTINGS, policy_version=2)[3].token_ids.tolist() == found[3].token_ids.tolist()
+        assert [file.stem for file in fake.folder.iterdir()] == [fake.loaded]
+        assert "/models/unload" in fake.paths
+
+
+def test_conversations_in_a_strangers_dialect(tmp_path: Path) -> None:
+    with fake_server(FakeSGLang()) as url:
+        there = remote(url, "SGLang", tmp_path)
+        there.sync(adapted(), 1)
+        session = there.session(SETTINGS, policy_version=1, rows=2, own_tokens=40, prompt_lengths=[3])
+        row = session.start(REQUESTS[0], keep=True)
+        while session.busy:
+            session.advance()
+        first = session.completion(row).token_ids.tolist()
+        session.extend(row, np.array([8, 9]), (1, 1))
+        while session.busy:
+            session.advance()
+        assert row.history().tolist()[: 3 + len(first) + 2] == [5, 6, 7, *first, 8, 9]
+        session.drop(row)
+
+
+@pytest.mark.parametrize(("kind", "peft"), [("SGLang", True), ("SGLang", False), ("LlamaCpp", True)])
+def test_a_recipe_names_a_dialect(
+    kind: str,
+    peft: bool,
+    recipe_folder: Path,
+    tmp_path: Path,
+    converter: None,
+    covey: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(recipe_folder, folder)
+    shutil.copy(DIALECTS, folder / "dialects.py")
+    fake = FakeSGLang() if kind == "SGLang" else FakeLlamaCpp()
+    fake.folder = folder / "files" / "gguf"  # type: ignore[attr-defined]
+    monkeypatch.chdir(folder)
+    with fake_server(fake) as url:
+        code, out, err = covey(
+            "train",
+            "recipe.toml",
+            "run.output_dir=run",
+            "server.upload_adapters_to_server=true",
+            f"server.inference_server_url={url}",
+            f"server.inference_server_kind=dialects.py:{kind}",
+            "server.adapter_folder=files",
+            f"model.use_peft={str(peft).lower()}",
+            *([] if peft else ["algorithm.beta=0"]),
+            "schedule.max_steps=2",
+        )
+    assert code == 0, out + err
+    records = [r for r in RunFolder.read("run").read_metrics() if "loss" in r]
+    assert len(records) == 2
+    for record in records:
+        assert record["sampling/sampling_logp_difference/max"] < 1e-3
+
+
+def test_vllm_adapters(tmp_path: Path) -> None:
+    fake = FakeVLLM()
+    with fake_server(fake) as url:
+        there = VLLMEngine(InferenceClient(url, retry_seconds=5), trainer="test", folder=tmp_path)
+        for version in (1, 2):
+            model = adapted(version)
+            there.sync(model, version)
+            logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=version))
+        assert [*fake.names] == [path.name for path in tmp_path.iterdir()]  # the one before is gone
+        assert len(fake.names) == 1
+        fake.names.clear()  # the server is restarted
+        logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=2))
+
+    with fake_server(lambda path, body: (404 if "lora" in path else 200, {"detail": "Not Found"})) as url:
+        there = VLLMEngine(InferenceClient(url, retry_seconds=0), trainer="test", folder=tmp_path)
+        with pytest.raises(ServingError, match="loads no adapters; start vLLM with --enable-lora and the environment"):
+            there.sync(model, 1)
+
+
+def test_vllm_reads_whole_weights_from_its_folder(tmp_path: Path) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def answer(path: str, body: bytes) -> tuple[int, Any]:
+        asked.append((path, json.loads(body) if body else None))
+        return 200, {"data": [{"id": "served", "max_model_len": 77}]} if path == "/v1/models" else {}
+
+    with fake_server(answer) as url:
+        there = VLLMEngine(InferenceClient(url), trainer="test", folder=tmp_path)
+        assert there.context_length == 77
+        model = tiny_model("llama")
+        there.sync(model, 1)
+    assert asked[2:] == [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})]
+    saved = load_file(tmp_path / "model.safetensors")
+    assert (saved["model.norm.weight"] == model.state_dict()["model.norm.weight"]).all()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="inference_server_kind"):
+        GRPOConfig(inference_server_kind="tgi")
+    with pytest.raises(ConfigError, match="no such file"):
+        find_dialect("nowhere.py:SGLang")
+    assert issubclass(find_dialect("vllm"), Dialect)
+    with fake_server(lambda path, body: (200, {})) as url:
+        there = RemoteEngine(InferenceClient(url), trainer="test")
+        with pytest.raises(AdapterError, match="no LoRA adapter"):
+            there.sync(tiny_model("llama"), 1)
