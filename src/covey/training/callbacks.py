@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from covey.errors import ConfigError
+
 
 @dataclass(slots=True)
 class TrainerControl:
@@ -24,6 +26,22 @@ class TrainerControl:
     should_log: bool = False
 
 
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what would never be called.
+
+    Raises:
+        ConfigError: it is no list, or one of them has no method of an event.
+    """
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks={callbacks!r:.200}: a {type(callbacks).__name__}; pass a list of callbacks")
+    for callback in callbacks:
+        if not any(name.startswith("on_") for name in dir(callback)):
+            raise ConfigError(
+                f"callbacks: {callback!r:.200} has no method such as on_step_end or on_log, so nothing would call it; "
+                "pass a transformers TrainerCallback, or an object with such methods"
+            )
+
+
 class Callbacks:
     """Calls `callback.EVENT(args, state, control, **kwargs)` on every callback that has such a method.
 
@@ -31,6 +49,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, state: Any) -> None:
+        check_callbacks(callbacks)
         self._callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self._args = args
         self.state = state

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from covey.errors import ConfigError, CoveyError, DataError
+from covey.files import checked_path, explained
 from covey.observe.memory import memory_metrics
 from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.batching import make_batch
@@ -28,7 +29,7 @@ from covey.serving.remote import RemoteEngine
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
 from covey.training.ahead import Sampled, Samples, SamplesAhead, SamplesNow, Source
-from covey.training.callbacks import Callbacks
+from covey.training.callbacks import Callbacks, check_callbacks
 from covey.training.evaluate import Evaluation, correct_completions, evaluate
 from covey.training.questions import QuestionHistory
 from covey.training.recorder import Recorder
@@ -107,10 +108,14 @@ class GRPOTrainer(StepByStep):
         task: Task | None = None,
         world: World | None = None,
     ) -> None:
-        if args is None:
-            from covey.config import GRPOConfig
+        from covey.config import GRPOConfig
 
-            args = GRPOConfig()
+        args = GRPOConfig() if args is None else args
+        if not isinstance(args, GRPOConfig):
+            raise ConfigError(
+                f"args={args!r:.200}: a {type(args).__name__}; pass a GRPOConfig, such as GRPOConfig(...)"
+            )
+        check_callbacks(callbacks or ())
         if isinstance(model, str | Path):
             args = args.replace(model=str(model))
             model = None
@@ -179,6 +184,8 @@ class GRPOTrainer(StepByStep):
         Raises:
             RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
         """
+        if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
+            resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
         with self._recording(resume_from_checkpoint) as recorder, self._sampling(recorder) as samples:
             self._evaluate_when_due(recorder)
             while not self._finished():
@@ -420,8 +427,11 @@ class GRPOTrainer(StepByStep):
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Save the adapter (PEFT format), or the whole model after full fine-tuning, with the tokenizer."""
-        path = Path(output_dir) if output_dir is not None else Path(self.args.run.output_dir) / "adapter"
-        self.policy.save_pretrained(path)
+        path = (
+            Path(self.args.run.output_dir) / "adapter" if output_dir is None else checked_path("output_dir", output_dir)
+        )
+        with explained(path):
+            self.policy.save_pretrained(path)
         return path
 
     @contextmanager
