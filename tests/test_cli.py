@@ -84,7 +84,12 @@ def test_config_explains_every_field(covey: Command) -> None:
         (("train", "{recipe}", "data.task=arithmetik", "run.output_dir={tmp}/d"), "arithmetic"),
         (("train", "{recipe}", "run.output_dir=/proc/covey"), "/proc/covey"),
         (("resume", "{tmp}/nothing"), "nothing"),
+        (("train", "{tmp}/deep.toml"), "deep.toml: cannot be read (maximum recursion depth"),
+        (("train", "{recipe}", "optim.learning_rate=" + "[" * 9000), "must be float"),
+        (("resume", "x" * 5000), "too long for a path"),
         (("eval", "{model}"), "--task"),
+        (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),
+        (("sample", "{model}", "hi", "-n", "1000000000"), "-n 1000000000 x --max-tokens 128: needs at least"),
         (("sample", "{tmp}/nowhere", "hi"), "nowhere"),
         (("sample", "{model}", "hi", "--adapter", "{tmp}/none"), "none"),
     ],
@@ -98,10 +103,12 @@ def test_bad_input_is_one_message_without_traceback(
     message: str,
 ) -> None:
     values = {"recipe": recipe_folder / "recipe.toml", "tmp": tmp_path, "model": model_folder}
+    (tmp_path / "deep.toml").write_text("a = " + "[" * 9000)
     status, _, err = covey(*[argument.format(**values) for argument in arguments])
     assert status == 2
     assert message in err
     assert "Traceback" not in err
+    assert len(err) < 2500
     assert not any((tmp_path / name).exists() for name in "abcd")  # nothing half-made is left behind
 
 

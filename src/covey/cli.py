@@ -188,9 +188,9 @@ def evaluate(
         str | None, typer.Option(help="World to act in, such as house:rooms=3, in place of a task.")
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
-    num: Annotated[int | None, typer.Option(help="Use the first NUM held-out prompts.")] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="Use the first NUM held-out prompts.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 = greedy, the default.")] = None,
-    show: Annotated[int, typer.Option(help="Print this many completions.")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="Print this many completions.")] = 0,
     report: Annotated[
         Path | None, typer.Option(help="Multiple choice: folder for report.json and report.html.")
     ] = None,
@@ -272,8 +272,10 @@ def sample(
     from covey.backend import load_backend
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
+    from covey.training.checks import require_room_for
     from covey.types import Request
 
+    require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
     config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
     task = setup.load_task(config) if system is None else None
     backend = load_backend(config.model.backend)

@@ -29,7 +29,6 @@ from covey.config_text import (
     FieldHelp,
     explain,
     explain_error,
-    no_path,
     parse_overrides,
     render_explain,
     shown,
@@ -38,6 +37,7 @@ from covey.config_text import (
 )
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
+from covey.files import no_path
 from covey.functions import whole_path
 from covey.observe.config import RunConfig
 from covey.observe.metric_names import says_which_is_best
@@ -134,14 +134,15 @@ class GRPOConfig(BaseModel):
         Raises:
             ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
         """
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise ConfigError(f"{path}: is no file; give the path of a TOML file")
         try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); give the path of a TOML file") from error
+            is_odd = os.path.exists(path) and not os.path.isfile(path)
+            table = {} if is_odd else tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: is not valid TOML ({error}); correct it there") from error
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # no file, no text, no path, too deep
+            raise ConfigError(f"{str(path):.300}: cannot be read ({error}); give the path of a TOML file") from error
+        if is_odd:
+            raise ConfigError(f"{path}: is no file; give the path of a TOML file")
         written = _whole_paths(canonical_names(table), Path(path).parent, Path())
         changes = _whole_paths(canonical_names(parse_overrides(overrides), base=written), Path())
         return cls(**(written | changes))

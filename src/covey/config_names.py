@@ -110,7 +110,8 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if isinstance(value, Mapping) and (path in SECTIONS or (value and not is_setting)):
             yield from _leaves(value, f"{path}.")
         else:
-            yield path, value.value if isinstance(value, Enum) else value
+            value = value.value if isinstance(value, Enum) else value
+            yield path, value.tolist() if hasattr(value, "tolist") else value  # of NumPy, torch or pandas
 
 
 def _phase(phase: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tomllib
 import types
 from collections import defaultdict
@@ -220,19 +219,6 @@ def _requirement(path: str, field: FieldInfo, value: Any) -> str:
     return f"must be {finite}{type_text(field)} ({meaning}); set {path} to such a value"
 
 
-def no_path(value: Any) -> str:
-    """Why a setting that may name a file can name none; "" for all others."""
-    for path in [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else ():
-        encoded = os.fsencode(path) if isinstance(path, str) else b""
-        if b"\0" in encoded:
-            return "holds a NUL character, which no path has; remove it"
-        if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
-            return "is too long for a path; a name in it has at most 255 bytes, all of it 4,000"
-        if encoded.startswith(b"~") and os.path.expanduser(path) == path:
-            return "begins with the home of a user who does not exist here; write the path in full"
-    return ""
-
-
 # --- TOML
 
 
@@ -269,7 +255,7 @@ def parse_value(name: str, text: str) -> Any:
         text = lower
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return _number(text) if float in allowed else text
     value = parsed.get("value")
     plain = len(parsed) == 1 and isinstance(value, str | int | float | bool | list | dict)

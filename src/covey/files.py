@@ -19,8 +19,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from covey.errors import RunFolderError
+from covey.errors import ConfigError, RunFolderError
 
 COMPLETE = "COMPLETE"
 NAMES_NOTHING = f"its {COMPLETE} file names no files"
@@ -66,6 +67,37 @@ def explained(path: str | os.PathLike[str], doing: str = "write") -> Iterator[No
         raise
     except OSError as error:
         raise folder_error(path, error, doing) from error
+
+
+def no_path(value: Any) -> str:
+    """Why a text, a path or a list of them that may name files can name none; "" for all others."""
+    for path in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(path, str | os.PathLike):
+            continue
+        try:
+            encoded = os.fsencode(path)
+        except UnicodeEncodeError:
+            return "holds half a surrogate pair, which is no Unicode text; write it again"
+        if b"\0" in encoded:
+            return "holds a NUL character, which no path has; remove it"
+        if len(encoded) > 4000 or any(len(part) > 255 for part in encoded.split(b"/")):
+            return "is too long for a path; a name in it has at most 255 bytes, all of it 4,000"
+        if encoded.startswith(b"~") and os.path.expanduser(encoded) == encoded:
+            return "begins with the home of a user who does not exist here; write the path in full"
+    return ""
+
+
+def checked_path(name: str, value: Any) -> Path:
+    """The path that an argument of this name was given.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    is_path = isinstance(value, str | os.PathLike)
+    problem = no_path(value) if is_path else f"a {type(value).__name__} is no path; give one as text"
+    if problem:
+        raise ConfigError(f"{name}={value!r:.200}: {problem}")
+    return Path(value)
 
 
 def require_kind(path: Path, *, folder: bool = False) -> None:

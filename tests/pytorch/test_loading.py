@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import END, END_ID, PAD_ID, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -174,6 +176,16 @@ def test_damaged_weights(folder: Path, tmp_path: Path) -> None:
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 64)
     with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("left_out", ["model.layers.1.self_attn.q_proj.weight", "model.norm.weight", "model.layers.1."])
+def test_weights_that_are_missing_are_not_made_up(folder: Path, tmp_path: Path, left_out: str) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if not name.startswith(left_out)}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"its files lack \d+ of the weights .*, {left_out}.*may be incomplete"):
         load_model(tmp_path)
 
 

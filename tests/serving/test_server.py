@@ -137,7 +137,7 @@ def test_a_stream_says_what_the_whole_answer_says(server: RunningServer, path: s
         ({"prompt": "x", "temperature": -1}, "temperature: Input should be greater"),
         ({"prompt": "x", "temperature": 1e-30}, "must be 0 (greedy) or at least 0.001"),
         ({"prompt": [96, 97]}, "token id of 97; the vocabulary has"),
-        ({"prompt": []}, "ask for 1 to"),
+        ({"prompt": []}, "prompt: an empty list"),
         ({"prompt": [[]]}, "the prompt has 0 tokens"),
         ({"prompt": [5] * 600}, "the prompt has 600 tokens"),
         ({"prompt": "x", "max_tokens": 201}, "completions of up to 200 tokens"),

@@ -234,6 +234,9 @@ def test_uploads_at_once() -> None:
         assert [choice[0] for choice in held(server)[0]] == [c.token_ids.tolist() for c in expected]
 
 
+GOOD_PARTS = [("adapter_weights", save(good(1)[0])), ("adapter_config", json.dumps(good(1)[1]).encode())]
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -242,10 +245,11 @@ def test_uploads_at_once() -> None:
         [("adapter_weights", b"x"), ("adapter_config", b"{}"), ("adapter_config", b"{}")],
         [("adapter_config", b"{}")],
         [],
+        *[[*GOOD_PARTS, (name, None)] for name in ("policy_version", "takeover", "restart")],
     ],
 )
-def test_parts_of_an_upload(server: RunningServer, parts: list[tuple[str, bytes]]) -> None:
-    files = [(name, ("file", content)) for name, content in parts]
+def test_parts_of_an_upload(server: RunningServer, parts: list[tuple[str, bytes | None]]) -> None:
+    files = [(name, ("file", content) if content is not None else (None, b"")) for name, content in parts]
     answer = httpx.post(f"{server.url}/upload_adapter", files=files, timeout=20, trust_env=False)
     assert answer.status_code == 422
     broken = httpx.post(

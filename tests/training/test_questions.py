@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.errors import ConfigError, RewardError
+from covey.errors import CheckpointError, ConfigError, RewardError
 from covey.observe.run_folder import RunFolder
 from covey.rollout.collect import AnswerCollector, Rollout
 from covey.rollout.playing import PlayStats
@@ -95,6 +95,10 @@ def test_a_run_records_its_questions_and_a_resume_draws_the_same_ones(settings: 
     resumed.train(resume_from_checkpoint=folder.checkpoints / "step_000002")
     assert folder.read_answers() == lines
     assert resumed.questions.weights().tolist() == weights.tolist()
+
+    folder.questions_path.write_text("".join(folder.questions_path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(CheckpointError, match=r"questions\.jsonl, by which .* draws, lacks step 1; restore it"):
+        build(settings, save_steps=2).train(resume_from_checkpoint=True)
 
 
 def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

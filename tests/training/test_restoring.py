@@ -17,7 +17,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import CoveyError
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import load_checkpoint
-from covey.training.restoring import changed_settings, find_checkpoint
+from covey.training.restoring import changed_settings, checked_state, find_checkpoint, lost_lines
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
 LAST = "checkpoints/step_000002"
@@ -104,6 +104,13 @@ def evaluated_and_gone_on(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def lines(change: Callable[[list[str]], list[str]], name: str = "metrics.jsonl") -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        (run / name).write_text("".join(change((run / name).read_text().splitlines(keepends=True))))
+
+    return damage
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "all broken": (all_broken, "none of its 2 checkpoints is whole .*restore the folder checkpoints/"),
     "all gone": (lambda run: shutil.rmtree(run / "checkpoints"), "reach step 2, and there is no checkpoint left"),
@@ -127,10 +134,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "NaN moments": (tensors("optimizer", lambda t: next(iter(t.values())).fill_(float("inf"))), "holds NaN or inf"),
     "no moments": (tensors("optimizer", lambda t: t.clear()), "moments are empty"),
     "a moment lost": (tensors("optimizer", lambda t: t.pop(min(t))), "lacks exp_avg of some"),
+    "text for a number": (lines(lambda ls: [ls[0].replace('"reward": ', '"reward": "x", "_": ')]), "line 1 is none of"),
+    "NaN for a number": (lines(lambda ls: [ls[0].replace('"reward": ', '"reward": NaN, "_": ')]), "line 1 is none of"),
     "whole numbers": (tensors("policy", lambda t: t.update({k: v.int() for k, v in t.items()})), "is torch.int32"),
     "a pipe": (a_pipe, "metrics.jsonl: is no file"),
     "no object": (lambda run: (run / "versions.json").write_text("[]"), "versions.json is damaged"),
     "no step": (lambda run: (run / "metrics.jsonl").write_text('{"step": "x"}\n'), "line 1 is none of this file's"),
+    "a line twice": (lines(lambda ls: [*ls, ls[-1]]), "metrics.jsonl has a line of step 2 after one of step 2"),
+    "out of order": (lines(lambda ls: ls[::-1]), "metrics.jsonl has a line of step 1 after one of step 2"),
     "folder": (lambda run: ((run / "log.txt").unlink(), (run / "log.txt").mkdir()), "log.txt: is no file"),
 }
 
@@ -194,6 +205,27 @@ def test_what_is_lost_without_being_needed_is_said(whole: tuple[Path, GRPOTraine
     ):
         assert words in said
     assert RunFolder.read(run).whole_config().is_file()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_moments_of_another_length(whole: tuple[Path, GRPOTrainer], tmp_path: Path, dtype: torch.dtype) -> None:
+    """Seen by a new process too, whose optimiser has no moments yet to compare with."""
+    run, made = tmp_path / "run", whole[1]
+    shutil.copytree(whole[0], run)
+    tensors("optimizer", lambda t: t.update({name: value.to(dtype) for name, value in t.items()}))(run)
+    with pytest.raises(CoveyError, match=r"is torch\.float\d+, no moment of a gradient; delete it"):
+        checked_state(load_checkpoint(run / LAST), made.learner.tensors() | {"optimizer": {}}, made.best_metric)
+
+
+def test_an_evaluation_that_is_lost_is_said(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole[0], run)
+    with RunFolder.open(run) as folder:
+        folder.write_evaluation(0, [{"prompt": "a"}])
+    checkpoint = load_checkpoint(run / LAST)
+    assert lost_lines(RunFolder.read(run), checkpoint, whole[1].args) == [
+        "metrics.jsonl lacks the evaluation at step 0: reports and learning curve go without it"
+    ]
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again(model_folder: Path, tmp_path: Path) -> None:

@@ -95,9 +95,16 @@ class JsonLines:
 
 
 def is_step(record: Record) -> bool:
-    """A line of `metrics.jsonl`."""
+    """A line of a step, or of an evaluation after it."""
     step = record.get("step")
     return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+
+
+def is_metrics(record: Record) -> bool:
+    """A line of `metrics.jsonl`: no text in it, and null for numbers that are none."""
+    return is_step(record) and not any(
+        isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)) for value in record.values()
+    )
 
 
 def is_answers(record: Record) -> bool:

@@ -39,7 +39,7 @@ from covey.observe.records import (
     JsonLines,
     Record,
     is_answers,
-    is_step,
+    is_metrics,
     read_json_lines,
     read_table,
     write_table,
@@ -83,7 +83,7 @@ class RunFolder:
                 for folder in (path, self.checkpoints, self.completions):
                     if folder.is_dir():
                         files.remove_leftovers(folder)
-                self._metrics = JsonLines(self.metrics_path, is_step)
+                self._metrics = JsonLines(self.metrics_path, is_metrics)
                 self._questions = JsonLines(self.questions_path, is_answers)
                 self._events = JsonLines(self.events_path)
             except BaseException:
@@ -200,6 +200,8 @@ class RunFolder:
 
     @classmethod
     def _existing(cls, path: str | os.PathLike[str]) -> Path:
+        if problem := files.no_path(path):
+            raise RunFolderError(f"{os.fspath(path)!r:.100}: {problem}")
         if not cls.is_run(path):
             there = Path(path).absolute()
             found = [name for name in ("config.toml", "metrics.jsonl", "checkpoints") if os.path.exists(there / name)]
@@ -396,7 +398,7 @@ class RunFolder:
 
     def read_metrics(self) -> list[Record]:
         """All lines of `metrics.jsonl`, oldest first; null stands for NaN or infinity."""
-        return read_json_lines(self.metrics_path, is_step)
+        return read_json_lines(self.metrics_path, is_metrics)
 
     def read_answers(self) -> list[Record]:
         """Lines of `questions.jsonl`."""

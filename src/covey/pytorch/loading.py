@@ -86,6 +86,11 @@ def load_model(
     """
     if isinstance(model, nn.Module):
         return _take(model, tokenizer, dtype, device)
+    if not isinstance(model, str | Path):
+        raise ModelError(
+            f"model={model!r:.200}: a {type(model).__name__} is no model; give a hub id, a folder, a .gguf file or a "
+            "loaded transformers model"
+        )
     source = str(model)
     torch_device = _device(device)
     torch_dtype = _dtype(dtype, torch_device)
@@ -224,10 +229,18 @@ def _require_gguf(source: str) -> None:
 
 
 def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
+    loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
+    model: PreTrainedModel
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, found = loader.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad checkpoint
         raise ModelError(_load_problem(folder, source, error)) from error
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers would go on with random numbers
+        raise ModelError(
+            f"{source}: its files lack {len(missing)} of the weights that {type(model).__name__} has, {missing[0]} "
+            "among them; the download may be incomplete, or config.json is another model's"
+        )
     return model
 
 
@@ -256,6 +269,11 @@ def _load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | Path, source: str, **options: Any
 ) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, str | Path):
+        if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+            raise ModelError(
+                f"processing_class={tokenizer!r:.200}: a {type(tokenizer).__name__} is no tokenizer; pass one of "
+                "transformers, or the folder or hub id of one"
+            )
         return tokenizer
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(tokenizer), **options)

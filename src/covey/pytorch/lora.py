@@ -15,6 +15,7 @@ Saved adapters are read by `covey.adapters`.
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -126,6 +127,8 @@ def attach_lora(
     """
     if isinstance(model, PeftModel):
         return _lean(model)
+    if config is not None and not isinstance(config, LoraConfig):
+        raise ModelError(f"peft_config={config!r:.200}: a {type(config).__name__}; pass a peft.LoraConfig")
     require_rank(model, config.r if config is not None else r)
     if config is None:
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
@@ -143,7 +146,7 @@ def attach_lora(
         torch.manual_seed(seed)
         try:
             return _lean(get_peft_model(model, config))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, re.error) as error:
             raise ModelError(
                 f"model.lora_target_modules={config.target_modules!r}: PEFT cannot attach it ({error}); "
                 "use all-linear or names of linear layers of this model"

@@ -171,11 +171,13 @@ async def _timed(events: AsyncIterator[str], done: Callable[[], None]) -> AsyncI
 def _check_parts(form: FormData, known: Sequence[str]) -> None:
     """Each part once, and none that means nothing here."""
     names = [name for name, _ in form.multi_items()]
-    for name in names:
+    for name, value in form.multi_items():
         if name not in known or names.count(name) > 1:
             raise AdapterError(
                 f"the part {name!r:.80} is unknown, or comes twice; send each of {', '.join(known)} once"
             )
+        if value == "" and name in ("policy_version", "takeover", "restart"):  # FastAPI would take its default
+            raise AdapterError(f"the part {name!r} is empty; give it a value, or leave it out")
 
 
 def _digits(value: Any) -> Any:

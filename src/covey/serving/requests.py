@@ -125,6 +125,8 @@ class CompletionRequest(_Sampling):
             return [self.prompt]
         if self.prompt and all(type(token) is int for token in self.prompt):
             return [self.prompt]
+        if not self.prompt:
+            raise RequestError("prompt: an empty list; it must be a text, a list of token ids, or a list of these")
         for prompt in self.prompt:
             whole = isinstance(prompt, list) and all(type(token) is int for token in prompt)
             if not whole and not isinstance(prompt, str):

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import DataError
+from covey.files import no_path
 from covey.tasks.readers import as_entries, data_format, pick_split, read_file, read_hub, shown
 from covey.types import IntArray, Message, Prompt
 
@@ -43,6 +44,8 @@ def load_rows(source: Any, *, split: str = "train") -> list[Row]:
     """
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source)
+        if problem := no_path(name):
+            raise DataError(f"dataset={shown(name)}: {problem}")
         path = Path(name)
         if data_format(path) or os.path.exists(path):
             entries: Iterable[Any] = read_file(path)

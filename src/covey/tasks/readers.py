@@ -81,6 +81,9 @@ def _read_csv(path: Path) -> Iterator[Any]:
         lines = file.read().decode("utf-8-sig").splitlines(keepends=True)
     reader = csv.DictReader(lines, strict=True)
     try:
+        header = reader.fieldnames or ()
+        if twice := [name for name in header if header.count(name) > 1]:
+            raise DataError(f"{path}: its header has {shown(twice[0])} twice; rename or remove one of the columns")
         for row in reader:
             if None in row or None in row.values():
                 raise DataError(

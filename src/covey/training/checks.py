@@ -124,14 +124,26 @@ def require_memory(config: GRPOConfig) -> None:
         f"evaluation.num_generations_eval={evaluation.num_generations_eval} x "
         f"sampling.max_completion_length={length}": evaluation.num_generations_eval,
     }
-    needed = {name: count * (_COMPLETION_BYTES + _TOKEN_BYTES * length) for name, count in completions.items()}
+    for name, count in completions.items():
+        require_room_for(name, count, length)
     if config.environment.world is not None:
         parallel = config.environment.parallel_episodes
-        needed[f"environment.parallel_episodes={parallel}"] = parallel * _ENVIRONMENT_BYTES
+        _require(f"environment.parallel_episodes={parallel}", parallel * _ENVIRONMENT_BYTES)
+
+
+def require_room_for(name: str, completions: int, length: int) -> None:
+    """The same for so many completions of up to `length` tokens, that `name` asks for.
+
+    Raises:
+        ConfigError: the machine has less memory.
+    """
+    _require(name, completions * (_COMPLETION_BYTES + _TOKEN_BYTES * length))
+
+
+def _require(name: str, size: int) -> None:
     there = total_memory()
-    for name, size in needed.items():
-        if size > there:
-            raise ConfigError(
-                f"{name}: needs at least {size / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB; "
-                "use smaller numbers"
-            )
+    if size > there:
+        raise ConfigError(
+            f"{name}: needs at least {size / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB; "
+            "use smaller numbers"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
             raise ValueError(f"best_step={state.best_step} after global_step={state.global_step}")
     if state.updates > 0 and own["policy"] and not checkpoint.tensors["optimizer"]:
         raise CheckpointError(f"{where}: {state.updates} optimiser steps, and the optimiser's moments are empty; {fix}")
+    moments = {torch.float32, *(tensor.dtype for tensor in checkpoint.tensors["policy"].values())}
     for group, tensors in checkpoint.tensors.items():
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -132,7 +134,7 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
             mine = own.get(group, {}).get(name)
             if mine is not None and str(mine.dtype).removeprefix("torch.") != str(tensor.dtype).removeprefix("torch."):
                 raise CheckpointError(f"{where}: {group} {name} is {tensor.dtype}, here {mine.dtype}; {fix}")
-            if group == "optimizer" and tensor.ndim > 0 and not tensor.is_floating_point():
+            if group == "optimizer" and tensor.ndim > 0 and tensor.dtype not in moments:
                 raise CheckpointError(f"{where}: {group} {name} is {tensor.dtype}, no moment of a gradient; {fix}")
     if state.best_metric_name not in ("", best_metric):
         raise ConfigError(
@@ -176,19 +178,36 @@ def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) ->
     """Says which lines of earlier steps are gone.
 
     Raises:
-        CheckpointError: they are needed to go on to the same numbers.
+        CheckpointError: they are needed to go on to the same numbers, or one is there twice.
     """
-    known = {record["step"] for record in folder.read_metrics() if "phase" in record}
-    lost = [step for step in range(1, checkpoint.step + 1) if step not in known]
-    if not lost:
-        return []
-    which = f"metrics.jsonl lacks {len(lost)} of the {checkpoint.step} steps before the checkpoint"
-    if config.data.prompt_weighting == "difficulty" and not folder.read_answers():
-        raise CheckpointError(
-            f"{folder.path}: {which}, and questions.jsonl is empty, by which data.prompt_weighting='difficulty' draws; "
-            "restore both from a backup"
-        )
-    return [f"{which}: the weights go on as they were, learning curve and history begin later"]
+    records, answered = folder.read_metrics(), [record["step"] for record in folder.read_answers()]
+    steps = [record["step"] for record in records if "phase" in record]
+    evaluated = [record["step"] for record in records if "eval/reward" in record]
+    ordered = [record["step"] + 0.5 * ("phase" not in record) for record in records]
+    for name, found in (("metrics.jsonl", ordered), ("questions.jsonl", answered)):
+        for before, after in pairwise(found):
+            if after <= before:
+                raise CheckpointError(
+                    f"{folder.path}: {name} has a line of step {int(after)} after one of step {int(before)}; remove "
+                    "it, or restore the file from a backup"
+                )
+    lost = [step for step in range(1, checkpoint.step + 1) if step not in steps]
+    judged = [record["step"] for record in records if record.get("accuracy") is not None]
+    if config.data.prompt_weighting == "difficulty":
+        unanswered = [step for step in (*judged, *lost) if step <= checkpoint.step and step not in answered]
+        if unanswered:
+            raise CheckpointError(
+                f"{folder.path}: questions.jsonl, by which data.prompt_weighting='difficulty' draws, lacks step "
+                f"{min(unanswered)}; restore it and metrics.jsonl from a backup"
+            )
+    notes = []
+    if lost:
+        which = f"metrics.jsonl lacks {len(lost)} of the {checkpoint.step} steps before the checkpoint"
+        notes.append(f"{which}: the weights go on as they were, learning curve and history begin later")
+    for step in folder.evaluation_steps():
+        if step < checkpoint.step and step not in evaluated:
+            notes.append(f"metrics.jsonl lacks the evaluation at step {step}: reports and learning curve go without it")
+    return notes
 
 
 @contextmanager

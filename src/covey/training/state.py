@@ -10,7 +10,7 @@ from typing import Any, Self
 import transformers
 from transformers import TrainerControl
 
-from covey.errors import CheckpointError
+from covey.errors import CheckpointError, ConfigError
 
 _WHOLE, _NUMBER, _NONE = (int,), (float, int), type(None)
 _COUNTERS: dict[str, tuple[type, ...]] = {
@@ -100,6 +100,22 @@ class TrainerState(transformers.TrainerState):
         vars(self).update(vars(other))
 
 
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what would never be called.
+
+    Raises:
+        ConfigError: it is no list, or one of them has no method of an event.
+    """
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks={callbacks!r:.200}: a {type(callbacks).__name__}; pass a list of callbacks")
+    for callback in callbacks:
+        if not any(name.startswith("on_") for name in dir(callback)):
+            raise ConfigError(
+                f"callbacks: {callback!r:.200} has no method such as on_step_end or on_log, so nothing would call it; "
+                "pass a transformers TrainerCallback, or an object with such methods"
+            )
+
+
 class Callbacks:
     """Calls `callback.EVENT(args, state, control, **kwargs)` on every callback that has such a method.
 
@@ -108,6 +124,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, state: TrainerState) -> None:
+        check_callbacks(callbacks)
         self._callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
         self._args, self._state = args, state
         self.control = TrainerControl()

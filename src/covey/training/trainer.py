@@ -23,7 +23,8 @@ from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.environments.base import World
-from covey.errors import CoveyError, DataError
+from covey.errors import ConfigError, CoveyError, DataError
+from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
 from covey.rollout.batching import make_batch
@@ -45,7 +46,7 @@ from covey.training.evaluate import (
 from covey.training.questions import QuestionHistory
 from covey.training.recorder import Recorder, Run
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
-from covey.training.state import Callbacks, TrainerState
+from covey.training.state import Callbacks, TrainerState, check_callbacks
 from covey.training.update import Update, update
 from covey.types import Batch, Progress, Prompt
 
@@ -112,6 +113,11 @@ class GRPOTrainer:
         backend: Backend | None = None,
     ) -> None:
         args = GRPOConfig() if args is None else args
+        if not isinstance(args, GRPOConfig):
+            raise ConfigError(
+                f"args={args!r:.200}: a {type(args).__name__}; pass a GRPOConfig, such as GRPOConfig(...)"
+            )
+        check_callbacks(callbacks or ())
         if isinstance(model, str | Path):
             args, model = args.replace(model=str(model)), None
         sources = (reward_funcs, train_dataset, eval_dataset)
@@ -169,6 +175,8 @@ class GRPOTrainer:
         Raises:
             RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
         """
+        if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, bool):
+            resume_from_checkpoint = checked_path("resume_from_checkpoint", resume_from_checkpoint)
         with self._recording(resume_from_checkpoint) as recorder, self._sampling(recorder) as samples:
             self._evaluate_when_due(recorder)
             while not self._finished():
@@ -478,8 +486,11 @@ class GRPOTrainer:
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Save the adapter (PEFT format), or the whole model after full fine-tuning, with the tokenizer."""
-        path = Path(output_dir) if output_dir is not None else Path(self.args.run.output_dir) / "adapter"
-        self.policy.save_pretrained(path)
+        path = (
+            Path(self.args.run.output_dir) / "adapter" if output_dir is None else checked_path("output_dir", output_dir)
+        )
+        with explained(path):
+            self.policy.save_pretrained(path)
         return path
 
     @contextmanager
