@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from covey.algorithms import ADVANTAGE_ESTIMATORS
 from covey.config_names import field_path
 
 if TYPE_CHECKING:
@@ -20,11 +21,17 @@ def uses_kl(config: GRPOConfig) -> bool:
 
 def uses_reference(config: GRPOConfig) -> bool:
     """True when something looks at the reference."""
-    return uses_kl(config) or config.algorithm.reference_drift_threshold is not None
+    own = ":" in config.algorithm.adv_estimator  # somebody's own estimator may
+    return own or uses_kl(config) or config.algorithm.reference_drift_threshold is not None
 
 
 def _loss(*names: str) -> _Condition:
     return lambda config: config.algorithm.loss_type in names
+
+
+def _divides(config: GRPOConfig) -> bool:
+    function = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)  # nothing is known of somebody's own
+    return getattr(function, "scaled", True)
 
 
 def _set(field: str) -> _Condition:
@@ -50,12 +57,12 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ),
     (
         "scale_rewards",
-        lambda c: c.algorithm.adv_estimator not in ("dr_grpo", "rloo") or c.algorithm.scale_rewards == "none",
+        lambda c: _divides(c) or c.algorithm.scale_rewards == "none",
         "algorithm.adv_estimator divides by a spread; this one does not",
     ),
     (
         "std_correction",
-        lambda c: c.algorithm.adv_estimator not in ("dr_grpo", "rloo") and c.algorithm.scale_rewards != "none",
+        lambda c: _divides(c) and c.algorithm.scale_rewards != "none",
         "advantages are divided by a spread; these are not",
     ),
     (

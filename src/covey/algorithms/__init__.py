@@ -6,20 +6,20 @@ torch nor JAX.
 """
 
 from covey.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
     broadcast_steps,
     combine_rewards,
     compute_grpo_outcome_advantage,
     compute_naive_grpo_outcome_advantage,
     episode_advantages,
     group_advantages,
-    multi_reward_advantages,
     rloo_advantages,
     step_advantages,
     step_scores,
 )
 from covey.algorithms.aggregation import AGGREGATORS, StepCounts, count_step, token_weights
 from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, stop_gradient
+from covey.algorithms.baselines import normalise_tokens
+from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, Estimator, find_estimator, multi_reward_advantages
 from covey.algorithms.kl import (
     KL_ESTIMATORS,
     VOCABULARY_KL,
@@ -48,6 +48,7 @@ from covey.algorithms.masks import (
 )
 from covey.algorithms.mismatch import MISMATCH_MODES, mismatch_correction
 from covey.algorithms.objective import LossTerms, add_metrics, mean_metrics, policy_loss
+from covey.algorithms.outcomes import Outcomes, Turns, states
 from covey.algorithms.presets import LOSS_PRESETS, SURROGATES, Objective, make_objective
 from covey.algorithms.shaping import soft_overlong_punishment
 from covey.algorithms.surrogates import (
@@ -75,10 +76,13 @@ __all__ = [
     "SURROGATE_MASKS",
     "VOCABULARY_KL",
     "Array",
+    "Estimator",
     "LossTerms",
     "Objective",
+    "Outcomes",
     "StepCounts",
     "Surrogate",
+    "Turns",
     "add_metrics",
     "broadcast_steps",
     "cispo_surrogate",
@@ -94,6 +98,7 @@ __all__ = [
     "episode_advantages",
     "exact_kl",
     "exact_weighted_kl",
+    "find_estimator",
     "group_advantages",
     "gspo_token_ratio",
     "has_choice_letter",
@@ -106,6 +111,7 @@ __all__ = [
     "mean_metrics",
     "mismatch_correction",
     "multi_reward_advantages",
+    "normalise_tokens",
     "off_policy_mask",
     "policy_loss",
     "reference_drift_mask",
@@ -115,6 +121,7 @@ __all__ = [
     "sapo_surrogate",
     "sequence_ratio",
     "soft_overlong_punishment",
+    "states",
     "step_advantages",
     "step_scores",
     "stop_gradient",

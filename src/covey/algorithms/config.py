@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
@@ -12,7 +12,19 @@ LossType = Literal[
     "grpo", "bnpo", "dapo", "dr_grpo", "gspo", "gspo_token", "cispo", "sapo", "reinforce", "reinforce_kept"
 ]
 KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased", "exact", "exact_weighted"]
-AdvantageEstimator = Literal["grpo", "naive_grpo", "dr_grpo", "rloo", "gigpo"]
+AdvantageEstimator = Literal[
+    "grpo",
+    "naive_grpo",
+    "dr_grpo",
+    "rloo",
+    "gigpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_passk",
+]
 MismatchCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -30,16 +42,22 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "ratio), cispo, sapo, reinforce (no ratio, no clip), reinforce_kept (the same, mean over the completions "
         "that masks leave, and the KL over all sampled tokens: usmle-qa.md to the letter).",
     )
-    adv_estimator: AdvantageEstimator = Field(
+    adv_estimator: AdvantageEstimator | Annotated[str, Field(pattern=r".:.")] = Field(
         default="grpo",
         description="How a reward becomes an advantage: grpo (against the group's mean and spread), "
         "naive_grpo (the same, each multi-turn episode counted once), dr_grpo (mean only), rloo (mean of "
-        "the others), gigpo (agents: episodes, and turns that began with the same observation).",
+        "the others), gigpo (agents: episodes, and turns that began with the same observation), reinforce_plus_plus "
+        "(against the batch) and reinforce_plus_plus_baseline (group's mean, then batch), remax (against the prompt's "
+        "greedy completion), opo (mean weighed by length), gpg, grpo_passk (the best of the group only), or a function "
+        "of yours, FILE.py:FUNCTION or MODULE:FUNCTION.",
+    )
+    adv_parameters: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="The estimator's own parameters by name, such as gamma."
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group",
         description="Spread that advantages are divided by: that of the group, of the whole batch, or "
-        "none. Has no effect with adv_estimator dr_grpo and rloo, which do not divide. True means group, "
+        "none. Has no effect with an adv_estimator that does not divide, such as dr_grpo and rloo. True means group, "
         "False none.",
     )
     std_correction: Literal[0, 1] = Field(
@@ -165,7 +183,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "scale_rewards have no part in it).",
     )
     dynamic_sampling: bool = Field(
-        default=False, description="Replace groups whose rewards are all equal by newly sampled ones (DAPO)."
+        default=False,
+        description="Replace groups that teach nothing, whose rewards are all equal, by newly sampled ones (DAPO).",
     )
     dynamic_sampling_max_tries: int = Field(
         default=3,
@@ -186,7 +205,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
                 "sequence ratio; remove algorithm.importance_sampling_level, or set algorithm.loss_type to "
                 "'grpo'"
             )
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.adv_estimator in ("dr_grpo", "rloo"):
+        fitting = ("grpo", "naive_grpo", "gigpo")
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.adv_estimator not in fitting:
             raise ValueError(
                 f"adv_estimator={self.adv_estimator!r}: multi_objective_aggregation 'normalize_then_sum' (GDPO) is an "
                 "estimator of its own, which would not use it; remove one of the two settings"

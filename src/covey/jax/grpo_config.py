@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from covey.algorithms import (
-    ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
     MISMATCH_MODES,
     Objective,
+    find_estimator,
     make_objective,
 )
 from covey.algorithms.arrays import lookup, unknown_name
@@ -136,7 +136,12 @@ class GRPOConfig:
         ):
             if not fine:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: {reason}; choose {fix}")
-        lookup(ADVANTAGE_ESTIMATORS, self.adv_estimator, "adv_estimator")
+        estimator = find_estimator(self.adv_estimator)
+        if estimator.needs_turns or estimator.needs_reference or estimator.greedy_baseline:
+            raise ConfigError(
+                f"adv_estimator={self.adv_estimator!r}: it needs turns, the reference or greedy completions, which "
+                "this trainer does not give to estimators; choose another one, such as grpo"
+            )
         if self.importance_sampling_correction is not None:
             lookup(MISMATCH_MODES, self.importance_sampling_correction, "importance_sampling_correction")
         objective = make_objective(

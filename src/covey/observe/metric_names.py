@@ -56,8 +56,8 @@ rewards/<function>/mean | | mean of this function's unweighted reward over the c
 rewards/<function>/std | | standard deviation of the same over all completions of the step
 rewards/<function>/none | fraction | completions for which this function returned None
 frac_reward_none | fraction | completions that no reward function scored; they get advantage 0
-frac_reward_zero_std | fraction | groups whose rewards are all equal: advantage 0, unless turns or reward functions are
-    compared one by one
+frac_reward_zero_std | fraction | groups that teach nothing: those whose rewards are all equal, advantage 0 unless turns
+    or reward functions are compared one by one; those without a score where adv_estimator compares beyond groups
 completions/mean_length | tokens | mean number of sampled tokens of a completion, the end token included
 completions/min_length | tokens | the shortest completion
 completions/max_length | tokens | the longest completion

@@ -24,7 +24,6 @@ import numpy as np
 from covey.errors import ConfigError
 from covey.observe.memory import forget_peak, peak_cuda_bytes, peak_rss_bytes, rss_bytes
 from covey.pytorch.engine import Engine
-from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout
 from covey.rollout.packing import pack_episodes
 from covey.training import setup
@@ -290,7 +289,7 @@ class _Update:
     def __init__(self, trainer: GRPOTrainer, groups: Sequence[Group], phase: ResolvedPhase) -> None:
         self._budget = trainer.learner.tokens_per_micro_batch
         self._checkpoint = trainer.args.model.gradient_checkpointing
-        batch = make_batch(groups, trainer.batch_settings)
+        batch = trainer.make_batch(groups, phase)
         self._tokens = [pack.num_tokens for pack in pack_episodes(batch.episodes, None, self._budget)]
         settings = setup.update_settings(trainer.args, phase)
         forget_peak()

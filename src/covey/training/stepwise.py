@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout
 from covey.training import setup
 from covey.training.update import update
@@ -70,11 +69,11 @@ class StepByStep:
 
         Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
         split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
-        learned: all groups tied, or every token masked.
+        learned: every advantage is 0, or every token masked.
         """
         trainer = cast("GRPOTrainer", self)
-        batch = make_batch(rollout.groups, trainer.batch_settings)
-        settings = setup.update_settings(trainer.args, trainer.phases.at(trainer._progress()))
+        phase = trainer.phases.at(trainer._progress())
+        batch, settings = trainer.make_batch(rollout.groups, phase), setup.update_settings(trainer.args, phase)
         done = update(cast("Learner", _WithoutStep(trainer.learner)), batch, replace(settings, num_iterations=1), 0.0)
         return float(done.metrics["loss"])
 

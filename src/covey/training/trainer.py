@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.observe.memory import memory_metrics
 from covey.rollout.agent_collect import AgentCollector
-from covey.rollout.batching import make_batch
-from covey.rollout.collect import Collector, Rollout, collect_groups
-from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
+from covey.rollout.collect import Collector, Rollout, collect_groups, with_greedy_rewards
+from covey.rollout.dynamic import collect_informative_groups
 from covey.serving.remote import RemoteEngine
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
@@ -39,7 +41,7 @@ from covey.training.standard import best_metric
 from covey.training.state import TrainerState
 from covey.training.stepwise import StepByStep
 from covey.training.update import Update, update
-from covey.types import Batch, Prompt
+from covey.types import Batch, Group, Prompt
 from covey.types import Progress as ProgressCall
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class GRPOTrainer(StepByStep):
         engine: the sampler.
         collect: samples and scores groups with it.
         world: what agents act in, None for single answers.
+        estimator: of the advantages.
         learner: the policy's optimiser.
         data: rows, reward functions, and what counts as correct.
         only_in_memory: the run has parts that its settings do not name, so `covey resume` cannot build it again.
@@ -128,6 +131,7 @@ class GRPOTrainer(StepByStep):
         self.world = world = agents.load_world(args) if world is None else world
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
+        self.estimator = setup.check_estimator(args, world)
         require_memory(args)
         if world is None:
             self.data = setup.load_data(args, task, reward_funcs, train_dataset, eval_dataset)
@@ -158,11 +162,10 @@ class GRPOTrainer(StepByStep):
         setup.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
         self.engine.sync(self.policy.model, self.state.policy_version)
-        self.questions = QuestionHistory([prompt.uid for prompt in self.prompts])
+        self.questions = QuestionHistory([prompt.uid for prompt in self.prompts], self.estimator.group_relative)
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
         self.collect = self._make_collector()
-        self.batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
@@ -185,7 +188,7 @@ class GRPOTrainer(StepByStep):
                 started = time.perf_counter()
                 sampled = samples.next()
                 phase = replace(sampled.phase, learning_rate_factor=self.phases.learning_rate_factor)
-                batch = make_batch(sampled.rollout.groups, self.batch_settings)
+                batch = self.make_batch(sampled.rollout.groups, phase)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
                     samples.before_update()
                     done = self._learn(batch, phase)
@@ -238,7 +241,7 @@ class GRPOTrainer(StepByStep):
 
     def _sample_and_score(self, phase: ResolvedPhase, position: int, version: int, progress: ProgressCall) -> Sampled:
         """Groups for one step, from a position in the data on."""
-        args = self.args
+        args, start = self.args, position
         settings = setup.sampling_settings(args, self.policy, phase.temperature)
 
         def collect(count: int) -> Rollout:
@@ -256,13 +259,19 @@ class GRPOTrainer(StepByStep):
 
         wanted = args.data.prompts_per_step
         if args.algorithm.dynamic_sampling:
-            tries = DynamicSampling(args.algorithm.dynamic_sampling_max_tries)
-            rollout = collect_informative_groups(collect, wanted, tries)
+            tries = args.algorithm.dynamic_sampling_max_tries
+            rollout = collect_informative_groups(collect, wanted, tries, self.estimator.teaches)
         else:
             rollout = collect(wanted)
         correct = correct_completions(rollout.whole, self.data.is_correct)
+        logged = self.data.scorer.take_logged()
+        if self.estimator.greedy_baseline:
+            greedy = setup.sampling_settings(args, self.policy, 0.0)
+            _, streams = self._next_prompts(start, len(rollout.groups))
+            rollout = with_greedy_rewards(rollout, self.collect, greedy, streams=streams, policy_version=version)
+            self.data.scorer.take_logged()  # of completions that nothing is trained on
         self._prepare_worlds(phase, position)
-        return Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
+        return Sampled(rollout, phase, position, correct, logged)
 
     def _next_prompts(self, position: int, count: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts from a position on, and the random streams of their completions."""
@@ -275,6 +284,15 @@ class GRPOTrainer(StepByStep):
         if isinstance(self.collect, AgentCollector) and self.args.data.prompt_weighting == "uniform":
             prompts, streams = self._next_prompts(position, self.args.data.prompts_per_step)
             self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
+
+    def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
+        """The groups with their advantages and masks, as the phase trains on them."""
+
+        def score_reference(batch: Batch) -> NDArray[np.float32]:
+            rows = np.arange(len(batch.episodes))
+            return self.learner.scores(batch, rows, temperature=phase.temperature, reference=True)[0]
+
+        return setup.batch_maker(self.args, self.data)(groups, score_reference=score_reference)
 
     def _learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         rate = self.length.rate(phase, self.state.global_step)
@@ -344,7 +362,7 @@ class GRPOTrainer(StepByStep):
             "num_tokens": state.num_tokens,
             "policy_version": min(episode.policy_version for episode in done.batch.episodes),
             "phase": phase.index,
-            **rollout_metrics(rollout, self.args.algorithm.std_correction),
+            **rollout_metrics(rollout, self.estimator, self.args.algorithm.std_correction),
             **done.metrics,
             **memory_metrics(),
             "step_time": seconds,
