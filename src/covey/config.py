@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from covey.algorithms import ADVANTAGE_ESTIMATORS, find_estimator
 from covey.algorithms.config import AlgorithmConfig
 from covey.config_effects import without_effect
 from covey.config_names import FIELDS, SECTIONS, canonical_names
@@ -121,6 +122,18 @@ class GRPOConfig(BaseModel):
         """Completions that one optimiser step trains on: `prompts_per_step * num_generations`."""
         return self.data.prompts_per_step * self.sampling.num_generations
 
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Completions for each prompt, by the setting that says so: that of the run, and those of its phases."""
+        phases = {
+            f"schedule.phases[{number}].num_generations": phase.num_generations
+            for number, phase in enumerate(self.schedule.phases)
+        }
+        return {
+            "sampling.num_generations": self.sampling.num_generations,
+            **{setting: size for setting, size in phases.items() if size is not None},
+        }
+
     @classmethod
     def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
         """Read a TOML file whose tables are sections, then apply overrides such as
@@ -140,7 +153,7 @@ class GRPOConfig(BaseModel):
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: is not valid TOML ({error}); correct it there") from error
         except (OSError, ValueError, TypeError, RecursionError) as error:  # no file, no text, no path, too deep
-            raise ConfigError(f"{str(path):.300}: cannot be read ({error}); give the path of a TOML file") from error
+            raise ConfigError(f"{path!s:.300}: cannot be read ({error}); give the path of a TOML file") from error
         if is_odd:
             raise ConfigError(f"{path}: is no file; give the path of a TOML file")
         written = _whole_paths(canonical_names(table), Path(path).parent, Path())
@@ -187,7 +200,7 @@ class GRPOConfig(BaseModel):
 
 GRPOTrainingArgs = GRPOConfig
 
-_PATHS = ("model", "adapter", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
+_PATHS = ("model", "adapter", "adv_estimator", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
 """Fields that name files, or may."""
 
 _CODE = ("functions", "task", "world", "loss_type", "adv_estimator")
@@ -275,11 +288,9 @@ def _check_across_sections(config: GRPOConfig) -> None:
             "server.upload_adapters_to_server=True and model.use_peft=False: only adapters are uploaded; set "
             "model.use_peft to true"
         )
-    if config.environment.world is None and algorithm.adv_estimator == "gigpo":
-        problems.append(
-            "algorithm.adv_estimator='gigpo': it compares turns, so it needs environment.world; use grpo for single "
-            "answers"
-        )
+    if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
+        estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
+        problems += filter(None, [estimator.group_problem(config.group_sizes)])
     if 0 < config.schedule.max_staleness < algorithm.num_iterations:
         problems.append(
             f"schedule.max_staleness={config.schedule.max_staleness}: a step takes "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from covey.algorithms import ADVANTAGE_ESTIMATORS
 from covey.algorithms.losses import LOSSES
 from covey.config_names import field_path
 
@@ -19,7 +20,8 @@ def uses_kl(config: Any) -> bool:
 
 def uses_reference(config: Any) -> bool:
     """True when something looks at the reference."""
-    return uses_kl(config) or config.algorithm.uses_reference
+    own = ":" in config.algorithm.adv_estimator  # somebody's own estimator may
+    return own or uses_kl(config) or config.algorithm.uses_reference
 
 
 def _loss_takes(parameter: str) -> _Condition:
@@ -30,6 +32,11 @@ def _loss_takes(parameter: str) -> _Condition:
         return loss is None or parameter in loss.parameters
 
     return takes
+
+
+def _divides(config: Any) -> bool:
+    function = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)  # nothing is known of somebody's own
+    return getattr(function, "scaled", True)
 
 
 def _set(field: str) -> _Condition:
@@ -60,12 +67,12 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     *((field, _set("use_adaptive_entropy"), "algorithm.use_adaptive_entropy is true") for field in _ENTROPY),
     (
         "scale_rewards",
-        lambda c: c.algorithm.adv_estimator not in ("dr_grpo", "rloo") or c.algorithm.scale_rewards == "none",
+        lambda c: _divides(c) or c.algorithm.scale_rewards == "none",
         "algorithm.adv_estimator divides by a spread; this one does not",
     ),
     (
         "std_correction",
-        lambda c: c.algorithm.adv_estimator not in ("dr_grpo", "rloo") and c.algorithm.scale_rewards != "none",
+        lambda c: _divides(c) and c.algorithm.scale_rewards != "none",
         "advantages are divided by a spread; these are not",
     ),
     (

@@ -191,6 +191,7 @@ class Group:
             function could score it (`None`), or an environment failed.
         reward_parts: for each reward function, its unweighted `[G]` rewards (NaN for None).
         trajectories: of agents, whose episodes these are, one trajectory after another. Empty for single answers.
+        greedy_reward: of the prompt's greedy completion, NaN where there is none or it cannot be scored.
     """
 
     prompt: Prompt
@@ -198,6 +199,7 @@ class Group:
     rewards: NDArray[np.float64]
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     trajectories: tuple[Trajectory, ...] = ()
+    greedy_reward: float = float("nan")
 
     @property
     def is_tied(self) -> bool:
@@ -217,6 +219,7 @@ class Batch:
         mask: `[N, T]` True where the row has a sampled token that no mask excludes.
         old_logprobs: `[N, T]` float32, recorded by the sampler; 0 beyond the row's end.
         excluded: reason -> `[N, T]`, True on the tokens that this mask excluded.
+        group_relative: advantages are differences within a group, so that one whose rewards are equal has none.
     """
 
     episodes: tuple[Episode, ...]
@@ -225,6 +228,7 @@ class Batch:
     mask: BoolArray
     old_logprobs: NDArray[np.float32]
     excluded: Mapping[str, BoolArray] = field(default_factory=dict)
+    group_relative: bool = True
 
     @property
     def sampled(self) -> BoolArray:

@@ -7,7 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.rollout.credit import CreditSettings, agent_advantages, segment_of_token, trajectory_rewards
+from covey.algorithms import find_estimator
+from covey.algorithms.config import AlgorithmConfig
+from covey.environments.config import EnvironmentConfig
+from covey.rollout.credit import agent_advantages, segment_of_token, trajectory_rewards
 from covey.types import Episode, Group, Trajectory, Turn
 from fakes import fake_prompt
 
@@ -43,6 +46,11 @@ def group(*trajectories: Trajectory) -> Group:
     return Group(fake_prompt(), episodes, np.zeros(len(episodes)), {}, tuple(trajectories))
 
 
+def advantages(groups: list[Group], adv_estimator: str = "grpo", **environment: Any) -> Any:
+    algorithm = AlgorithmConfig(adv_estimator=adv_estimator, scale_rewards="none")
+    return agent_advantages(groups, find_estimator(adv_estimator), algorithm, EnvironmentConfig(**environment))
+
+
 def test_segments() -> None:
     assert segment_of_token(np.array([False, True, True, False, True])).tolist() == [0, 0, 1]
     assert segment_of_token(np.array([False, False])).tolist() == []
@@ -53,9 +61,8 @@ def test_estimators_by_hand(conversation: bool) -> None:
     # one episode of two turns that earns 1 in the second, one of a single turn that earns 0
     groups = [group(trajectory([0.0, 1.0], conversation=conversation), trajectory([0.0], conversation=conversation))]
 
-    def tokens(**settings: object) -> Any:
-        found = agent_advantages(groups, CreditSettings(scale_rewards="none", **settings))  # type: ignore[arg-type]
-        return pytest.approx(found)
+    def tokens(**settings: Any) -> Any:
+        return pytest.approx(advantages(groups, **settings))
 
     def expected(first: float, second: float, other: float) -> np.ndarray:
         if conversation:
@@ -85,15 +92,15 @@ def test_failed_episodes_are_left_out_or_scored() -> None:
             trajectory([4.0], conversation=True, ended="failed"),
         )
     ]
-    settings = CreditSettings("naive_grpo", "none")
-    assert agent_advantages(groups, settings).ravel().tolist() == [0.5, -0.5, 0.0]
-    scored = CreditSettings("naive_grpo", "none", failed_episodes="score")
-    assert agent_advantages(groups, scored).ravel() == pytest.approx([1 - 5 / 3, -5 / 3, 4 - 5 / 3])
-    assert np.isnan(trajectory_rewards(groups[0].trajectories, settings)[2])
+    assert advantages(groups, "naive_grpo").ravel().tolist() == [0.5, -0.5, 0.0]
+    assert advantages(groups, "naive_grpo", failed_episodes="score").ravel() == pytest.approx(
+        [1 - 5 / 3, -5 / 3, 4 - 5 / 3]
+    )
+    assert np.isnan(trajectory_rewards(groups[0].trajectories, EnvironmentConfig())[2])
 
 
 def test_an_episode_that_failed_before_its_first_turn_has_no_row() -> None:
     nothing = Trajectory((), (), False, "failed", "broken")
     groups = [group(nothing, trajectory([1.0], conversation=True), trajectory([0.0], conversation=True))]
-    assert agent_advantages(groups, CreditSettings("grpo", "none")).ravel().tolist() == [0.5, -0.5]
-    assert agent_advantages([group(nothing)], CreditSettings()).shape == (0, 0)
+    assert advantages(groups).ravel().tolist() == [0.5, -0.5]
+    assert advantages([group(nothing)]).shape == (0, 0)

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from covey.rollout.batching import BatchSettings, make_batch
+from covey.algorithms import find_estimator
+from covey.algorithms.config import AlgorithmConfig
+from covey.environments.config import EnvironmentConfig
+from covey.rewards.config import RewardConfig
+from covey.rollout.batching import make_batch
 from covey.rollout.collect import Rollout, collect_groups
-from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
+from covey.rollout.dynamic import collect_informative_groups
 from covey.rollout.scoring import Scorer
-from covey.types import Completion, Episode, Group, Progress, Prompt, Request, SamplingSettings
+from covey.types import Batch, Completion, Episode, Group, Progress, Prompt, Request, SamplingSettings
 
 
 class EchoGenerator:
@@ -86,12 +90,19 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
     return Group(prompt(1, 2), tuple(episodes), values, {"reward": values})
 
 
-def settings(**changes: Any) -> BatchSettings:
-    return BatchSettings(**({"reward_weights": (1.0,)} | changes))
+def batch_of(groups: list[Group], soft_overlong_cache: int = 0, **changes: Any) -> Batch:
+    given = {name: changes.pop(name) for name in ("has_answer", "max_completion_length") if name in changes}
+    return make_batch(
+        groups,
+        AlgorithmConfig(**changes),
+        RewardConfig(soft_overlong_cache=soft_overlong_cache),
+        EnvironmentConfig(),
+        **({"reward_weights": (1.0,), "max_completion_length": 256} | given),
+    )
 
 
 def test_batch_by_hand() -> None:
-    batch = make_batch([group([0, 1]), group([1, 1], [1, 3])], settings(std_correction=0))
+    batch = batch_of([group([0, 1]), group([1, 1], [1, 3])], std_correction=0)
     assert batch.group.tolist() == [0, 0, 1, 1]
     # mean 0.5, population std 0.5: (0 - 0.5) / 0.5 = -1; the second group is tied.
     np.testing.assert_allclose(batch.advantages, [[-1, -1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]], atol=1e-5)
@@ -101,8 +112,8 @@ def test_batch_by_hand() -> None:
 
 def test_masks_leave_their_reason_and_the_group_mean() -> None:
     groups = [group([0, 1, 5], [2, 2, 3])]
-    plain = make_batch(groups, settings())
-    masked = make_batch(groups, settings(mask_truncated_completions=True))
+    plain = batch_of(groups)
+    masked = batch_of(groups, mask_truncated_completions=True)
     np.testing.assert_array_equal(plain.advantages, masked.advantages)  # the dropped one still counts in the mean
     assert masked.mask[2].sum() == 0
     assert masked.excluded["mask_truncated_completions"].tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1]]
@@ -110,19 +121,18 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
 
 
 def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
-    batch = make_batch(
+    batch = batch_of(
         [group([0, 1], [2, 3])],
-        settings(validity_mask=True, validity_min_length=1, has_valid_answer=lambda prompt, text: len(text) == 2),
+        validity_mask=True,
+        validity_min_length=1,
+        has_answer=lambda prompt, text: len(text) == 2,
     )
     assert batch.mask.any(axis=1).tolist() == [True, False]
 
 
 def test_overlong_punishment_counts_tokens() -> None:
     # Limit 4, cache 2: lengths 2 and 3 are punished by 0 and -0.5, so equal rewards are no longer equal.
-    batch = make_batch(
-        [group([1, 1], [2, 3])],
-        settings(soft_overlong_cache=2, max_completion_length=4, scale_rewards="none"),
-    )
+    batch = batch_of([group([1, 1], [2, 3])], soft_overlong_cache=2, max_completion_length=4, scale_rewards="none")
     np.testing.assert_allclose(batch.advantages[:, 0], [0.25, -0.25])
 
 
@@ -135,7 +145,7 @@ def test_dynamic_sampling_refills_tied_groups() -> None:
         asked.append(count)
         return Rollout(tuple(next(draws)), 1.0, 0.5, 10)
 
-    rollout = collect_informative_groups(draw, 3, DynamicSampling(max_tries=3))
+    rollout = collect_informative_groups(draw, 3, 3, find_estimator("grpo").teaches)
     assert asked == [3, 2, 1]
     assert len(rollout.groups) == 3
     assert not any(entry.is_tied for entry in rollout.groups)
@@ -148,7 +158,7 @@ def test_dynamic_sampling_refills_tied_groups() -> None:
 def test_dynamic_sampling_is_bounded(first: list[float], kept: int) -> None:
     draws = [[group(first)], [group([1, 1])]]
     rollout = collect_informative_groups(
-        lambda count: Rollout(tuple(draws.pop(0)), 0.0, 0.0, 0), 4, DynamicSampling(max_tries=2)
+        lambda count: Rollout(tuple(draws.pop(0)), 0.0, 0.0, 0), 4, 2, find_estimator("grpo").teaches
     )
     assert len(rollout.groups) == kept  # a partial batch; if all are tied, the last try's, for its rewards
     assert len(rollout.whole.groups) == 2

@@ -148,7 +148,7 @@ def test_what_cannot_work_is_said_early(playing: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"environment\.world='house.*data\.task"):
         GRPOConfig(**(playing | {"task": "arithmetic"}))
     with pytest.raises(ConfigError, match=r"gigpo.*environment\.world"):
-        GRPOConfig(adv_estimator="gigpo")
+        GRPOTrainer(reward_funcs=lambda completions, **_: [0.0], args=GRPOConfig(adv_estimator="gigpo"))
     with pytest.raises(ConfigError, match="a world brings its own tasks and rewards"):
         GRPOTrainer(reward_funcs=lambda completions, **_: [0.0], args=GRPOConfig(**playing))
     with pytest.raises(ConfigError, match="no such environment; did you mean 'house'"):

@@ -19,7 +19,6 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
-from covey.rollout.batching import make_batch
 from covey.rollout.collect import AnswerCollector, Rollout, collect_groups
 from covey.rollout.learning import Correction
 from covey.rollout.scoring import Logged
@@ -241,7 +240,7 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -
             policy_version=1 + step,
         )
         phase = plain.phases.at(Elapsed(step))
-        batch = make_batch(rollout.groups, plain.batch_settings)
+        batch = plain.make_batch(rollout.groups, phase)
         done = update(
             plain.learner,
             batch,

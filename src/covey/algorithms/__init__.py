@@ -6,20 +6,20 @@ torch nor JAX.
 """
 
 from covey.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
     broadcast_steps,
     combine_rewards,
     compute_grpo_outcome_advantage,
     compute_naive_grpo_outcome_advantage,
     episode_advantages,
     group_advantages,
-    multi_reward_advantages,
     rloo_advantages,
     step_advantages,
     step_scores,
 )
 from covey.algorithms.aggregation import AGGREGATORS, StepCounts, count_step, token_weights
 from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, bounded_exp, row_mean, row_sum, stop_gradient
+from covey.algorithms.baselines import normalise_tokens
+from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, Estimator, find_estimator, multi_reward_advantages
 from covey.algorithms.kl import (
     KL_ESTIMATORS,
     VOCABULARY_KL,
@@ -59,6 +59,7 @@ from covey.algorithms.masks import (
 )
 from covey.algorithms.mismatch import MISMATCH_MODES, Correction, mismatch_correction
 from covey.algorithms.objective import LossTerms, Objective, add_metrics, make_objective, mean_metrics, policy_loss
+from covey.algorithms.outcomes import Outcomes, Turns, states
 from covey.algorithms.shaping import soft_overlong_punishment
 
 __all__ = [
@@ -74,12 +75,15 @@ __all__ = [
     "VOCABULARY_KL",
     "Array",
     "Correction",
+    "Estimator",
     "Loss",
     "LossInputs",
     "LossTerms",
     "Objective",
+    "Outcomes",
     "StepCounts",
     "Surrogate",
+    "Turns",
     "add_metrics",
     "bounded_exp",
     "broadcast_steps",
@@ -95,6 +99,7 @@ __all__ = [
     "episode_advantages",
     "exact_kl",
     "exact_weighted_kl",
+    "find_estimator",
     "find_loss",
     "group_advantages",
     "gspo_token_ratio",
@@ -109,6 +114,7 @@ __all__ = [
     "mean_metrics",
     "mismatch_correction",
     "multi_reward_advantages",
+    "normalise_tokens",
     "off_policy_mask",
     "policy_loss",
     "policy_masks",
@@ -119,6 +125,7 @@ __all__ = [
     "row_sum",
     "sequence_ratio",
     "soft_overlong_punishment",
+    "states",
     "step_advantages",
     "step_scores",
     "stop_gradient",

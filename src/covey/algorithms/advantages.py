@@ -21,7 +21,6 @@ from covey.algorithms.arrays import (
     as_mask,
     expand_rows,
     group_numbers,
-    lookup,
     masked,
     to_library_of,
     unknown_name,
@@ -32,6 +31,16 @@ SCALES = ("group", "batch", "none")
 """What a centred reward is divided by (`scale_rewards`): its group's std, the batch's std, or nothing."""
 
 _BLOCK = 1024
+
+
+def over_groups(reduce: Callable[[Array], Array], groups: Array, member: Array) -> Array:
+    """`[N]` of each row what `reduce` makes of a `[B, N]` mask of the members of its group."""
+    xp = array_namespace(groups)
+    blocks = [
+        reduce((groups[start : start + _BLOCK, None] == groups[None, :]) & member[None, :])
+        for start in range(0, groups.shape[0], _BLOCK)
+    ]
+    return xp.concat(blocks) if blocks else groups
 
 
 class GroupStatistics(NamedTuple):
@@ -61,9 +70,9 @@ def group_statistics(rewards: Array, groups: Array, member: Array, *, correction
         inside = (groups[start : start + _BLOCK, None] == groups[None, :]) & member[None, :]  # [B, N]
         weight = xp.astype(inside, rewards.dtype)
         count = xp.sum(weight, axis=1)
-        mean = xp.sum(weight * rewards[None, :], axis=1) / _at_least_one(count)
+        mean = xp.sum(weight * rewards[None, :], axis=1) / at_least_one(count)
         centred = weight * (rewards[None, :] - mean[:, None])
-        std = xp.sqrt(xp.sum(centred * centred, axis=1) / _at_least_one(count - correction))
+        std = xp.sqrt(xp.sum(centred * centred, axis=1) / at_least_one(count - correction))
         # Ties are found by comparison, not by std == 0: the mean of three 0.1s is not 0.1 in floating point.
         highest = xp.max(xp.where(inside, rewards[None, :], xp.full_like(weight, -float("inf"))), axis=1)
         lowest = xp.min(xp.where(inside, rewards[None, :], xp.full_like(weight, float("inf"))), axis=1)
@@ -94,7 +103,7 @@ def group_advantages(
         ConfigError: unknown `scale`.
         DataError: `rewards` and `groups` differ in length.
     """
-    rewards, groups, scorable = _prepare(rewards, groups)
+    rewards, groups, scorable = prepare(rewards, groups)
     return _normalise(rewards, groups, scorable, scorable, scale, correction, epsilon)
 
 
@@ -103,11 +112,11 @@ def rloo_advantages(rewards: Any, groups: Any) -> Array:
 
     Arguments and result are as in `group_advantages`, without a scale (arXiv 2402.14740).
     """
-    rewards, groups, scorable = _prepare(rewards, groups)
+    rewards, groups, scorable = prepare(rewards, groups)
     xp = array_namespace(rewards)
     group = group_statistics(rewards, groups, scorable)
     # r - (n·mean - r) / (n - 1) = (r - mean) · n / (n - 1)
-    advantages = (rewards - group.mean) * group.count / _at_least_one(group.count - 1)
+    advantages = (rewards - group.mean) * group.count / at_least_one(group.count - 1)
     return xp.where(scorable & ~group.tied, advantages, xp.zeros_like(advantages))
 
 
@@ -137,7 +146,7 @@ def episode_advantages(
         ConfigError: unknown `scale`.
         DataError: the arguments differ in length.
     """
-    rewards, groups, scorable = _prepare(rewards, groups)
+    rewards, groups, scorable = prepare(rewards, groups)
     xp = array_namespace(rewards)
     episodes = group_numbers(episodes, rewards)
     _same_length(rewards, episodes, "episodes")
@@ -219,29 +228,6 @@ def broadcast_steps(values: Array, step_of_token: Array) -> Array:
     return tokens
 
 
-Estimator = Callable[..., Array]
-"""`f(rewards [N], groups [N], *, scale, correction, epsilon) -> advantages [N]`."""
-
-
-def _without_scale(estimate: Callable[..., Array], **fixed: Any) -> Estimator:
-    """An estimator whose definition leaves no choice of scale."""
-
-    def estimator(
-        rewards: Any, groups: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
-    ) -> Array:
-        return estimate(rewards, groups, **fixed)
-
-    return estimator
-
-
-ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {
-    "grpo": group_advantages,
-    "naive_grpo": group_advantages,  # one row per episode: episode level is row level
-    "dr_grpo": _without_scale(group_advantages, scale="none"),
-    "rloo": _without_scale(rloo_advantages),
-}
-"""`adv_estimator` -> function, for outcome rewards: one scalar for each completion or episode."""
-
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 """`multi_objective_aggregation`: what happens first to the rewards of several functions."""
 
@@ -297,34 +283,6 @@ def combine_rewards(
         raise unknown_name(aggregation, AGGREGATIONS, "multi_objective_aggregation")
     total = xp.sum(weights[:, None] * values, axis=0)
     return xp.where(xp.any(scored, axis=0), total, xp.full_like(total, float("nan")))
-
-
-def multi_reward_advantages(
-    parts: Any,
-    weights: Any,
-    groups: Any,
-    *,
-    estimator: str = "grpo",
-    aggregation: str = "sum_then_normalize",
-    scale: str = "group",
-    correction: int = 1,
-    epsilon: float = 1e-6,
-) -> Array:
-    """Advantages from the rewards of several functions, in one call.
-
-    `sum_then_normalize` applies the estimator to the weighted sum. `normalize_then_sum` sums the weighted
-    group-normalised parts and normalises the sum over the batch (GDPO, arXiv 2601.05242, equations 4 to 6), whatever
-    `estimator` and `scale` say; the batch's mean is 0 already, since each group's is. Other arguments as in
-    `combine_rewards`.
-
-    Returns:
-        `[N]` advantages, never NaN.
-    """
-    settings: dict[str, Any] = {"correction": correction, "epsilon": epsilon}
-    total = combine_rewards(parts, weights, groups, aggregation=aggregation, **settings)
-    if aggregation == "normalize_then_sum":
-        return group_advantages(total, groups, scale="batch", **settings)
-    return lookup(ADVANTAGE_ESTIMATORS, estimator, "adv_estimator")(total, groups, scale=scale, **settings)
 
 
 def compute_grpo_outcome_advantage(
@@ -388,7 +346,8 @@ def compute_naive_grpo_outcome_advantage(
     return _spread(advantages, response_mask)
 
 
-def _prepare(rewards: Any, groups: Any) -> tuple[Array, Array, Array]:
+def prepare(rewards: Any, groups: Any) -> tuple[Array, Array, Array]:
+    """`[N]` rewards as floats, `[N]` groups as integers of the same library, and which rewards can be scored."""
     rewards = as_float(rewards)
     groups = group_numbers(groups, rewards)
     _same_length(rewards, groups, "groups")
@@ -421,20 +380,22 @@ def _normalise(
     if scale == "group":
         advantages = advantages / (group.std + epsilon)
     elif scale == "batch":
-        advantages = advantages / (_std(rewards, counted, correction) + epsilon)
+        advantages = advantages / (batch_std(rewards, counted, correction) + epsilon)
     return xp.where(scorable & ~group.tied, advantages, xp.zeros_like(advantages))
 
 
-def _std(values: Array, member: Array, correction: int) -> Array:
+def batch_std(values: Array, member: Array, correction: int) -> Array:
+    """Standard deviation over the rows where `member` is True."""
     xp = array_namespace(values)
     weight = xp.astype(member, values.dtype)
     count = xp.sum(weight)
     values = xp.where(member, values, xp.zeros_like(values))
-    centred = weight * (values - xp.sum(values) / _at_least_one(count))
-    return xp.sqrt(xp.sum(centred * centred) / _at_least_one(count - correction))
+    centred = weight * (values - xp.sum(values) / at_least_one(count))
+    return xp.sqrt(xp.sum(centred * centred) / at_least_one(count - correction))
 
 
-def _at_least_one(count: Array) -> Array:
+def at_least_one(count: Array) -> Array:
+    """A count as a denominator."""
     xp = array_namespace(count)
     return xp.maximum(count, xp.ones_like(count))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
@@ -11,7 +11,19 @@ from covey.algorithms.mismatch import Correction
 from covey.algorithms.objective import Objective, make_objective
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]
-AdvantageEstimator = Literal["grpo", "naive_grpo", "dr_grpo", "rloo", "gigpo"]
+AdvantageEstimator = Literal[
+    "grpo",
+    "naive_grpo",
+    "dr_grpo",
+    "rloo",
+    "gigpo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "opo",
+    "gpg",
+    "grpo_passk",
+]
 MismatchCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -31,16 +43,22 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         default_factory=dict,
         description="Parameters of the loss that have no setting of their own, by name: { k_pos = 2.0 } for vespo.",
     )
-    adv_estimator: AdvantageEstimator = Field(
+    adv_estimator: AdvantageEstimator | Annotated[str, Field(pattern=r".:.")] = Field(
         default="grpo",
         description="How a reward becomes an advantage: grpo (against the group's mean and spread), "
         "naive_grpo (the same, each multi-turn episode counted once), dr_grpo (mean only), rloo (mean of "
-        "the others), gigpo (agents: episodes, and turns that began with the same observation).",
+        "the others), gigpo (agents: episodes, and turns that began with the same observation), reinforce_plus_plus "
+        "(against the batch) and reinforce_plus_plus_baseline (group's mean, then batch), remax (against the prompt's "
+        "greedy completion), opo (mean weighed by length), gpg, grpo_passk (the best of the group only), or a function "
+        "of yours, FILE.py:FUNCTION or MODULE:FUNCTION.",
+    )
+    adv_parameters: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="The estimator's own parameters by name, such as gamma."
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group",
         description="Spread that advantages are divided by: that of the group, of the whole batch, or "
-        "none. Has no effect with adv_estimator dr_grpo and rloo, which do not divide. True means group, "
+        "none. Has no effect with an adv_estimator that does not divide, such as dr_grpo and rloo. True means group, "
         "False none.",
     )
     std_correction: Literal[0, 1] = Field(
@@ -189,7 +207,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "scale_rewards have no part in it).",
     )
     dynamic_sampling: bool = Field(
-        default=False, description="Replace groups whose rewards are all equal by newly sampled ones (DAPO)."
+        default=False,
+        description="Replace groups that teach nothing, whose rewards are all equal, by newly sampled ones (DAPO).",
     )
     dynamic_sampling_max_tries: int = Field(
         default=3,
@@ -214,7 +233,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.adv_estimator in ("dr_grpo", "rloo"):
+        fitting = ("grpo", "naive_grpo", "gigpo")
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.adv_estimator not in fitting:
             raise ValueError(
                 f"adv_estimator={self.adv_estimator!r}: multi_objective_aggregation 'normalize_then_sum' (GDPO) is an "
                 "estimator of its own, which would not use it; remove one of the two settings"

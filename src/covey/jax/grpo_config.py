@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from covey.algorithms import ADVANTAGE_ESTIMATORS, MISMATCH_MODES, Correction, Objective, find_loss, make_objective
+from covey.algorithms import MISMATCH_MODES, Correction, Objective, find_estimator, find_loss, make_objective
 from covey.algorithms.arrays import lookup, unknown_name
 from covey.errors import ConfigError
 
@@ -134,7 +134,12 @@ class GRPOConfig:
         ):
             if not fine:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: {reason}; choose {fix}")
-        lookup(ADVANTAGE_ESTIMATORS, self.adv_estimator, "adv_estimator")
+        estimator = find_estimator(self.adv_estimator)
+        if estimator.needs_turns or estimator.needs_reference or estimator.greedy_baseline:
+            raise ConfigError(
+                f"adv_estimator={self.adv_estimator!r}: it needs turns, the reference or greedy completions, which "
+                "this trainer does not give to estimators; choose another one, such as grpo"
+            )
         if self.importance_sampling_correction is not None:
             lookup(MISMATCH_MODES, self.importance_sampling_correction, "importance_sampling_correction")
         loss = find_loss(self.loss_type)

@@ -26,9 +26,10 @@ import optax
 from jax.sharding import Mesh
 
 from covey.algorithms import (
-    ADVANTAGE_ESTIMATORS,
+    Outcomes,
     combine_masks,
     count_step,
+    find_estimator,
     mismatch_correction,
     policy_loss,
     policy_masks,
@@ -339,7 +340,14 @@ class GRPOTrainer(Trainer):
         config, group = self.grpo_config, self.grpo_config.num_samples_per_prompt
         groups = jnp.repeat(jnp.arange(prompts.shape[0]), group)
         rewards = jax.lax.stop_gradient(jnp.asarray(rewards, samples.logprobs.dtype))
-        estimate = ADVANTAGE_ESTIMATORS[config.adv_estimator]
+        step = Outcomes(
+            rewards,
+            groups,
+            config.scale_rewards,
+            config.std_correction,
+            mask=samples.mask,
+            logprobs=samples.logprobs,
+        )
         lengths = jnp.repeat(lengths, group)
         record = {
             "tokens": join(jnp.repeat(prompts, group, axis=0), lengths, samples.responses),
@@ -350,7 +358,7 @@ class GRPOTrainer(Trainer):
             "finished": samples.finished,
             "valid": jnp.asarray(valid),
             "rewards": rewards,
-            "advantages": estimate(rewards, groups, scale=config.scale_rewards, correction=config.std_correction),
+            "advantages": find_estimator(config.adv_estimator)(step),
         }
         if samples.support is not None:
             record["support"] = samples.support

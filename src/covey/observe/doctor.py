@@ -167,7 +167,7 @@ def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 "reward_constant",
                 f"every completion of the last {total} steps got the same reward, {value:g}",
-                "Reward something that completions differ in: GRPO learns only from differences within a group",
+                "Reward something that completions differ in: GRPO learns only from differences",
             )
         return
     tied = recent.above("frac_reward_zero_std", limits.tied_groups)

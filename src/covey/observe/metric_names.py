@@ -59,8 +59,8 @@ rewards/<function>/std | | standard deviation of the same over all these complet
 rewards/<function>/none | fraction | completions for which this function returned None
 frac_reward_none | fraction | completions that no reward function scored, episodes that environment.failed_episodes
     excludes; they get advantage 0
-frac_reward_zero_std | fraction | groups whose rewards are all equal, or of which fewer than two are scored: advantage
-    0, unless turns or reward functions are compared one by one
+frac_reward_zero_std | fraction | groups that teach nothing: those whose rewards are all equal, advantage 0 unless turns
+    or reward functions are compared one by one; those without a score where adv_estimator compares beyond groups
 completions/mean_length | tokens | mean number of sampled tokens of a completion, the end token included
 completions/min_length | tokens | the shortest completion
 completions/max_length | tokens | the longest completion

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from covey.errors import EpisodeError
 from covey.rollout.agents import Player
 from covey.rollout.collect import Rollout
-from covey.rollout.credit import CreditSettings, trajectory_rewards
+from covey.rollout.credit import trajectory_rewards
 from covey.rollout.playing import TurnGenerator
 from covey.types import Group, Progress, Prompt, SamplingSettings
+
+if TYPE_CHECKING:
+    from covey.environments.config import EnvironmentConfig
 
 
 class AgentCollector:
@@ -19,11 +23,11 @@ class AgentCollector:
     Args:
         generator: samples the turns.
         player: plays the episodes.
-        credit: says what failed episodes count for.
+        environment: says what failed episodes count for.
     """
 
-    def __init__(self, generator: TurnGenerator, player: Player, credit: CreditSettings) -> None:
-        self._generator, self._player, self._credit = generator, player, credit
+    def __init__(self, generator: TurnGenerator, player: Player, environment: EnvironmentConfig) -> None:
+        self._generator, self._player, self._environment = generator, player, environment
 
     def __call__(
         self,
@@ -54,7 +58,7 @@ class AgentCollector:
             Group(
                 prompt=prompt,
                 episodes=tuple(chain.from_iterable(t.episodes for t in trajectories)),
-                rewards=trajectory_rewards(trajectories, self._credit),
+                rewards=trajectory_rewards(trajectories, self._environment),
                 trajectories=tuple(trajectories),
             )
             for prompt, trajectories in zip(prompts, played, strict=True)

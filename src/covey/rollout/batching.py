@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import (
-    combine_masks,
-    create_sampling_mask,
-    multi_reward_advantages,
-    soft_overlong_punishment,
-    truncated_mask,
-)
-from covey.rollout.credit import CreditSettings, agent_advantages
-from covey.types import Batch, BoolArray, Episode, Group, Prompt
+from covey.algorithms import Estimator, combine_masks, create_sampling_mask, find_estimator, truncated_mask
+from covey.rollout.credit import agent_advantages, completion_advantages, of_failed
+from covey.types import Batch, BoolArray, Group, Prompt
+
+if TYPE_CHECKING:
+    from covey.algorithms.config import AlgorithmConfig
+    from covey.environments.config import EnvironmentConfig
+    from covey.rewards.config import RewardConfig
 
 HasAnswer = Callable[[Prompt, str], bool]
 """Does this completion of this prompt hold an answer at all, right or wrong?"""
+
+ScoreReference = Callable[[Batch], NDArray[np.float32]]
+"""`[N, T]` log-probabilities of a batch's sampled tokens under the reference policy, 0 beyond a row's end."""
 
 
 def has_text(prompt: Prompt, text: str) -> bool:
@@ -27,32 +30,26 @@ def has_text(prompt: Prompt, text: str) -> bool:
     return bool(text.strip())
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSettings:
-    """How groups become a batch. Field names are those of the `algorithm` and `rewards` sections.
+def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
+    """The estimator that the section names.
 
-    Attributes:
-        reward_weights: one for each reward function, in the order of `Group.reward_parts`.
-        has_valid_answer: for the validity mask.
-        max_completion_length: sampling limit in tokens, for the overlong punishment.
-        credit: how the turns of agents get their advantages.
+    Raises:
+        ConfigError: There is none, or it does not take these parameters.
     """
-
-    reward_weights: tuple[float, ...]
-    adv_estimator: str = "grpo"
-    scale_rewards: str = "group"
-    std_correction: int = 1
-    multi_objective_aggregation: str = "sum_then_normalize"
-    mask_truncated_completions: bool = False
-    validity_mask: bool = False
-    validity_min_length: int = 10
-    has_valid_answer: HasAnswer = has_text
-    soft_overlong_cache: int = 0
-    max_completion_length: int = 256
-    credit: CreditSettings = field(default_factory=CreditSettings)
+    return find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
 
 
-def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
+def make_batch(
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    rewards: RewardConfig,
+    environment: EnvironmentConfig,
+    *,
+    reward_weights: Sequence[float],
+    max_completion_length: int,
+    has_answer: HasAnswer = has_text,
+    score_reference: ScoreReference | None = None,
+) -> Batch:
     """Advantages and masks of all episodes of a step.
 
     Example: two groups of two, rewards [0, 1] and [1, 1], three sampled tokens each:
@@ -61,23 +58,57 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
         advantages   [-.7 -.7 -.7], [.7 .7 .7], [0 0 0], [0 0 0]
 
     Masked completions still count in their group's mean: only their tokens leave the loss.
+
+    Args:
+        groups: of the step.
+        algorithm: section of the config, as are `rewards` and `environment`.
+        rewards: see `algorithm`.
+        environment: see `algorithm`.
+        reward_weights: one for each reward function, in the order of `Group.reward_parts`.
+        max_completion_length: sampling limit in tokens, for the overlong punishment.
+        has_answer: for the validity mask.
+        score_reference: asked where the estimator states `needs_reference`.
+
+    Raises:
+        ConfigError: The estimator is somebody's own and raised, or returned what are no advantages.
     """
-    episodes = tuple(episode for group in groups for episode in group.episodes)
-    group_ids = np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])
+    estimator = estimator_of(algorithm)
+    batch = _without_advantages(groups, algorithm, environment, has_answer)
+    tokens = {"logprobs": batch.old_logprobs}
+    if estimator.needs_reference:
+        assert score_reference is not None, "the caller knows the reference"
+        tokens["reference"] = score_reference(batch)
     if any(group.trajectories for group in groups):
-        advantages = agent_advantages(groups, settings.credit)
+        advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
     else:
-        advantages = _advantages(groups, group_ids, episodes, settings)[:, None]
+        advantages = completion_advantages(
+            groups,
+            estimator,
+            algorithm,
+            rewards,
+            reward_weights=reward_weights,
+            max_completion_length=max_completion_length,
+            tokens=tokens | {"mask": batch.sampled},
+        )
+    on_tokens = np.where(batch.sampled, advantages, 0.0).astype(np.float32)
+    return replace(batch, advantages=on_tokens, group_relative=estimator.group_relative)
+
+
+def _without_advantages(
+    groups: Sequence[Group], algorithm: AlgorithmConfig, environment: EnvironmentConfig, has_answer: HasAnswer
+) -> Batch:
+    """The episodes with their masks."""
+    episodes = tuple(episode for group in groups for episode in group.episodes)
     exists = np.arange(max(e.num_sampled for e in episodes))[None, :] < np.array([[e.num_sampled] for e in episodes])
     keep: dict[str, BoolArray] = {}
-    if settings.mask_truncated_completions:
+    if algorithm.mask_truncated_completions:
         keep["mask_truncated_completions"] = truncated_mask([episode.finish_reason for episode in episodes])
-    if settings.validity_mask:
-        answered = [settings.has_valid_answer(group.prompt, e.text) for group in groups for e in group.episodes]
+    if algorithm.validity_mask:
+        answered = [has_answer(group.prompt, e.text) for group in groups for e in group.episodes]
         texts = [episode.text for episode in episodes]
-        whole = create_sampling_mask(texts, settings.validity_min_length, has_valid_answer=lambda text: True)
+        whole = create_sampling_mask(texts, algorithm.validity_min_length, has_valid_answer=lambda text: True)
         keep["validity_mask"] = whole & np.array(answered, np.bool_)
-    failed = _of_failed(groups, settings.credit)
+    failed = of_failed(groups, environment)
     if failed.any():
         keep["failed_episodes"] = ~failed
     mask, excluded = combine_masks(exists, keep)
@@ -86,51 +117,9 @@ def make_batch(groups: Sequence[Group], settings: BatchSettings) -> Batch:
         old[row, : episode.num_sampled] = episode.logprobs[episode.sampled]
     return Batch(
         episodes=episodes,
-        group=group_ids.astype(np.int64),
-        advantages=np.where(exists, advantages, 0.0).astype(np.float32),
+        group=np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups]).astype(np.int64),
+        advantages=np.zeros(exists.shape, np.float32),
         mask=np.asarray(mask),
         old_logprobs=old,
         excluded={name: np.asarray(tokens) for name, tokens in excluded.items()},
-    )
-
-
-def _of_failed(groups: Sequence[Group], credit: CreditSettings) -> BoolArray:
-    """`[N]` episodes of trajectories that an environment's failure ended, where these are excluded."""
-    rows: list[bool] = []
-    for group in groups:
-        if not group.trajectories:
-            rows += [False] * len(group.episodes)
-        for trajectory in group.trajectories:
-            excluded = trajectory.ended == "failed" and credit.failed_episodes == "exclude"
-            rows += [excluded] * len(trajectory.episodes)
-    return np.array(rows, np.bool_)
-
-
-def _advantages(
-    groups: Sequence[Group],
-    group_ids: NDArray[np.int64],
-    episodes: Sequence[Episode],
-    settings: BatchSettings,
-) -> NDArray[np.float64]:
-    """`[N]`; reward parts in their order, the overlong punishment as one more part of weight 1."""
-    names = list(groups[0].reward_parts)
-    parts = [np.concatenate([group.reward_parts[name] for group in groups]) for name in names]
-    weights = list(settings.reward_weights)
-    if settings.soft_overlong_cache > 0:
-        lengths = np.array([episode.num_sampled for episode in episodes])
-        punishment = soft_overlong_punishment(lengths, settings.max_completion_length, settings.soft_overlong_cache)
-        # A completion that no function could score stays unscored: its length alone says nothing about it.
-        unscored = np.isnan(np.concatenate([group.rewards for group in groups]))
-        parts.append(np.where(unscored, np.nan, punishment))
-        weights.append(1.0)
-    return np.asarray(
-        multi_reward_advantages(
-            np.stack(parts),
-            np.array(weights),
-            group_ids,
-            estimator=settings.adv_estimator,
-            scale=settings.scale_rewards,
-            correction=settings.std_correction,
-            aggregation=settings.multi_objective_aggregation,
-        )
     )

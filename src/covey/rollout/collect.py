@@ -156,3 +156,35 @@ def collect_groups(
         scoring_seconds=scored - sampled,
         sampled_tokens=sum(len(completion.token_ids) for completion in completions),
     )
+
+
+def with_greedy_rewards(
+    rollout: Rollout,
+    collect: Collector,
+    settings: SamplingSettings,
+    *,
+    streams: Sequence[tuple[int, ...]],
+    policy_version: int,
+) -> Rollout:
+    """The rollout with `Group.greedy_reward`: one greedy completion, or episode, is scored for each group's prompt.
+
+    Args:
+        rollout: whose groups are trained on; discarded ones get none.
+        collect: what sampled it.
+        settings: how its tokens were drawn, with temperature 0.
+        streams: one for each group; a world is seeded by it.
+        policy_version: of the weights that sampled it.
+    """
+    prompts = [group.prompt for group in rollout.groups]
+    found = collect(prompts, settings, num_generations=1, streams=streams, policy_version=policy_version)
+    groups = tuple(
+        replace(group, greedy_reward=float(greedy.rewards[0]))
+        for group, greedy in zip(rollout.groups, found.groups, strict=True)
+    )
+    return replace(
+        rollout,
+        groups=groups,
+        sampling_seconds=rollout.sampling_seconds + found.sampling_seconds,
+        scoring_seconds=rollout.scoring_seconds + found.scoring_seconds,
+        sampled_tokens=rollout.sampled_tokens + found.sampled_tokens,
+    )

@@ -87,7 +87,10 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     """How completions are drawn."""
 
     num_generations: int = Field(
-        default=16, description="Completions for each prompt (the group size G), 2 or more: they compete."
+        default=16,
+        ge=1,
+        description="Completions for each prompt (the group size G), 2 or more where they compete, which they do with "
+        "most values of algorithm.adv_estimator.",
     )
     temperature: float = Field(
         default=1.0, gt=0, description="Divides the logits before the softmax; above 1 explores more."
@@ -124,15 +127,6 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         ge=1,
         description="Completions that are sampled at the same time; the others wait for a free place.",
     )
-
-    @field_validator("num_generations", mode="after")
-    @classmethod
-    def _a_group_compares(cls, value: int) -> int:
-        if value < 2:
-            raise ValueError(
-                "a group needs at least 2 completions to compare; set sampling.num_generations to 2 or more"
-            )
-        return value
 
     @field_validator("stop_strings", mode="before")
     @classmethod

@@ -1,64 +1,114 @@
-"""Advantages of what agents did: from turns to the tokens that were sampled for them."""
+"""From scored groups to advantages on tokens: what the estimator is given, and where what it returns belongs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import ADVANTAGE_ESTIMATORS
-from covey.algorithms.advantages import episode_advantages, group_advantages
-from covey.algorithms.credit import discounted_returns, gigpo_advantages
-from covey.types import Group, IntArray, Trajectory
+from covey.algorithms import Estimator, Outcomes, Turns, combine_rewards, soft_overlong_punishment
+from covey.algorithms.credit import discounted_returns
+from covey.algorithms.estimators import gdpo
+from covey.types import BoolArray, Group, IntArray, Trajectory
+
+if TYPE_CHECKING:
+    from covey.algorithms.config import AlgorithmConfig
+    from covey.environments.config import EnvironmentConfig
+    from covey.rewards.config import RewardConfig
 
 
-@dataclass(frozen=True, slots=True)
-class CreditSettings:
-    """How turns get their advantages. Names are those of the `algorithm` and `environment` sections.
-
-    Attributes:
-        adv_estimator: `grpo` compares all turns of a group, `naive_grpo` its episodes, `gigpo` episodes and turns that
-            began with the same observation; other estimators of outcome rewards compare episodes.
-        step_score: what `grpo` compares: the `episode`'s reward, the discounted `return` from the turn on, or its own
-            `step` reward.
-        discount: of returns.
-        step_advantage_weight: GiGPO's omega.
-        failed_episodes: `exclude` those that an environment's failure ended from their group, or score them as they
-            were (`score`), with what they had earned.
-    """
-
-    adv_estimator: str = "grpo"
-    scale_rewards: str = "group"
-    std_correction: int = 1
-    step_score: str = "episode"
-    discount: float = 1.0
-    step_advantage_weight: float = 1.0
-    failed_episodes: str = "exclude"
-
-
-def trajectory_rewards(trajectories: Sequence[Trajectory], settings: CreditSettings) -> NDArray[np.float64]:
+def trajectory_rewards(trajectories: Sequence[Trajectory], environment: EnvironmentConfig) -> NDArray[np.float64]:
     """`[G]` reward of each trajectory; NaN for one that is excluded."""
-    excluded = settings.failed_episodes == "exclude"
+    excluded = environment.failed_episodes == "exclude"
     return np.array([np.nan if excluded and t.ended == "failed" else t.reward for t in trajectories], np.float64)
 
 
-def agent_advantages(groups: Sequence[Group], settings: CreditSettings) -> NDArray[np.float64]:
+def completion_advantages(
+    groups: Sequence[Group],
+    estimator: Estimator,
+    algorithm: AlgorithmConfig,
+    rewards: RewardConfig,
+    *,
+    reward_weights: Sequence[float],
+    max_completion_length: int,
+    tokens: dict[str, Any],
+) -> NDArray[np.float64]:
+    """`[N, 1]` or `[N, T]` advantages of single answers; the overlong punishment is one more part of weight 1.
+
+    `tokens` are `mask`, `logprobs` and `reference` of `Outcomes`, each `[N, T]`.
+    """
+    parts = [np.concatenate([group.reward_parts[name] for group in groups]) for name in groups[0].reward_parts]
+    weights = list(reward_weights)
+    if rewards.soft_overlong_cache > 0:
+        lengths = tokens["mask"].sum(axis=1)
+        punishment = soft_overlong_punishment(lengths, max_completion_length, rewards.soft_overlong_cache)
+        # A completion that no function could score stays unscored: its length alone says nothing about it.
+        unscored = np.isnan(np.concatenate([group.rewards for group in groups]))
+        parts.append(np.where(unscored, np.nan, punishment))
+        weights.append(1.0)
+    together, sizes = np.stack(parts), [len(group.episodes) for group in groups]
+    if algorithm.multi_objective_aggregation == "normalize_then_sum":
+        estimator = replace(estimator, function=gdpo, parameters={})
+    return estimator.checked(
+        Outcomes(
+            np.asarray(combine_rewards(together, np.array(weights))),
+            np.repeat(np.arange(len(groups)), sizes),
+            algorithm.scale_rewards,
+            algorithm.std_correction,
+            parts=together,
+            weights=np.array(weights),
+            greedy=np.repeat([group.greedy_reward for group in groups], sizes),
+            **tokens,
+        )
+    )
+
+
+def agent_advantages(
+    groups: Sequence[Group],
+    estimator: Estimator,
+    algorithm: AlgorithmConfig,
+    environment: EnvironmentConfig,
+    tokens: dict[str, Any] | None = None,
+) -> NDArray[np.float64]:
     """`[N, T]` advantage of each sampled token of the groups' episodes, 0 beyond their ends.
 
-    Every token of a turn has the turn's advantage.
+    The estimator is given one row for each trajectory that has a turn: the tokens of all its episodes, one after
+    another. A token that belongs to no turn has advantage 0. `tokens` are `logprobs` and `reference` of `Outcomes`,
+    `[N, T]` in the order of the episodes.
     """
-    table = _table(groups, settings)
-    values = _turn_advantages(table, settings)
     episodes = [episode for group in groups for episode in group.episodes]
-    out = np.zeros((len(episodes), max((episode.num_sampled for episode in episodes), default=0)))
-    starts: dict[tuple[int, int], float] = dict(zip(table.places, values.tolist(), strict=True))
-    for row, episode in enumerate(episodes):
-        segment = segment_of_token(episode.sampled)
-        for number in range(int(segment.max(initial=-1)) + 1):
-            out[row, : len(segment)][segment == number] = starts.get((row, number), 0.0)
+    width = max((episode.num_sampled for episode in episodes), default=0)
+    table = _Table(groups, environment)
+    if not table.rows:
+        return np.zeros((len(episodes), width))
+    # where each token of a trajectory is among the batch's: row and column
+    places = [[(row, column) for row in rows for column in range(episodes[row].num_sampled)] for rows in table.rows]
+    length = max(len(own) for own in places)
+    row, column = np.zeros((2, len(places), length), np.int64)
+    of_token = np.full((len(places), length), -1)
+    for number, (rows, own) in enumerate(zip(table.rows, places, strict=True)):
+        row[number, : len(own)], column[number, : len(own)] = np.array(own, np.int64).reshape(-1, 2).T
+        turn = [table.turn_at.get((r, s), -1) for r in rows for s in segment_of_token(episodes[r].sampled).tolist()]
+        of_token[number, : len(own)] = turn
+    mask = of_token >= 0
+    own_tokens: dict[str, Any] = {name: np.where(mask, x[row, column], 0.0) for name, x in (tokens or {}).items()}
+    values = estimator.checked(
+        Outcomes(
+            table.reward,
+            np.array(table.group),
+            algorithm.scale_rewards,
+            algorithm.std_correction,
+            mask=mask,
+            greedy=np.array([groups[index].greedy_reward for index in table.group]),
+            turns=table.turns(of_token),
+            **own_tokens,
+        )
+    )
+    out = np.zeros((len(episodes), width))
+    out[row[mask], column[mask]] = np.broadcast_to(values, mask.shape)[mask]
     return out
 
 
@@ -68,67 +118,69 @@ def segment_of_token(sampled: NDArray[np.bool_]) -> IntArray:
     return np.asarray((np.cumsum(begins) - 1)[sampled], dtype=np.int64)
 
 
-@dataclass(slots=True)
+def of_failed(groups: Sequence[Group], environment: EnvironmentConfig) -> BoolArray:
+    """`[N]` episodes of trajectories that an environment's failure ended, where these are excluded."""
+    rows: list[bool] = []
+    for group in groups:
+        if not group.trajectories:
+            rows += [False] * len(group.episodes)
+        for trajectory in group.trajectories:
+            excluded = trajectory.ended == "failed" and environment.failed_episodes == "exclude"
+            rows += [excluded] * len(trajectory.episodes)
+    return np.array(rows, np.bool_)
+
+
 class _Table:
-    """One entry for each turn of all trajectories."""
+    """All trajectories with turns, and one entry for each of their turns.
 
-    places: list[tuple[int, int]]  # row among all episodes, segment
-    group: list[int]
-    trajectory: list[int]
-    reward: list[float]  # of the whole trajectory, NaN where it is excluded
-    step: list[float]
-    returns: list[float]
-    anchor: list[str]
+    Attributes:
+        rows: of each trajectory, its rows among all episodes.
+        group: of each trajectory.
+        reward: of each trajectory, NaN where it is excluded.
+        turn_at: row among all episodes and segment in it -> turn.
+    """
 
+    def __init__(self, groups: Sequence[Group], environment: EnvironmentConfig) -> None:
+        self._environment = environment
+        self.rows: list[list[int]] = []
+        self.group: list[int] = []
+        self.turn_at: dict[tuple[int, int], int] = {}
+        self._of: list[int] = []
+        self._own: list[float] = []
+        self._returns: list[float] = []
+        self._anchors: list[str] = []
+        earned: list[float] = []
+        row = 0
+        for index, group in enumerate(groups):
+            rewards = trajectory_rewards(group.trajectories, environment).tolist()
+            for trajectory, reward in zip(group.trajectories, rewards, strict=True):
+                own = [turn.reward for turn in trajectory.turns]
+                for turn in trajectory.turns:
+                    self.turn_at[row + turn.row, turn.segment] = len(self._of)
+                    self._of.append(len(self.rows))
+                    self._anchors.append(turn.observation)
+                self._own += own
+                self._returns += discounted_returns(own, environment.discount).tolist()
+                if own:
+                    self.rows.append(list(range(row, row + len(trajectory.episodes))))
+                    self.group.append(index)
+                    earned.append(reward)
+                row += len(trajectory.episodes)
+        self.reward = np.array(earned)
 
-def _table(groups: Sequence[Group], settings: CreditSettings) -> _Table:
-    table = _Table([], [], [], [], [], [], [])
-    row = number = 0
-    for index, group in enumerate(groups):
-        for trajectory, reward in zip(
-            group.trajectories, trajectory_rewards(group.trajectories, settings).tolist(), strict=True
-        ):
-            own = [turn.reward for turn in trajectory.turns]
-            for turn, value in zip(trajectory.turns, discounted_returns(own, settings.discount), strict=True):
-                table.places.append((row + turn.row, turn.segment))
-                table.group.append(index)
-                table.trajectory.append(number)
-                table.reward.append(reward)
-                table.step.append(turn.reward)
-                table.returns.append(float(value))
-                table.anchor.append(turn.observation)
-            row += len(trajectory.episodes)
-            number += 1
-    return table
-
-
-def _turn_advantages(table: _Table, settings: CreditSettings) -> NDArray[np.float64]:
-    if not table.places:
-        return np.zeros(0)
-    scale: dict[str, Any] = {"scale": settings.scale_rewards, "correction": settings.std_correction}
-    groups, reward = np.array(table.group), np.array(table.reward)
-    excluded = np.isnan(reward)
-    if settings.adv_estimator == "grpo":
-        score = {"episode": table.reward, "return": table.returns, "step": table.step}[settings.step_score]
-        return np.asarray(group_advantages(np.where(excluded, np.nan, np.array(score)), groups, **scale))
-    if settings.adv_estimator == "naive_grpo":
-        return np.asarray(episode_advantages(reward, groups, np.array(table.trajectory), **scale))
-    if settings.adv_estimator == "gigpo":
-        returns = np.where(excluded, np.nan, np.array(table.returns))
-        return np.asarray(
-            gigpo_advantages(
-                reward,
-                returns,
-                groups,
-                np.array(table.trajectory),
-                table.anchor,
-                omega=settings.step_advantage_weight,
-                **scale,
-            )
+    def turns(self, of_token: IntArray) -> Turns:
+        """The turns, with the turn of each token of the trajectories."""
+        of = np.array(self._of)
+        reward, returns = self.reward[of], np.array(self._returns)
+        scores = {"episode": reward, "return": returns, "step": np.array(self._own)}
+        excluded = np.isnan(reward)
+        return Turns(
+            completion=of,
+            groups=np.array(self.group)[of],
+            rewards=reward,
+            scores=np.where(excluded, np.nan, scores[self._environment.step_score]),
+            returns=np.where(excluded, np.nan, returns),
+            anchors=self._anchors,
+            step_advantage_weight=self._environment.step_advantage_weight,
+            of_token=of_token,
         )
-    # one entry for each trajectory, then back to its turns
-    first = {number: place for place, number in reversed(list(enumerate(table.trajectory)))}
-    chosen = np.array([first[number] for number in sorted(first)])
-    estimate = ADVANTAGE_ESTIMATORS[settings.adv_estimator](reward[chosen], groups[chosen], **scale)
-    of = dict(zip(sorted(first), np.asarray(estimate).tolist(), strict=True))
-    return np.array([of[number] for number in table.trajectory])

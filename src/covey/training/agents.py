@@ -122,7 +122,7 @@ def make_collector(
         max_prompt_tokens=chosen.max_turn_prompt_tokens,
     )
     player = Player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids)
-    return AgentCollector(engine, player, setup.credit_settings(config))
+    return AgentCollector(engine, player, config.environment)
 
 
 def _by_the_world(prompts: Any, completions: Any, **columns: Any) -> list[float]:

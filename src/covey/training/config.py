@@ -87,7 +87,7 @@ class PhaseConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     minutes: float | None = Field(default=None, gt=0, description="Length in minutes of training.")
     temperature: float | None = Field(default=None, gt=0, description="Replaces sampling.temperature.")
     beta: float | None = Field(default=None, ge=0, description="Replaces algorithm.beta.")
-    num_generations: int | None = Field(default=None, ge=2, description="Replaces sampling.num_generations.")
+    num_generations: int | None = Field(default=None, ge=1, description="Replaces sampling.num_generations.")
     learning_rate: float | None = Field(
         default=None, gt=0, description="Replaces the scheduled learning rate, as it stands."
     )

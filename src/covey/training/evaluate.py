@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from covey.algorithms import Estimator
 from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
 from covey.rollout.batching import HasAnswer, has_text
@@ -182,7 +183,7 @@ def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:
     return float(np.mean([not has_answer(g.prompt, e.text) for g in rollout.groups for e in g.episodes]))
 
 
-def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, estimator: Estimator, std_correction: int) -> dict[str, float]:
     """Rewards and completion lengths of a step, named and defined as in `covey.observe.metric_names`.
 
     Groups that dynamic sampling discarded are counted: without them every number would be of the groups that were
@@ -197,7 +198,7 @@ def rollout_metrics(rollout: Rollout, std_correction: int) -> dict[str, float]:
     metrics: dict[str, float] = {
         "reward": float(scored.mean()) if len(scored) else float("nan"),
         "reward_std": float(np.mean([_std(group.rewards, std_correction) for group in groups])),
-        "frac_reward_zero_std": float(np.mean([group.is_tied for group in groups])),
+        "frac_reward_zero_std": float(np.mean([not estimator.teaches(group) for group in groups])),
         "frac_reward_none": float(np.isnan(rewards).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),

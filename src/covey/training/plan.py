@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from covey.observe.memory import forget_peak, peak_cuda_bytes, peak_rss_bytes
-from covey.rollout.batching import make_batch
 from covey.training.schedule import Elapsed
 from covey.training.trainer import GRPOTrainer
 from covey.types import Group
@@ -101,7 +100,7 @@ def measure(trainer: GRPOTrainer) -> Plan:
             groups += sampled.rollout.whole.groups
             sampled_peak = max(sampled_peak, _peak() if state.global_step == 0 else 0)
             trainer.engine.release()
-            done = trainer.learn(make_batch(sampled.rollout.groups, trainer.batch_settings), phase)
+            done = trainer.learn(trainer.make_batch(sampled.rollout.groups, phase), phase)
             state.global_step, state.policy_version = state.global_step + 1, state.policy_version + done.optimizer_steps
             before = time.perf_counter()
             trainer.publish()

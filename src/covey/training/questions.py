@@ -50,9 +50,11 @@ class QuestionHistory:
 
     Args:
         uids: of the questions, in the order of the dataset.
+        group_relative: advantages are differences within a question's group; else between all questions of a step.
     """
 
-    def __init__(self, uids: Sequence[str]) -> None:
+    def __init__(self, uids: Sequence[str], group_relative: bool = True) -> None:
+        self._group_relative = group_relative
         self._row = {uid: row for row, uid in enumerate(uids)}
         self._right = np.zeros(len(uids))
         self._wrong = np.zeros(len(uids))
@@ -76,8 +78,15 @@ class QuestionHistory:
 
         Six times the expected `p (1 - p)`, the variance of a right/wrong reward and so the size of a group's
         advantages, where p has the posterior Beta(1 + right, 1 + wrong).
+
+        Where advantages are not differences within the group, the reward's square distance from the mean m over all
+        questions takes the variance's place, `p (1 - m)^2 + (1 - p) m^2`: what is always right teaches, too.
         """
         a, b = 1.0 + self._right, 1.0 + self._wrong
+        if not self._group_relative:
+            p = a / (a + b)
+            m = p.mean()
+            return np.asarray((p * (1 - m) ** 2 + (1 - p) * m**2) / (0.5 * (1 - m) ** 2 + 0.5 * m**2))
         return np.asarray(6.0 * a * b / ((a + b) * (a + b + 1.0)))
 
 

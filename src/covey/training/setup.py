@@ -10,20 +10,21 @@ import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.algorithms import Estimator
 from covey.algorithms.config import AlgorithmConfig
 from covey.backend import Backend
 from covey.config import GRPOConfig
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError
 from covey.functions import load_function
-from covey.rollout.batching import BatchSettings, HasAnswer, has_text
-from covey.rollout.credit import CreditSettings
+from covey.rollout.batching import HasAnswer, estimator_of, has_text, make_batch
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.tasks import Task, get_task, task_options
@@ -31,7 +32,7 @@ from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_ro
 from covey.training.checks import correctness
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
-from covey.types import Prompt, SamplingSettings
+from covey.types import Batch, Prompt, SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,29 @@ class Data:
     system_prompt: str | None
     is_correct: IsCorrect | None
     has_answer: HasAnswer
+
+
+def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
+    """The run's advantage estimator, if the rest of the run gives it what it needs.
+
+    Raises:
+        ConfigError: There is none of that name, it compares turns and there is no world, or groups are too small.
+    """
+    estimator = estimator_of(config.algorithm)
+    if estimator.needs_turns and world is None:
+        raise ConfigError(
+            f"algorithm.adv_estimator={estimator.name!r}: it compares turns, so it needs environment.world; use grpo "
+            "for single answers"
+        )
+    for name, value in (("task", config.data.task), ("dataset", config.data.dataset)):
+        if world is not None and value is not None:
+            raise ConfigError(
+                f"data.{name}={value!r:.200} beside a world: an agent's tasks come from its world; remove one of them"
+            )
+    problem = estimator.group_problem(config.group_sizes)
+    if problem is not None:
+        raise ConfigError(problem)
+    return estimator
 
 
 def load_task(config: GRPOConfig) -> Task | None:
@@ -219,36 +243,16 @@ def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: fl
     )
 
 
-def batch_settings(config: GRPOConfig, data: Data) -> BatchSettings:
-    """How groups become a batch."""
-    chosen = config.algorithm
-    return BatchSettings(
+def batch_maker(config: GRPOConfig, data: Data) -> Callable[..., Batch]:
+    """`make_batch` with all that a run knows beforehand."""
+    return partial(
+        make_batch,
+        algorithm=config.algorithm,
+        rewards=config.rewards,
+        environment=config.environment,
         reward_weights=tuple(float(weight) for weight in data.scorer.weights),
-        adv_estimator=chosen.adv_estimator,
-        scale_rewards=chosen.scale_rewards,
-        std_correction=chosen.std_correction,
-        multi_objective_aggregation=chosen.multi_objective_aggregation,
-        mask_truncated_completions=chosen.mask_truncated_completions,
-        validity_mask=chosen.validity_mask,
-        validity_min_length=chosen.validity_min_length,
-        has_valid_answer=data.has_answer,
-        soft_overlong_cache=config.rewards.soft_overlong_cache,
         max_completion_length=config.sampling.max_completion_length,
-        credit=credit_settings(config),
-    )
-
-
-def credit_settings(config: GRPOConfig) -> CreditSettings:
-    """How the turns of agents get their advantages."""
-    chosen, played = config.algorithm, config.environment
-    return CreditSettings(
-        adv_estimator=chosen.adv_estimator,
-        scale_rewards=chosen.scale_rewards,
-        std_correction=chosen.std_correction,
-        step_score=played.step_score,
-        discount=played.discount,
-        step_advantage_weight=played.step_advantage_weight,
-        failed_episodes=played.failed_episodes,
+        has_answer=data.has_answer,
     )
 
 

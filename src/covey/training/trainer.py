@@ -19,6 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
@@ -27,9 +30,8 @@ from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
-from covey.rollout.batching import make_batch
-from covey.rollout.collect import AnswerCollector, Rollout
-from covey.rollout.dynamic import DynamicSampling, collect_informative_groups
+from covey.rollout.collect import AnswerCollector, Rollout, with_greedy_rewards
+from covey.rollout.dynamic import collect_informative_groups
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
@@ -48,7 +50,7 @@ from covey.training.recorder import Recorder, Run
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
 from covey.training.state import Callbacks, TrainerState, check_callbacks
 from covey.training.update import Update, update
-from covey.types import Batch, Progress, Prompt
+from covey.types import Batch, Group, Progress, Prompt
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
@@ -86,6 +88,7 @@ class GRPOTrainer:
         engine: the sampler.
         collect: samples and scores groups with it.
         world: what agents act in, None for single answers.
+        estimator: of the advantages.
         learner: the policy's optimiser.
         data: rows, reward functions, and what counts as correct.
         only_in_memory: the run has parts that its settings do not name, so `covey resume` cannot build it again.
@@ -126,6 +129,7 @@ class GRPOTrainer:
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
         args.algorithm.objective()  # a loss in a file is found and tried
+        self.estimator = setup.check_estimator(args, world)
         require_memory(args)
         backend = load_backend(args.model.backend) if backend is None else backend
         backend.check(args)
@@ -149,7 +153,7 @@ class GRPOTrainer:
         backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
         self.publish()
-        self.questions = QuestionHistory([prompt.uid for prompt in self.prompts])
+        self.questions = QuestionHistory([prompt.uid for prompt in self.prompts], self.estimator.group_relative)
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
         # Single answers scored by reward functions, or episodes played in a world.
@@ -158,7 +162,6 @@ class GRPOTrainer:
             if world is None
             else agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
         )
-        self.batch_settings = setup.batch_settings(args, self.data)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
@@ -183,7 +186,7 @@ class GRPOTrainer:
                 started = time.perf_counter()
                 sampled = samples.next()
                 phase = replace(sampled.phase, learning_rate_factor=self.phases.learning_rate_factor)
-                batch = make_batch(sampled.rollout.groups, self.batch_settings)
+                batch = self.make_batch(sampled.rollout.groups, phase)
                 with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
                     samples.before_update()
                     done = self.learn(batch, phase)
@@ -236,7 +239,7 @@ class GRPOTrainer:
 
     def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
         """Groups for one step, from a position in the data on."""
-        args = self.args
+        args, start = self.args, position
         settings = setup.sampling_settings(args, self.policy, phase.temperature)
 
         def collect(count: int) -> Rollout:
@@ -254,13 +257,19 @@ class GRPOTrainer:
 
         wanted = args.data.prompts_per_step
         if args.algorithm.dynamic_sampling:
-            tries = DynamicSampling(args.algorithm.dynamic_sampling_max_tries)
-            rollout = collect_informative_groups(collect, wanted, tries)
+            tries = args.algorithm.dynamic_sampling_max_tries
+            rollout = collect_informative_groups(collect, wanted, tries, self.estimator.teaches)
         else:
             rollout = collect(wanted)
         correct = correct_completions(rollout.whole, self.data.is_correct)
+        logged = self.data.scorer.take_logged()
+        if self.estimator.greedy_baseline:
+            greedy = setup.sampling_settings(args, self.policy, 0.0)
+            _, streams = self._next_prompts(start, len(rollout.groups))
+            rollout = with_greedy_rewards(rollout, self.collect, greedy, streams=streams, policy_version=version)
+            self.data.scorer.take_logged()  # of completions that nothing is trained on
         self._prepare_worlds(phase, position)
-        return Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
+        return Sampled(rollout, phase, position, correct, logged)
 
     def _next_prompts(self, position: int, count: int) -> tuple[list[Prompt], list[tuple[int, ...]]]:
         """The prompts from a position on, and the random streams of their completions."""
@@ -273,6 +282,15 @@ class GRPOTrainer:
         if self.args.data.prompt_weighting == "uniform":
             prompts, streams = self._next_prompts(position, self.args.data.prompts_per_step)
             self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
+
+    def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
+        """The groups with their advantages and masks, as the phase trains on them."""
+
+        def score_reference(batch: Batch) -> NDArray[np.float32]:
+            rows = np.arange(len(batch.episodes))
+            return self.learner.scores(batch, rows, temperature=phase.temperature, reference=True)[0]
+
+        return setup.batch_maker(self.args, self.data)(groups, score_reference=score_reference)
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         """The update of a step at the learning rate that is due."""
@@ -346,7 +364,7 @@ class GRPOTrainer:
             "num_tokens": state.num_tokens,
             "policy_version": min(episode.policy_version for episode in done.batch.episodes),
             "phase": phase.index,
-            **rollout_metrics(rollout, self.args.algorithm.std_correction),
+            **rollout_metrics(rollout, self.estimator, self.args.algorithm.std_correction),
             **done.metrics,
             **memory_metrics(),
             "step_time": seconds,
@@ -462,10 +480,10 @@ class GRPOTrainer:
 
         Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
         split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
-        learned: all groups tied, or every token masked.
+        learned: every advantage is 0, or every token masked.
         """
-        batch = make_batch(rollout.groups, self.batch_settings)
         phase = self.phases.at(self._elapsed())
+        batch = self.make_batch(rollout.groups, phase)
         without_step: Any = SimpleNamespace(
             scores=self.learner.scores,
             forward_backward=self.learner.forward_backward,

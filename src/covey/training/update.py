@@ -156,8 +156,11 @@ def _why_nothing(batch: Batch) -> str:
     masks = [name for name, tokens in batch.excluded.items() if tokens.any()]
     if not batch.mask.any():
         return f"nothing to train on: every token is masked ({', '.join(masks) or 'no sampled token'})"
+    silent = "of a group whose rewards are equal" if batch.group_relative else "has the advantage 0"
     if masks:
-        return f"nothing to train on: every token is masked ({', '.join(masks)}) or of a group whose rewards are equal"
+        return f"nothing to train on: every token is masked ({', '.join(masks)}) or {silent}"
+    if not batch.group_relative:
+        return "nothing to train on: all advantages are 0"
     return "nothing to train on: the rewards in every group are equal, so no completion is better than another"
 
 
