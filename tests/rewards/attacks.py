@@ -235,6 +235,12 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
         "except OSError: pass\ndef f(x): return None",
         {"wrong_answer", "error"},
     ),
+    "directories that cannot be entered": (
+        "import os\nfor i in range(1, 9):\n    try: os.mkdir('d' * i, 0)\n    except OSError: pass\n"
+        "try:\n    os.umask(0o700)\n    os.mkdir('e')\n    os.mkdir('e/e')\nexcept OSError: pass\n"
+        "def f(x): return None",
+        set(),
+    ),
     "keys that collide": (
         "def f(x): return {{i * (2**61 - 1): 0 for i in range(1, 100000)}}",
         {"wrong_answer", "timeout", "error"},

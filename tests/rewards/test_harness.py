@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -221,6 +223,15 @@ def test_programs(harness: TestHarness) -> None:
     assert harness.run("print(1 / 0)", tests).outcomes[0].status == "error"
 
 
+def test_a_program_that_takes_too_long_is_not_run_on_what_follows() -> None:
+    code = "n = int(input())\nwhile n: pass\nprint(n)"
+    with TestHarness(Limits(seconds=0.5)) as own:
+        began = time.monotonic()
+        result = own.run(code, ProgramTests((("0", "0"), *[("1", "1")] * 20, ("0", "0"))))
+    assert [outcome.status for outcome in result.outcomes] == ["passed"] + ["timeout"] * 21
+    assert time.monotonic() - began < 5
+
+
 @pytest.mark.parametrize(
     ("found", "expected", "tolerance", "same"),
     [
@@ -319,6 +330,9 @@ def test_other_values() -> None:
     assert list(decode(encode(iter([1, 2])))) == [1, 2]
     assert list(decode(encode({"a": 1}.keys()))) == ["a"]
     assert list(decode(encode(range(3)))) == [0, 1, 2]
+    assert list(decode(encode(reversed([1, 2])))) == [2, 1]
+    assert list(decode(encode(iter("ab")))) == ["a", "b"]
+    assert list(decode(encode(itertools.accumulate([1, 2])))) == [1, 3]
     assert decode(encode(collections.Counter("aab"))) == {"a": 2, "b": 1}
     assert decode(encode(2**200)) == 2**200
     assert decode(encode(-(2**62))) == -(2**62)

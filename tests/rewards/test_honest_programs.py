@@ -291,6 +291,19 @@ import os, sys
 f = os.fdopen(1, 'w', buffering=100000, closefd=False)
 f.write('1\\n')
 """,
+    "an output of its own": """\
+import os, sys
+from io import BytesIO, IOBase
+class FastOutput(IOBase):
+    def __init__(self, file):
+        self._fd, self.buffer = file.fileno(), BytesIO()
+        self.write = lambda text: self.buffer.write(text.encode())
+    def flush(self):
+        os.write(self._fd, self.buffer.getvalue())
+        self.buffer.truncate(0), self.buffer.seek(0)
+sys.stdout = FastOutput(sys.stdout)
+print(2)
+""",
     "a closed output": """\
 import sys
 print(1)
@@ -309,6 +322,7 @@ ENDS = (
     "a thread that nobody waits for",
     "what is registered for the end",
     "output in a buffer",
+    "an output of its own",
     "a closed output",
 )
 """These look at the main module, write to standard error, or have something to say when a program ends."""

@@ -155,7 +155,8 @@ class TestHarness:
     """Runs programs against tests, several at once.
 
     Args:
-        limits: of each program, all of its tests together.
+        limits: of each program, all of its tests together; of each case of `ProgramTests`, where what follows a case
+            that took too long is not run.
         workers: programs at once; None = the machine's cores.
         unprotected: see `Sandbox`.
         packages: that programs may import; see `Sandbox`.
@@ -269,7 +270,8 @@ class TestHarness:
             return TestResult(_filled(outcomes, len(tests.tests), failed), candidate.printed)
 
     def _run_program(self, sandbox: Sandbox, code: str, tests: ProgramTests) -> TestResult:
-        outcomes = []
+        outcomes: list[Outcome] = []
+        failed: Outcome | None = None
         printed = ""
         for stdin, expected in tests.cases:
             with sandbox.spawn(self._limits) as process:
@@ -287,7 +289,9 @@ class TestHarness:
             if failed is None and not same_output(output, expected, tests.tolerance):
                 failed = Outcome("wrong_answer", f"printed {output[:200]!r:.200}, not {expected[:200]!r:.200}")
             outcomes.append(failed or Outcome("passed"))
-        return TestResult(tuple(outcomes), printed)
+            if failed is not None and failed.status == "timeout":
+                break
+        return TestResult(_filled(outcomes, len(tests.cases), failed), printed)
 
 
 def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, ...], str]:

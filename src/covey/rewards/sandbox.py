@@ -290,7 +290,7 @@ class Confined:
             try:
                 data = data[self._channel.send(data) :]
             except BlockingIOError:
-                self._wait(selectors.EVENT_READ | selectors.EVENT_WRITE)
+                self._wait(selectors.EVENT_WRITE)  # not when there is something to read: that would not let it be sent
             except OSError:
                 raise self._gone() from None
 

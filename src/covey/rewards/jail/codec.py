@@ -16,16 +16,6 @@ MAX_DEPTH = 60
 MAX_ITEMS = 200_000
 MAX_COLLISIONS = 1000
 """Of keys in one set or dictionary that is read: a hostile sender can choose keys that all have one hash."""
-_ITERATORS: tuple[type, ...] = (
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-    map,
-    filter,
-    zip,
-    enumerate,
-    reversed,
-)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
@@ -81,7 +71,7 @@ class Encoder:
         if isinstance(value, dict):
             pairs = list(dict.items(value))
             return {"d": [[self._encode(k, depth + 1), self._encode(v, depth + 1)] for k, v in pairs]}
-        if self._materialise and (isinstance(value, _ITERATORS) or _is_lazy(value)):
+        if self._materialise and _is_lazy(value):
             return {"l": [self._encode(item, depth + 1) for item in _bounded(value)]}
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
             return self._encode(value.tolist(), depth)
@@ -152,7 +142,10 @@ def _check_hashes(keys: list[Any]) -> None:
 
 
 def _is_lazy(value: Any) -> bool:
-    return type(value).__name__ in ("generator", "range", "dict_keys", "dict_values", "dict_items", "chain", "islice")
+    """Is this an iterator of Python's own, a range or a view?"""
+    kind = type(value)
+    own = kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+    return own or kind.__name__ in ("range", "dict_keys", "dict_values", "dict_items")
 
 
 def _bounded(values: Any) -> Iterator[Any]:

@@ -167,14 +167,23 @@ def _program(channel: int, message: dict[str, Any]) -> None:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException as error:
         outcome = _describe(error)
-    # as Python ends: threads, what was registered, what globals hold back, what is in a buffer
-    ends = (threading._shutdown, atexit._run_exitfuncs, module.__dict__.clear, gc.collect)  # type: ignore[attr-defined]
-    for end in (*ends, *(stream.flush for stream in (sys.stdout, sys.__stdout__) if stream and not stream.closed)):
+    # as Python ends: threads, what was registered, what is in a buffer, what globals hold back, and what that printed
+    ends = (threading._shutdown, atexit._run_exitfuncs)  # type: ignore[attr-defined]
+    for end in (*ends, _flush, _restore, module.__dict__.clear, gc.collect, _flush):
         try:
             end()
         except BaseException as error:
             code = code or int(not isinstance(error, SystemExit))
     frames.send(channel, outcome or {"exit": code})
+
+
+def _flush() -> None:
+    if sys.stdout and not getattr(sys.stdout, "closed", False):
+        sys.stdout.flush()
+
+
+def _restore() -> None:
+    sys.stdout = sys.__stdout__
 
 
 # ---------------------------------------------------------------- tester

@@ -100,6 +100,7 @@ _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _WHOLE = 0xFFFFFFFF
 _libc = ctypes.CDLL(None, use_errno=True)
 _CLONE_THREAD = 0x10F00  # with memory, files and signals shared: a table of files of its own has a limit of its own
+_OWNER = 0o700  # of a directory's mode
 _CREATE, _TRUNCATE, _ASYNC = 0o100 | 0o20000000, 0o1000, 0o20000  # O_CREAT or O_TMPFILE, O_TRUNC, O_ASYNC
 
 Instruction = tuple[int, int, int, int]
@@ -128,6 +129,12 @@ _RULES: dict[str, tuple[tuple[Test, ...], ...]] = {
     "close_range": ((Test(2, (0, 4)),),),  # not UNSHARE, likewise
     "socketpair": ((Test(0, (1,)), Test(1, (1,), 0xF)),),  # of streams, within the process
     "sendto": ((Test(4, (0,)), Test(4, (0,), high=True)),),  # to no address
+}
+# Where it makes files in a plain directory: none that those who remove it after the program could not enter.
+_ENTERED: dict[str, tuple[tuple[Test, ...], ...]] = {
+    "mkdir": ((Test(1, (_OWNER,), _OWNER),),),
+    "mkdirat": ((Test(2, (_OWNER,), _OWNER),),),
+    "umask": ((Test(0, (0,), _OWNER),),),
 }
 _ERRORS = {"clone": _EAGAIN, "ioctl": _ENOTTY}
 
@@ -166,11 +173,12 @@ def _allowing(rooted: bool, supervised: bool) -> bytes:
         # an old Landlock lets a file be emptied that was opened for reading
         flags = (0, 1, 2, _TRUNCATE | 1, _TRUNCATE | 2)
         mask = _TRUNCATE | 3 | (0 if supervised else _CREATE)
-        rules |= {"open": ((Test(1, flags, mask),),), "openat": ((Test(2, flags, mask),),)}
+        rules |= _ENTERED | {"open": ((Test(1, flags, mask),),), "openat": ((Test(2, flags, mask),),)}
     if not supervised:
         del rules["clone"]
         if not rooted:
             allowed = [name for name in allowed if name not in _MAKES.split()]
+            rules = {name: lines for name, lines in rules.items() if name not in _MAKES.split()}
     architecture, numbers = _TABLES[platform.machine()]
     code: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     if platform.machine() == "x86_64":
