@@ -203,7 +203,7 @@ GRPOTrainingArgs = GRPOConfig
 _PATHS = ("model", "adapter", "adv_estimator", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
 """Fields that name files, or may."""
 
-_CODE = ("functions", "task", "world", "loss_type", "adv_estimator")
+_CODE = ("functions", "task", "world", "loss_type", "adv_estimator", "inference_server_kind")
 """Fields that may name something in a file of the user's."""
 
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from covey.serving.adapters import AdaptedWeights, read_adapter, read_config
 from safetensors.torch import load_file
 from servers import fake_server
 from test_adapters import adapted
@@ -22,9 +21,12 @@ from tiny_models import tiny_model
 
 from command import Command
 from covey import GRPOConfig
+from covey.adapters import read_adapter, read_config
 from covey.errors import AdapterError, ConfigError, GenerationError, ServingError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import AdaptedWeights, weights_of
+from covey.rollout.learning import Weights
 from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.dialect import Dialect, find_dialect
 from covey.serving.vllm import VLLMEngine
@@ -52,13 +54,13 @@ class Fake:
 
     def load_adapter(self, path: Path) -> None:
         config = read_config((path / "adapter_config.json").read_bytes())
-        adapter = read_adapter((path / "adapter_model.safetensors").read_bytes(), config, self.model)
-        self.engine.load(AdaptedWeights(self.model, adapter), 0)
+        adapter = read_adapter((path / "adapter_model.safetensors").read_bytes(), config)
+        self.engine.publish(Weights(0, lambda: AdaptedWeights(self.model, adapter)))
 
     def load_weights(self, file: Path) -> None:
         other = tiny_model("llama")
         other.load_state_dict(load_file(file), strict=False)
-        self.engine.sync(other, 0)
+        self.engine.publish(weights_of(other, 0))
 
     def sample(self, prompts: list[list[int]], streams: list[tuple[int, ...]], settings: SamplingSettings) -> Any:
         requests = [Request(np.array(ids), stream) for ids, stream in zip(prompts, streams, strict=True)]
@@ -200,7 +202,7 @@ def test_sglang_adapters(tmp_path: Path) -> None:
         there = remote(url, "SGLang", tmp_path)
         for version in (1, 2):
             model = adapted(version)
-            there.sync(model, version)
+            there.publish(weights_of(model, version))
             found = there(REQUESTS, SETTINGS, policy_version=version)
             logprobs_are_of(model, found)
             assert {c.policy_version for c in found} == {version}
@@ -219,7 +221,7 @@ def test_sglang_whole_weights(tmp_path: Path) -> None:
         for version in (1, 2):
             for parameter in model.parameters():
                 parameter.data *= 1.1
-            there.sync(model, version)
+            there.publish(weights_of(model, version))
             logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=version))
         fake.version = "somebody else's"
         with pytest.raises(ServingError, match="somebody else"):
@@ -233,7 +235,7 @@ def test_llama_cpp(tmp_path: Path, converter: None) -> None:
         there = remote(url, "LlamaCpp", tmp_path)
         for version in (1, 2):
             model = adapted(version)
-            there.sync(model, version)
+            there.publish(weights_of(model, version))
             found = there(REQUESTS, SETTINGS, policy_version=version)
             logprobs_are_of(model, found)
         assert there(REQUESTS, SETTINGS, policy_version=2)[3].token_ids.tolist() == found[3].token_ids.tolist()
@@ -244,7 +246,7 @@ def test_llama_cpp(tmp_path: Path, converter: None) -> None:
 def test_conversations_in_a_strangers_dialect(tmp_path: Path) -> None:
     with fake_server(FakeSGLang()) as url:
         there = remote(url, "SGLang", tmp_path)
-        there.sync(adapted(), 1)
+        there.publish(weights_of(adapted(), 1))
         session = there.session(SETTINGS, policy_version=1, rows=2, own_tokens=40, prompt_lengths=[3])
         row = session.start(REQUESTS[0], keep=True)
         while session.busy:
@@ -299,7 +301,7 @@ def test_vllm_adapters(tmp_path: Path) -> None:
         there = VLLMEngine(InferenceClient(url, retry_seconds=5), trainer="test", folder=tmp_path)
         for version in (1, 2):
             model = adapted(version)
-            there.sync(model, version)
+            there.publish(weights_of(model, version))
             logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=version))
         assert [*fake.names] == [path.name for path in tmp_path.iterdir()]  # the one before is gone
         assert len(fake.names) == 1
@@ -309,7 +311,7 @@ def test_vllm_adapters(tmp_path: Path) -> None:
     with fake_server(lambda path, body: (404 if "lora" in path else 200, {"detail": "Not Found"})) as url:
         there = VLLMEngine(InferenceClient(url, retry_seconds=0), trainer="test", folder=tmp_path)
         with pytest.raises(ServingError, match="loads no adapters; start vLLM with --enable-lora and the environment"):
-            there.sync(model, 1)
+            there.publish(weights_of(model, 1))
 
 
 def test_vllm_reads_whole_weights_from_its_folder(tmp_path: Path) -> None:
@@ -323,7 +325,7 @@ def test_vllm_reads_whole_weights_from_its_folder(tmp_path: Path) -> None:
         there = VLLMEngine(InferenceClient(url), trainer="test", folder=tmp_path)
         assert there.context_length == 77
         model = tiny_model("llama")
-        there.sync(model, 1)
+        there.publish(weights_of(model, 1))
     assert asked[2:] == [("/collective_rpc", {"method": "reload_weights"}), ("/reset_prefix_cache", {})]
     saved = load_file(tmp_path / "model.safetensors")
     assert (saved["model.norm.weight"] == model.state_dict()["model.norm.weight"]).all()
@@ -338,4 +340,4 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with fake_server(lambda path, body: (200, {})) as url:
         there = RemoteEngine(InferenceClient(url), trainer="test")
         with pytest.raises(AdapterError, match="no LoRA adapter"):
-            there.sync(tiny_model("llama"), 1)
+            there.publish(weights_of(tiny_model("llama"), 1))
