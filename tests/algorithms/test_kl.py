@@ -45,7 +45,7 @@ def test_straight_through_estimators_have_the_gradient_of_the_kl_on_policy(name:
     logits = torch.from_numpy(POLICY).clone().requires_grad_()
     policy = torch.log_softmax(logits, dim=-1)
     (ours,) = torch.autograd.grad(expectation(name, policy.detach(), policy), logits, retain_graph=True)
-    (wanted,) = torch.autograd.grad(exact_kl(policy, torch.from_numpy(REFERENCE)), logits)
+    (wanted,) = torch.autograd.grad(exact_kl(policy, torch.from_numpy(REFERENCE)), logits, retain_graph=True)
     torch.testing.assert_close(ours, wanted)
     assert not torch.allclose(torch.autograd.grad(expectation(name[:2], policy.detach(), policy), logits)[0], wanted)
 

@@ -28,7 +28,8 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.learning import Weights
 from covey.serving import InferenceClient, RemoteEngine
-from covey.serving.dialect import Dialect, find_dialect
+from covey.serving.dialect import Dialect
+from covey.serving.dialects import find_dialect
 from covey.serving.vllm import VLLMEngine
 from covey.types import Request, SamplingSettings
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from covey.errors import RunFolderError
 from covey.files import explained, write_atomically
+from covey.observe.metric_names import describe_metric
 
 Record = dict[str, Any]
 
@@ -101,9 +102,11 @@ def is_step(record: Record) -> bool:
 
 
 def is_metrics(record: Record) -> bool:
-    """A line of `metrics.jsonl`: no text in it, and null for numbers that are none."""
+    """A line of `metrics.jsonl`: no text where Covey writes a number, and null for numbers that are none."""
     return is_step(record) and not any(
-        isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)) for value in record.values()
+        (isinstance(value, str) and describe_metric(name) is not None)
+        or (isinstance(value, float) and not math.isfinite(value))
+        for name, value in record.items()
     )
 
 

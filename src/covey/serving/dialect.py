@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.errors import AdapterError, ServingError
-from covey.functions import load_function
 from covey.rollout.learning import Weights
 from covey.serving.client import InferenceClient, RefusedError
 from covey.types import Request, SamplingSettings
@@ -184,20 +183,3 @@ def choices_of(answer: Mapping[str, Any], count: int, url: str) -> list[Mapping[
     if not isinstance(choices, list) or len(choices) != count:
         raise ServingError(f"{url} answered {answer!r:.200} to {count} prompts")
     return choices
-
-
-def find_dialect(kind: str) -> type[Dialect]:
-    """The dialect that `server.inference_server_kind` names.
-
-    Raises:
-        ConfigError: no such file or class.
-    """
-    if kind == "covey":
-        from covey.serving.remote import CoveyDialect
-
-        return CoveyDialect
-    if kind == "vllm":
-        from covey.serving.vllm import VLLMDialect
-
-        return VLLMDialect
-    return load_function(kind)  # type: ignore[return-value]

@@ -208,7 +208,7 @@ def make_engine(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) -> 
 def connect(config: GRPOConfig) -> Sampler:
     """The server of `server.inference_server_url`, for this run folder: a resumed run is the same trainer."""
     from covey.serving.client import InferenceClient
-    from covey.serving.dialect import find_dialect
+    from covey.serving.dialects import find_dialect
     from covey.serving.remote import RemoteEngine
 
     chosen = config.server

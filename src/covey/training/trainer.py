@@ -16,15 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
 from covey.environments.base import World
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
@@ -49,6 +47,7 @@ from covey.training.questions import QuestionHistory
 from covey.training.recorder import Recorder, Run
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
 from covey.training.state import Callbacks, TrainerState, check_callbacks
+from covey.training.stepwise import StepByStep
 from covey.training.update import Update, update
 from covey.types import Batch, Group, Progress, Prompt
 
@@ -64,7 +63,7 @@ class TrainOutput:
     metrics: dict[str, Any]
 
 
-class GRPOTrainer:
+class GRPOTrainer(StepByStep):
     """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
 
     Args:
@@ -435,70 +434,6 @@ class GRPOTrainer:
             result = self.evaluation()
             recorder.evaluation(result, self.data.scorer.take_logged())
             self._callbacks("on_evaluate", metrics=result.metrics)
-
-    # ------------------------------------------------------------------ step by step
-
-    @property
-    def policy_model(self) -> Any:
-        """The model that is trained, its adapter in it."""
-        return self.policy.model
-
-    @property
-    def ref_model(self) -> Any:
-        """The frozen reference, called like the model; None where nothing compares with it (`beta` 0).
-
-        With LoRA it is the same network with the adapter off, no second copy.
-        """
-        return cast(Any, self.policy).reference if uses_reference(self.args) else None
-
-    def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
-        """Sample `num_generations` completions of each prompt with the present weights, and score them.
-
-        For those who write the loop themselves, by the names of grpo-architecture.md: `rollout`, `compute_loss`,
-        `learner.optim_step(1e-5)`, `publish`. `train` does the same with counters, checkpoints and evaluations.
-
-        Args:
-            rows: like those of `train_dataset`; None = the prompts of the next step. The data's position stays.
-
-        Returns:
-            A group for each prompt; `rewards` of a group are `[num_generations]`.
-        """
-        phase, state = self.phases.at(self._elapsed()), self.state
-        prompts = None if rows is None else self._tokenize(rows)
-        count = self.args.data.prompts_per_step if prompts is None else len(prompts)
-        following, streams = self._next_prompts(state.data_position, count)
-        return self.collect(
-            following if prompts is None else prompts,
-            setup.sampling_settings(self.args, self.policy, phase.temperature),
-            num_generations=phase.num_generations,
-            streams=streams,
-            policy_version=state.policy_version,
-        )
-
-    def compute_loss(self, rollout: Rollout) -> float:
-        """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
-
-        Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
-        split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
-        learned: every advantage is 0, or every token masked.
-        """
-        phase = self.phases.at(self._elapsed())
-        batch = self.make_batch(rollout.groups, phase)
-        without_step: Any = SimpleNamespace(
-            scores=self.learner.scores,
-            forward_backward=self.learner.forward_backward,
-            optim_step=lambda learning_rate: 0.0,
-        )
-        done = update(
-            without_step,
-            batch,
-            setup.algorithm_in(self.args, phase).model_copy(update={"num_iterations": 1}),
-            0.0,
-            temperature=phase.temperature,
-            max_completion_length=self.args.sampling.max_completion_length,
-            state=replace(self.state),
-        )
-        return float(done.metrics["loss"])
 
     # ------------------------------------------------------------------ saving, resuming
 
