@@ -78,8 +78,8 @@ class CoveyDialect(Dialect):
         """Each choice names the version that it was sampled from."""
         found = []
         for choice in choices_of(answer, count, self.client.url):
-            kept, sampled_from = choice.get("support"), int(choice["policy_version"])
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            kept, sampled_from = choice.get("support"), int(choice["policy_version"])
             if sampled_from != self.server_version:
                 raise ServingError(
                     f"{self.client.url} sampled from version {sampled_from}, {self.server_version} was asked for; "
