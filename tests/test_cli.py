@@ -86,6 +86,8 @@ def test_config_explains_every_field(covey: Command) -> None:
         (("resume", "{tmp}/nothing"), "nothing"),
         (("train", "{tmp}/deep.toml"), "deep.toml: cannot be read (maximum recursion depth"),
         (("train", "{recipe}", "optim.learning_rate=" + "[" * 9000), "must be float"),
+        (("serve", "{model}", "--kv-cache-gb", "inf"), "less than or equal to 1000000"),
+        (("serve", "{model}", "--max-batch-size", "1000000000000"), "less than or equal to 1000000"),
         (("resume", "x" * 5000), "too long for a path"),
         (("eval", "{model}"), "--task"),
         (("eval", "{model}", "--show", "-1"), "greater than or equal to 0"),

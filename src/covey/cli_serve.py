@@ -29,12 +29,16 @@ def serve(
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: a GPU if there is one.")] = None,
-    kv_cache_gb: Annotated[float, typer.Option(min=0.01, help="Memory for keys and values.")] = 1.0,
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Completions in the batch.")] = 64,
-    max_completion_length: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 512,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Completions that may wait; more are refused (429).")] = 1024,
-    max_upload_mb: Annotated[int, typer.Option(min=1, help="Largest adapter.")] = 1024,
-    max_connections: Annotated[int, typer.Option(min=1, help="Connections that one address may have.")] = 512,
+    kv_cache_gb: Annotated[float, typer.Option(min=0.01, max=1e6, help="Memory for keys and values.")] = 1.0,
+    max_batch_size: Annotated[int, typer.Option(min=1, max=10**6, help="Completions in the batch.")] = 64,
+    max_completion_length: Annotated[int, typer.Option(min=1, max=10**6, help="Longest completion in tokens.")] = 512,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, max=10**6, help="Completions that may wait; more are refused (429).")
+    ] = 1024,
+    max_upload_mb: Annotated[int, typer.Option(min=1, max=10**6, help="Largest adapter.")] = 1024,
+    max_connections: Annotated[
+        int, typer.Option(min=1, max=10**6, help="Connections that one address may have.")
+    ] = 512,
     swap: Annotated[
         str, typer.Option(help="Running completions at an upload: finish (old weights) or continue (new ones).")
     ] = "finish",

@@ -229,12 +229,12 @@ def _require_gguf(source: str) -> None:
 
 
 def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
-    loader: Any = AutoModelForCausalLM  # its types do not know output_loading_info
     model: PreTrainedModel
     try:
-        model, found = loader.from_pretrained(folder, output_loading_info=True, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad checkpoint
         raise ModelError(_load_problem(folder, source, error)) from error
+    model, found = loaded
     missing = sorted(found["missing_keys"])
     if missing:  # transformers would go on with random numbers
         raise ModelError(
