@@ -171,7 +171,7 @@ def playing(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"max_conversation_tokens": 600, "action_format": "choice", "max_completion_length": 16}
 
 
-@pytest.mark.parametrize("name", ["gigpo", "reinforce_plus_plus", "remax", "opo", "mine.py:kl_in_reward"])
+@pytest.mark.parametrize("name", ["gigpo", "remax", "mine.py:kl_in_reward"])
 def test_agents_in_a_world_given_as_an_object(settings: dict[str, Any], elsewhere: Path, name: str) -> None:
     world = House(rooms=2, num_train=6, num_eval=2)
     trainer = GRPOTrainer(args=GRPOConfig(**playing(settings), adv_estimator=name, beta=0.0), world=world)

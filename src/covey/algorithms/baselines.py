@@ -93,7 +93,7 @@ def opo(step: Outcomes) -> Array:
 
 @states(scaled=False)
 def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "nonzero"] = "differing") -> Array:
-    """GPG (arXiv 2504.02546): `alpha * (r - mean_g) / f_norm`, where alpha makes up for groups without a gradient.
+    """GPG (arXiv 2504.02546, equation 7): `alpha (r - mean_g) / f_norm`; alpha makes up for groups without gradient.
 
     Rewards 0, 1 in one group and 1, 1 in another: half of the completions are in groups that differ, alpha = 2 and the
     advantages are -1, 1, 0, 0.

@@ -135,7 +135,7 @@ def measure(trainer: GRPOTrainer) -> Plan:
         evaluation_seconds=rollout.sampling_seconds * evaluated / rows if evaluations else 0.0,
         num_evaluations=evaluations,
         mean_length=float(np.mean(lengths)),
-        mixed_share=float(np.mean([not group.is_tied for group in groups])),
+        mixed_share=float(np.mean([trainer.estimator.teaches(group) for group in groups])),
         probe_seconds=time.perf_counter() - began,
     )
 
