@@ -332,10 +332,12 @@ class Session(Generic[D]):
         Raises:
             GenerationError: the logits are not finite, or the device has no memory for what waits.
         """
-        for drawn in self.device.begin(self._queue):
-            self._take(drawn)
-        for drawn in self.device.extend(self._resuming):
-            self._take(drawn)
+        if self._queue:
+            for drawn in self.device.begin(self._queue):
+                self._take(drawn)
+        if self._resuming:
+            for drawn in self.device.extend(self._resuming):
+                self._take(drawn)
         if self._open and not self._finished:
             for drawn in self.device.decode(len(self._queue)):
                 self._take(drawn, decoded=True)
@@ -382,20 +384,25 @@ class Session(Generic[D]):
 
     def _take(self, drawn: Drawn, *, decoded: bool = False) -> None:
         """Add the drawn tokens, apply the stop rules, and let the rows whose turn is over leave."""
-        started = time.perf_counter()
-        supports: Sequence[Any] = drawn.support or [None] * len(drawn.rows)
-        columns = zip(drawn.rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), supports, strict=True)
-        for place, (row, tokens, logprobs, support) in enumerate(columns):
+        started, stats = time.perf_counter(), self.device.stats
+        support, by_rules = drawn.support, drawn.finished is None
+        columns = zip(drawn.rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
+        for place, (row, tokens, logprobs) in enumerate(columns):
+            keeps = support is not None and (row.cuts or not self._alone)
             for t, token in enumerate(tokens):
                 if token < 0 or row.finish_reason is not None:
                     break
-                row.held += decoded
-                if self._gone_wrong(row, logprobs[t]):
+                if row.error is not None or not math.isfinite(logprobs[t]):
+                    self._end_bad(row)
                     break
-                kept = support[t] if support is not None and (row.cuts or not self._alone) else None
-                self._record(row, token, logprobs[t], kept)
-                if drawn.finished is None:
-                    self._apply_rules(row, token)
+                row.held += decoded
+                row.own.append(token)
+                row.logprobs.append(logprobs[t])
+                stats.decoded_tokens += 1
+                if keeps and (kept := support[place][t]) is not None:  # type: ignore[index]
+                    row.support.append(kept)
+                if by_rules and not self._ended(row, token) and row.choices is not None:
+                    self._complete(row)
             if drawn.finished is not None:
                 row.finish_reason = drawn.finished[place]
         over = [row for row in drawn.rows if row.finish_reason is not None]
@@ -404,38 +411,32 @@ class Session(Generic[D]):
             for row in over:
                 del self._open[id(row)]
             self.device.leave(over)
-        self.device.stats.sampling_seconds += time.perf_counter() - started
+        stats.sampling_seconds += time.perf_counter() - started
 
-    def _record(self, row: Row, token: int, logprob: float, kept: IntArray | None) -> None:
-        self.device.stats.decoded_tokens += 1
-        row.own.append(token)
-        row.logprobs.append(logprob)
-        if kept is not None:
-            row.support.append(kept)
+    @staticmethod
+    def _ended(row: Row, token: int) -> bool:
+        """Whether the turn is over with this token."""
+        if token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):
+            row.finish_reason = "stop"
+        elif len(row.own) - row.turn >= row.limit:
+            row.finish_reason = "length"
+        return row.finish_reason is not None
 
-    def _apply_rules(self, row: Row, token: int) -> None:
-        row.finish_reason = self._ending(row, token)
-        if row.choices is None or row.finish_reason is not None:
-            return
+    def _complete(self, row: Row) -> None:
+        """Tokens without an alternative have probability 1: they need no forward pass."""
         rest = only_way_on(row.choices, row.own[row.turn :])
-        for forced in rest or ():  # tokens without an alternative have probability 1: they need no forward pass
-            self._record(row, forced, 0.0, np.array([forced], dtype=np.int64))
-            row.finish_reason = self._ending(row, forced)
-            if row.finish_reason is not None:
+        for token in rest or ():
+            row.own.append(token)
+            row.logprobs.append(0.0)
+            row.support.append(np.array([token], dtype=np.int64))
+            self.device.stats.decoded_tokens += 1
+            if self._ended(row, token):
                 return
         if rest is not None:
             row.finish_reason = "stop"
 
-    @staticmethod
-    def _ending(row: Row, token: int) -> FinishReason | None:
-        if token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):
-            return "stop"
-        return "length" if row.sampled >= row.limit else None
-
-    def _gone_wrong(self, row: Row, logprob: float) -> bool:
-        """Whether a row is over because it went wrong, where that does not end the session."""
-        if row.error is None and math.isfinite(logprob):
-            return False
+    def _end_bad(self, row: Row) -> None:
+        """A row went wrong: so does the session, or the row alone is over."""
         row.error = row.error or GenerationError(
             f"completion token {row.sampled}: the model's logits are not finite; the weights have "
             f"diverged or {self.device.logits_dtype} overflows: lower optim.learning_rate or use float32"
@@ -444,4 +445,3 @@ class Session(Generic[D]):
             self.device.clear()
             raise row.error
         row.keep, row.finish_reason = False, "length"
-        return True
