@@ -22,7 +22,7 @@ from covey.jax.model import ModelConfig, Transformer
 from covey.jax.programs import Programs
 from covey.jax.sharding import place_rows
 from covey.rollout.streams import uniforms
-from covey.rollout.turns import NO_LIMIT, Drawn, GenerationStats, Row
+from covey.rollout.turns import NO_LIMIT, Device, Drawn, Row
 from covey.types import IntArray, SamplingSettings
 
 _CHUNK = 32
@@ -37,7 +37,7 @@ _SAID = 32
 """Tokens of what is said to a conversation that are run at once."""
 
 
-class JaxDevice:
+class JaxDevice(Device):
     """The slots of one session; a `covey.rollout.turns.Device`. A row's `place` is its slot, None before and after.
 
     Args:
@@ -50,8 +50,6 @@ class JaxDevice:
         own_tokens: longest conversation after its first prompt; None = single completions.
         mesh: devices over which slots are spread, or None.
     """
-
-    logits_dtype = "their type"
 
     def __init__(
         self,
@@ -67,9 +65,7 @@ class JaxDevice:
     ) -> None:
         self._programs, self._params, self._config, self._settings = programs, params, config, settings
         self._mesh, self._layout, self._continued = mesh, layout, own_tokens is not None
-        self.whole_tokens = min(context_length, layout.positions + 1)
-        self.own_tokens = NO_LIMIT if own_tokens is None else own_tokens + 1
-        self.stats = GenerationStats()
+        super().__init__(min(context_length, layout.positions + 1), NO_LIMIT if own_tokens is None else own_tokens + 1)
         self._sampling = SamplingParams(
             settings.temperature,
             settings.top_k,
@@ -87,9 +83,6 @@ class JaxDevice:
     def fits(self, prompt: int) -> bool:
         """Whether a slot holds a prompt of so many tokens."""
         return prompt < self._layout.positions
-
-    def enter(self, row: Row) -> None:
-        """Nothing: prompts are looked at when there is a slot."""
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
         """Prompts of waiting rows into free slots, each different one run once."""
@@ -157,12 +150,6 @@ class JaxDevice:
         """Free the row's slot, if it has one."""
         if row.place is not None:
             self._slots[row.place], row.place = None, None
-
-    def renew(self, queue: Sequence[Row]) -> None:
-        """Nothing: weights are taken when a session is made."""
-
-    def clear(self) -> None:
-        """The cache is made anew for each session."""
 
     # ------------------------------------------------------------------ inside
 

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,8 +162,10 @@ class Drawn:
     finished: Sequence[FinishReason] | None = None
 
 
-class Device(Protocol):
-    """Prefills and decodes. It draws from the row's `key` at the place `sampled`, so company does not matter.
+class Device:
+    """Prefills and decodes. It draws from a row's `key` at the place `sampled`, so company does not matter.
+
+    A row is in the queue, runs, or is parked. Subclasses write `begin`, `extend` and `decode`, and what else they need.
 
     Attributes:
         whole_tokens: most tokens of a row, prompt and all.
@@ -172,46 +174,41 @@ class Device(Protocol):
         stats: what it has cost; the scheduler counts the tokens.
     """
 
-    whole_tokens: int
-    own_tokens: int
-    logits_dtype: str
-    stats: GenerationStats
+    def __init__(self, whole_tokens: int, own_tokens: int = NO_LIMIT) -> None:
+        self.whole_tokens, self.own_tokens = whole_tokens, own_tokens
+        self.logits_dtype = "their type"
+        self.stats = GenerationStats()
 
     def fits(self, prompt: int) -> bool:
         """Whether there is memory for a first prompt of so many tokens."""
-        ...
+        return True
 
     def enter(self, row: Row) -> None:
         """A row has been put into the queue."""
-        ...
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
         """Take rows from the front of the queue while there is room, prefill them, draw the first token of each."""
-        ...
+        raise NotImplementedError
 
     def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
         """Take rows out of the list, prefill what is `new` in them, draw the first token of each answer."""
-        ...
+        raise NotImplementedError
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """Go on with all rows that run; so many others wait for their places."""
-        ...
+        raise NotImplementedError
 
     def leave(self, rows: Sequence[Row]) -> None:
         """The turn of these rows is over: kept ones stay in memory, the others go; a row's `error` leaves nothing."""
-        ...
 
     def drop(self, row: Row) -> None:
-        """Forget a row wherever it is: in the queue, running or parked."""
-        ...
+        """Forget a row wherever it is."""
 
     def renew(self, queue: Sequence[Row]) -> None:
         """The weights have been replaced: nothing that was computed may be given to rows that have not begun."""
-        ...
 
     def clear(self) -> None:
-        """Values that are not finite may be anywhere: overwrite the memory."""
-        ...
+        """Values that are not finite may be anywhere in a memory that is used again: overwrite it."""
 
 
 D = TypeVar("D", bound=Device)

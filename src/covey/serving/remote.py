@@ -21,7 +21,7 @@ from covey.errors import GenerationError, ServingError
 from covey.rollout.checks import NO_VERSION, version_in_words
 from covey.rollout.constrained import cut_choices
 from covey.rollout.learning import Weights
-from covey.rollout.turns import Drawn, GenerationStats, Row, Session
+from covey.rollout.turns import Device, Drawn, Row, Session
 from covey.serving.client import InferenceClient, RefusedError, warn_of_mismatch
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
 from covey.types import Completion, Progress, Request, SamplingSettings, Support
@@ -72,7 +72,26 @@ class CoveyDialect(Dialect):
 
     def request(self, requests: Sequence[Request], settings: SamplingSettings) -> tuple[str, dict[str, Any]]:
         """OpenAI's completions with what `covey serve` knows beyond them."""
-        return "/v1/completions", _body(requests, settings, self.server_version)
+        body: dict[str, Any] = {
+            "model": "",
+            "prompt": [request.token_ids.tolist() for request in requests],
+            "streams": [list(request.stream) for request in requests],
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "stop": list(settings.stop_strings),
+            "stop_token_ids": list(settings.eos_token_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "policy_version": self.server_version,
+        }
+        if any(request.choices is not None for request in requests):
+            body["choices"] = [None if r.choices is None else [list(choice) for choice in r.choices] for r in requests]
+        if settings.keep_support or "choices" in body:
+            body["return_support"] = True
+        return "/v1/completions", body
 
     def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
         """Each choice names the version that it was sampled from."""
@@ -254,7 +273,7 @@ class RemoteEngine:
             ) from error
 
 
-class RemoteDevice:
+class RemoteDevice(Device):
     """Conversations on a server; a `covey.rollout.turns.Device` that asks for whole turns.
 
     Args:
@@ -263,20 +282,10 @@ class RemoteDevice:
         own_tokens: longest conversation after its first prompt.
     """
 
-    logits_dtype = "their type"
-
     def __init__(self, engine: RemoteEngine, version: int, own_tokens: int) -> None:
+        super().__init__(engine.context_length, own_tokens)
         self._engine, self._version = engine, version
-        self.whole_tokens, self.own_tokens = engine.context_length, own_tokens
-        self.stats = GenerationStats()
         self._asked: dict[Future[list[Completion]], Row] = {}
-
-    def fits(self, prompt: int) -> bool:
-        """The server says so itself."""
-        return True
-
-    def enter(self, row: Row) -> None:
-        """Nothing."""
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
         """Ask for the first turns."""
@@ -300,18 +309,9 @@ class RemoteDevice:
                 support = [np.split(found.support.ids, found.support.offsets[1:-1])]
             yield Drawn([row], found.token_ids[None], found.logprobs[None], support, [found.finish_reason])
 
-    def leave(self, rows: Sequence[Row]) -> None:
-        """Nothing is kept on the server."""
-
     def drop(self, row: Row) -> None:
         """Nobody waits for its turn any more."""
         self._asked = {future: one for future, one in self._asked.items() if one is not row}
-
-    def renew(self, queue: Sequence[Row]) -> None:
-        """Nothing is computed here."""
-
-    def clear(self) -> None:
-        """Nothing is stored here."""
 
     def _ask(self, row: Row) -> None:
         settings = replace(row.settings, max_tokens=row.limit)
@@ -336,26 +336,3 @@ def _checked(sampled: Sampled, settings: SamplingSettings, version: int, url: st
     if not np.isfinite(logprobs).all() or sampled.finish_reason not in ("stop", "length"):
         raise ServingError(f"{url} answered log-probabilities that are not finite, or {sampled.finish_reason!r}")
     return Completion(ids, logprobs, sampled.finish_reason, version, support)  # type: ignore[arg-type]
-
-
-def _body(requests: Sequence[Request], settings: SamplingSettings, version: int) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "model": "",
-        "prompt": [request.token_ids.tolist() for request in requests],
-        "streams": [list(request.stream) for request in requests],
-        "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
-        "top_k": settings.top_k,
-        "top_p": settings.top_p,
-        "min_p": settings.min_p,
-        "stop": list(settings.stop_strings),
-        "stop_token_ids": list(settings.eos_token_ids),
-        "logprobs": 0,
-        "return_token_ids": True,
-        "policy_version": version,
-    }
-    if any(request.choices is not None for request in requests):
-        body["choices"] = [None if r.choices is None else [list(choice) for choice in r.choices] for r in requests]
-    if settings.keep_support or "choices" in body:
-        body["return_support"] = True
-    return body

@@ -69,7 +69,21 @@ class VLLMDialect(Dialect):
 
     def request(self, requests: Sequence[Request], settings: SamplingSettings) -> tuple[str, dict[str, Any]]:
         """OpenAI's completions, from the adapter of that name."""
-        return "/v1/completions", _body(requests, settings, self._loaded)
+        return "/v1/completions", {
+            "model": self._loaded,
+            "prompt": [request.token_ids.tolist() for request in requests],
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k or -1,
+            "top_p": settings.top_p,
+            "min_p": settings.min_p,
+            "stop": list(settings.stop_strings),
+            "stop_token_ids": list(settings.eos_token_ids),
+            "ignore_eos": not settings.eos_token_ids,
+            "include_stop_str_in_output": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
 
     def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
         """The answer names its adapter."""
@@ -105,21 +119,3 @@ def VLLMEngine(client: InferenceClient, *, trainer: str, folder: str | Path) -> 
         folder: for adapters; vLLM reads them there.
     """
     return RemoteEngine(client, trainer=trainer, dialect=VLLMDialect, folder=folder)
-
-
-def _body(requests: Sequence[Request], settings: SamplingSettings, model: str) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": [request.token_ids.tolist() for request in requests],
-        "max_tokens": settings.max_tokens,
-        "temperature": settings.temperature,
-        "top_k": settings.top_k or -1,
-        "top_p": settings.top_p,
-        "min_p": settings.min_p,
-        "stop": list(settings.stop_strings),
-        "stop_token_ids": list(settings.eos_token_ids),
-        "ignore_eos": not settings.eos_token_ids,
-        "include_stop_str_in_output": True,
-        "logprobs": 0,
-        "return_token_ids": True,
-    }

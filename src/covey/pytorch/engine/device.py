@@ -22,7 +22,7 @@ from covey.pytorch.engine.drawing import draw_tokens
 from covey.pytorch.engine.layout import lay_out_for_clients, lay_out_for_conversations, lay_out_for_queue
 from covey.pytorch.engine.prompts import Prompts, SharedPrompt
 from covey.pytorch.engine.runner import Runner, Step
-from covey.rollout.turns import NO_LIMIT, Drawn, GenerationStats, Row
+from covey.rollout.turns import Device, Drawn, Row
 
 _PREFILL_TOKENS = 2048
 """Prompts are prefilled together up to this many tokens: bounds the memory of activations."""
@@ -30,7 +30,7 @@ _PATIENCE = 4
 """Decode steps that answered conversations wait at most until as many are ready as run."""
 
 
-class TorchDevice:
+class TorchDevice(Device):
     """Slots and prompts of one session; a `covey.rollout.turns.Device`. A row's `place` is its `SharedPrompt`.
 
     Without `reserve` or `reserve_to_serve` the cache is laid out for the rows that are in the queue at first.
@@ -46,6 +46,7 @@ class TorchDevice:
     def __init__(
         self, runner: Runner, cache: KVCache, *, max_rows: int, context_length: int, device: torch.device
     ) -> None:
+        super().__init__(context_length)
         self._runner, self._cache, self._max_rows, self._device = runner, cache, max_rows, device
         self._prompts = Prompts(cache)
         self._rows: list[Row] = []
@@ -54,9 +55,6 @@ class TorchDevice:
         self._laid_out = False
         self._attention: DecodeAttention | None = None
         self._patience = _PATIENCE
-        self.whole_tokens, self.own_tokens = context_length, NO_LIMIT
-        self.logits_dtype = "their type"
-        self.stats = GenerationStats()
 
     @property
     def slots(self) -> int:
