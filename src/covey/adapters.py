@@ -15,7 +15,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -248,8 +248,8 @@ def read_adapter_folder(folder: str | Path) -> Adapter:
             f"{folder}: holds no {WEIGHTS_FILE} (pickled .bin adapters are not read); save it with safetensors"
         )
     try:
-        config = read_config((folder / CONFIG_FILE).read_bytes())
-        return Adapter(read_tensors((folder / WEIGHTS_FILE).read_bytes()), config)
+        unread = Adapter({}, read_config((folder / CONFIG_FILE).read_bytes()))  # the config is looked at first
+        return replace(unread, tensors=read_tensors((folder / WEIGHTS_FILE).read_bytes()))
     except (OSError, AdapterError) as error:
         raise ModelError(f"{folder}: the adapter is damaged ({error}); save or fetch it again") from error
 

@@ -205,7 +205,7 @@ def test_weights_of_the_other_backend(engines: tuple[TorchEngine, Engine]) -> No
     assert given.sha256 == made.adapter.sha256 == made.sha256
     ours, theirs = Engine(mine.model), TorchEngine(policy.model)
     ours.publish(Weights(5, lambda: arrays))
-    theirs.publish(Weights(5, lambda: {name: torch.from_numpy(array) for name, array in made.tensors().items()}))
+    theirs.publish(Weights(5, lambda: {name: torch.from_numpy(array.copy()) for name, array in made.tensors().items()}))
     same(ours(requests(5), SETTINGS, policy_version=5), theirs(requests(5), SETTINGS, policy_version=5))
     with pytest.raises(ModelError, match=r"version 6 of the weights: its weights: .* lacks model\.norm\.weight"):
         ours.publish(Weights(6, lambda: {n: array for n, array in arrays.items() if n != "model.norm.weight"}))

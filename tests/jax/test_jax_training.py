@@ -239,8 +239,7 @@ def test_the_command_line(covey: Command, settings: dict[str, Any], tmp_path: Pa
     status, _, error = covey("sample", settings["output_dir"], "hello")
     assert status == 0, error
     status, _, error = covey("plan", recipe, "model.backend=jax")
-    assert status == 2
-    assert "model.backend=pytorch" in error.replace("\n", " ")
+    assert status == 0, error
     status, _, error = covey("train", recipe, "--backend", "tensorflow", f"run.output_dir={tmp_path / 'other'}")
     assert status == 2
     assert "tensorflow" in error
