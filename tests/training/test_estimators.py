@@ -103,7 +103,7 @@ def test_from_the_command_line(model_folder: Path, elsewhere: Path, recipe_folde
     assert len(steps) == 3
     status, _, err = covey("train", recipe_folder / "recipe.toml", "adv_estimator=mine.py:nothing")
     assert status == 2
-    assert "mine.py has no 'nothing'; it has batch_normalised" in err
+    assert "mine.py has no 'nothing'; it has batch_normalised" in " ".join(err.split())
 
 
 def test_equal_rewards_teach_where_nothing_is_compared_within_groups(settings: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ def test_remax_asks_for_the_greedy_completion(settings: dict[str, Any]) -> None:
         policy_version=trainer.state.policy_version,
     )
     assert greedy == [float(group.rewards[0]) for group in again.groups]
-    batch = trainer.make_batch(sampled.rollout.groups, trainer.phases.at(trainer._progress()))
+    batch = trainer.make_batch(sampled.rollout.groups, trainer.phases.at(trainer._elapsed()))
     rewards = np.concatenate([group.rewards for group in sampled.rollout.groups])
     np.testing.assert_allclose(batch.advantages[:, 0], rewards - greedy, atol=1e-6)
 
