@@ -751,7 +751,7 @@ def test_the_folder_may_come_first_without_a_name() -> None:
 
 def test_the_documented_differences_from_trl_are_our_defaults() -> None:
     text = (Path(__file__).parents[1] / "docs/training.md").read_text().split("## Coming from TRL")[1]
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` +\| ([^|]+) \|", text, re.MULTILINE)
     assert len(rows) > 15
     for name, documented in rows:
         value = getattr(GRPOConfig(), name)
