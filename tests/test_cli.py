@@ -23,6 +23,13 @@ def test_version_and_shell_completion(covey: Command) -> None:
     assert "--install-completion" in covey("--help")[1]
 
 
+def test_explaining_one_setting(covey: Command) -> None:
+    status, out, _ = covey("config", "--explain", "top_p")
+    assert status == 0
+    assert "top_p" in out
+    assert "learning_rate" not in out
+
+
 def test_train_eval_sample_curve(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     status, out, err = covey("train", recipe_folder, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")

@@ -367,7 +367,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"loss_type": "dap"}, "algorithm.loss_type='dap': must be grpo | bnpo | "),
         ({"loss_type": "dap"}, "did you mean 'dapo'?"),
         ({"top_p": 1.5}, "sampling.top_p=1.5: must be float, > 0, <= 1 (Draw from"),
-        ({"temperature": 0}, "sampling.temperature=0: must be float, > 0"),
+        ({"temperature": 0}, "sampling.temperature=0: must be float, >= 0.001, <= 100"),
         ({"temperature": float("nan")}, "sampling.temperature=nan"),
         ({"learning_rate": float("inf")}, "optim.learning_rate=inf"),
         ({"num_generations": "8"}, "sampling.num_generations='8': must be int"),

@@ -308,12 +308,15 @@ def show_config(
     overrides: Overrides = None,
     explain: Annotated[bool, typer.Option("--explain", help="Every field with its type, default and meaning.")] = False,
     only: Annotated[
-        str, typer.Option("--only", help="With --explain: only sections or fields that contain this.")
+        str,
+        typer.Option(
+            "--only", help="With --explain: only sections or fields that contain this; may stand without --only."
+        ),
     ] = "",
 ) -> None:
     """Print the settings of a recipe, or explain all settings."""
     if explain:
-        render_explain(out, only)
+        render_explain(out, only or str(recipe or ""))  # `covey config --explain beta`
         return
     config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
     out.print(config.to_toml(), markup=False, highlight=False, soft_wrap=True)

@@ -93,7 +93,7 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         "most values of algorithm.adv_estimator.",
     )
     temperature: float = Field(
-        default=1.0, gt=0, description="Divides the logits before the softmax; above 1 explores more."
+        default=1.0, ge=0.001, le=100, description="Divides the logits before the softmax; above 1 explores more."
     )
     top_k: int = Field(default=0, ge=0, description="Draw from the k most likely tokens only; 0 = all.")
     top_p: float = Field(

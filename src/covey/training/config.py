@@ -85,7 +85,7 @@ class PhaseConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     steps: int | None = Field(default=None, ge=1, description="Length in optimiser steps.")
     tokens: int | None = Field(default=None, ge=1, description="Length in trained tokens.")
     minutes: float | None = Field(default=None, gt=0, description="Length in minutes of training.")
-    temperature: float | None = Field(default=None, gt=0, description="Replaces sampling.temperature.")
+    temperature: float | None = Field(default=None, ge=0.001, le=100, description="Replaces sampling.temperature.")
     beta: float | None = Field(default=None, ge=0, description="Replaces algorithm.beta.")
     num_generations: int | None = Field(default=None, ge=1, description="Replaces sampling.num_generations.")
     learning_rate: float | None = Field(
@@ -168,7 +168,9 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allo
     num_eval_prompts: int | None = Field(
         default=None, ge=1, description="Evaluate on the first this many held-out prompts; none = all."
     )
-    eval_temperature: float = Field(default=0.0, ge=0, description="Sampling temperature in evaluation; 0 = greedy.")
+    eval_temperature: float = Field(
+        default=0.0, ge=0, le=100, description="Sampling temperature in evaluation; 0 = greedy."
+    )
     num_generations_eval: int = Field(
         default=1,
         ge=1,
