@@ -145,42 +145,36 @@ class _Table:
         self.rows: list[list[int]] = []
         self.group: list[int] = []
         self.turn_at: dict[tuple[int, int], int] = {}
-        self._of: list[int] = []
-        self._own: list[float] = []
-        self._returns: list[float] = []
-        self._anchors: list[str] = []
-        earned: list[float] = []
+        self._turns: list[tuple[int, str, float, float]] = []  # trajectory, observation, own reward, return
+        reward: list[float] = []
         row = 0
         for index, group in enumerate(groups):
-            rewards = trajectory_rewards(group.trajectories, environment).tolist()
-            for trajectory, reward in zip(group.trajectories, rewards, strict=True):
-                own = [turn.reward for turn in trajectory.turns]
-                for turn in trajectory.turns:
-                    self.turn_at[row + turn.row, turn.segment] = len(self._of)
-                    self._of.append(len(self.rows))
-                    self._anchors.append(turn.observation)
-                self._own += own
-                self._returns += discounted_returns(own, environment.discount).tolist()
-                if own:
+            rewards = trajectory_rewards(group.trajectories, environment)
+            for trajectory, earned in zip(group.trajectories, rewards, strict=True):
+                returns = discounted_returns([turn.reward for turn in trajectory.turns], environment.discount)
+                for turn, to_come in zip(trajectory.turns, returns, strict=True):
+                    self.turn_at[row + turn.row, turn.segment] = len(self._turns)
+                    self._turns.append((len(self.rows), turn.observation, turn.reward, to_come))
+                if trajectory.turns:
                     self.rows.append(list(range(row, row + len(trajectory.episodes))))
                     self.group.append(index)
-                    earned.append(reward)
+                    reward.append(earned)
                 row += len(trajectory.episodes)
-        self.reward = np.array(earned)
+        self.reward = np.array(reward, np.float64)
 
     def turns(self, of_token: IntArray) -> Turns:
         """The turns, with the turn of each token of the trajectories."""
-        of = np.array(self._of)
-        reward, returns = self.reward[of], np.array(self._returns)
-        scores = {"episode": reward, "return": returns, "step": np.array(self._own)}
-        excluded = np.isnan(reward)
+        trajectory, anchors, own, returns = zip(*self._turns, strict=True)
+        of = np.array(trajectory)
+        reward = self.reward[of]
+        scores = {"episode": reward, "return": returns, "step": own}[self._environment.step_score]
         return Turns(
             completion=of,
             groups=np.array(self.group)[of],
             rewards=reward,
-            scores=np.where(excluded, np.nan, scores[self._environment.step_score]),
-            returns=np.where(excluded, np.nan, returns),
-            anchors=self._anchors,
+            scores=np.where(np.isnan(reward), np.nan, scores),
+            returns=np.where(np.isnan(reward), np.nan, returns),
+            anchors=list(anchors),
             step_advantage_weight=self._environment.step_advantage_weight,
             of_token=of_token,
         )
