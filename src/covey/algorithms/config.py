@@ -119,6 +119,13 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     num_iterations: int = Field(
         default=1, ge=1, le=1000, description="Passes over each batch of completions (the paper's mu)."
     )
+    num_minibatches: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="Optimiser steps of each pass, on random parts of the batch; ratios are against the policy that "
+        "sampled all of it.",
+    )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus; 0 = off.")
     use_adaptive_entropy: bool = Field(
         default=False,

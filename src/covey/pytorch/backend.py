@@ -12,7 +12,7 @@ from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError
 from covey.pytorch.engine import Engine
-from covey.pytorch.learner import Learner
+from covey.pytorch.learner import FLOAT16_LOSS_SCALE, Learner
 from covey.pytorch.policy import Policy
 from covey.types import Prompt
 
@@ -52,6 +52,7 @@ class PyTorchBackend:
             reference_update_steps=algorithm.reference_update_steps,
             reference_ema_decay=algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
+            autocast=config.optim.autocast,
         )
 
     def make_sampler(self, config: GRPOConfig, policy: Any) -> Engine:
@@ -68,7 +69,8 @@ class PyTorchBackend:
     def make_learner(self, config: GRPOConfig, policy: Any) -> Learner:
         """The learner; it runs packs side by side unless something samples beside it in this process."""
         beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
-        return Learner(policy, side_by_side=beside, **adamw_options(config))
+        scale = FLOAT16_LOSS_SCALE if config.optim.autocast == "float16" else 1.0
+        return Learner(policy, side_by_side=beside, loss_scale=scale, **adamw_options(config))
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""

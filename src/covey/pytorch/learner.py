@@ -13,14 +13,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics, mismatch_correction, policy_loss
-from covey.errors import ModelError
+from covey.errors import ConfigError, ModelError
 from covey.pytorch.lanes import in_lanes
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
@@ -37,6 +37,9 @@ _LANES = 2
 """Micro-batches side by side on a CPU."""
 _REPEATED = 1.05
 """Prompts that smaller packs repeat may add this much work, or the lanes do not pay."""
+
+FLOAT16_LOSS_SCALE = 4096.0
+"""Of losses under float16's autocast, whose smallest number is 6e-8. A step that overflows is skipped."""
 
 
 class Learner:
@@ -59,22 +62,47 @@ class Learner:
         max_grad_norm: float = 1.0,
         tokens_per_micro_batch: int = 1024,
         side_by_side: bool = True,
+        loss_scale: float = 1.0,
     ) -> None:
         """Take the policy and AdamW's settings.
 
         `side_by_side=False` never runs two packs at once: for a learner beside which something else computes. That
         fills the gaps already, and its results would depend on the number of threads that lanes set for all.
+        `loss_scale` keeps small gradients within the range of float16; the optimiser sees them divided by it.
         """
         self.policy = policy
         self._side_by_side = side_by_side
+        self._loss_scale = loss_scale
         self.max_grad_norm = max_grad_norm
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.steps = 0
         groups = policy.parameter_groups(learning_rate, embedding_lr, weight_decay)
         # Fused on CPU too: one pass over each parameter in place of a dozen, with the same numbers on every run.
-        self.optimizer = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._base_rate = learning_rate
+        self._scheduler: Any = None
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
+        """Step with another optimiser in place of AdamW.
+
+        Args:
+            optimizer: over (some of) the policy's trainable parameters. Each of its groups keeps its own learning
+                rate, multiplied by the run's schedule.
+            scheduler: a PyTorch scheduler of it, stepped after each step, in place of the run's schedule.
+
+        Raises:
+            ConfigError: it has parameters that are not trained here.
+        """
+        own = {id(parameter) for parameter in self.policy.trainable_parameters()}
+        strangers = sum(id(p) not in own for group in optimizer.param_groups for p in group["params"])
+        if strangers:
+            raise ConfigError(
+                f"optimizer: {strangers} of its parameters are none that the policy trains; make it from "
+                "those of the model that is passed, which require gradients"
+            )
+        self.optimizer, self._scheduler = optimizer, scheduler
+        self._base_rates = [group["lr"] for group in optimizer.param_groups]
 
     # ------------------------------------------------------------------ log-probabilities
 
@@ -202,10 +230,10 @@ class Learner:
             def gradient(pack: Pack) -> tuple[torch.Tensor, LossTerms, Sequence[torch.Tensor | None]]:
                 found, terms = loss_of(pack)
                 if lanes == 1:
-                    terms.loss.backward()
+                    (terms.loss * self._loss_scale).backward()
                     return found.logp.detach(), terms, ()
                 # lanes must not add to the same gradients, and their sum has one order
-                grads = torch.autograd.grad(terms.loss, parameters, allow_unused=True)
+                grads = torch.autograd.grad(terms.loss * self._loss_scale, parameters, allow_unused=True)
                 return found.logp.detach(), terms, grads
 
             for pack, (current, terms, grads) in zip(packs, in_lanes(gradient, packs, lanes), strict=True):
@@ -230,12 +258,18 @@ class Learner:
             The gradient's norm before clipping. When it is not finite, no step is taken.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._loss_scale != 1:
+            for parameter in parameters:
+                cast(torch.Tensor, parameter.grad).div_(self._loss_scale)
         limit = self.max_grad_norm if self.max_grad_norm > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit)) if parameters else 0.0
         if parameters and np.isfinite(norm):
-            for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-                group["lr"] = base * learning_rate / self._base_rate
+            if self._scheduler is None:
+                for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                    group["lr"] = base * learning_rate / self._base_rate
             self.optimizer.step()
+            if self._scheduler is not None:
+                self._scheduler.step()
             self.steps += 1
             self.policy.reference.after_step(self.steps)
         self.optimizer.zero_grad(set_to_none=True)

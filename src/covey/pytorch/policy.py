@@ -69,6 +69,7 @@ class Policy:
         reference_ema_decay: float = 0.99,
         reference_from_current: bool = False,
         needs_reference: bool = True,
+        autocast: str = "none",
     ) -> None:
         """Take a loaded model whose `requires_grad` flags say what is trained.
 
@@ -83,6 +84,9 @@ class Policy:
             reference_ema_decay: weight of the old reference in an "ema" update.
             reference_from_current: with LoRA: hold on to the present adapter, not to the base model.
             needs_reference: False saves the copy of the weights that full fine-tuning needs for its reference.
+            autocast: "bfloat16" or "float16" for the products of the forward pass, as `torch.autocast` chooses them;
+                log-probabilities are computed from the hidden states in the weights' own type. Goes through the
+                model's own layers.
 
         Raises:
             ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its
@@ -96,6 +100,7 @@ class Policy:
             raise ModelError(f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model")
         _switch_dropout_off(self.model)
         self.eval()
+        self._autocast: torch.dtype | None = None  # what probes compare is the model in its own precision
         expected = Expected(self._lm)
         check_scores(self.source, self._lm, self._probe_padded, expected)
         self.prefix_sharing_obstacle: str | None = "model.prefix_sharing is off"
@@ -109,7 +114,9 @@ class Policy:
                 )
         self._fused: FusedDecoder | None = None
         self.fused_obstacle: str | None = "model.fused_layers is off"
-        if fused_layers:
+        if autocast != "none":
+            self.fused_obstacle = f"optim.autocast is {autocast}"
+        elif fused_layers:
             self.fused_obstacle = self._fuse(gradient_checkpointing, expected)
         if gradient_checkpointing:
             self._checkpoint_layers()
@@ -121,6 +128,7 @@ class Policy:
             from_current=reference_from_current,
             needed=needs_reference,
         )
+        self._autocast = None if autocast == "none" else getattr(torch, autocast)
 
     @classmethod
     def load(
@@ -275,6 +283,10 @@ class Policy:
 
     def _hidden(self, pack: Pack) -> Tensor:
         """`[S, d]` the hidden states that predict the pack's targets."""
+        if self._autocast is not None:
+            with torch.autocast(self.device.type, self._autocast):
+                shares = self.prefix_sharing_obstacle is None
+                return (self._hidden_packed(pack) if shares else self._hidden_padded(pack)).to(self._lm.dtype)
         if self._fused is not None and self._fused.serves(pack):
             return self._fused.hidden(pack)
         return self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)

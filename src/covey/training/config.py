@@ -54,6 +54,11 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Gradients with a larger norm are scaled down to it; 0 = never."
     )
+    autocast: Literal["none", "bfloat16", "float16"] = Field(
+        default="none",
+        description="Mixed precision: weights and their optimiser stay as they are (float32), and the products of the "
+        "forward pass are computed in this type. none = everything in the weights' own type.",
+    )
     tokens_per_micro_batch: int = Field(
         default=1024,
         ge=1,
@@ -119,6 +124,13 @@ class ScheduleConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         ge=-1,
         description="Optimiser steps; -1 = as many as num_train_epochs makes, above 0 replaces it.",
     )
+    max_optimizer_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Length in optimiser steps where several are taken on each step's completions (num_iterations, "
+        "num_minibatches), in place of max_steps; warm-up and schedule count them too, and the last step's completions "
+        "are trained on less often where it is no multiple.",
+    )
     num_train_epochs: float = Field(default=1.0, gt=0, description="Passes over the dataset.")
     max_minutes: float | None = Field(default=None, gt=0, description="Time limit of the run in minutes; none = none.")
     phases: Annotated[tuple[PhaseConfig, ...], Field(strict=False)] = Field(
@@ -145,6 +157,15 @@ class ScheduleConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
             raise ValueError(
                 "stale_groups='drop' with max_staleness=0: then nothing is sampled ahead and nothing becomes stale; "
                 "set schedule.max_staleness to 1 or more, or leave schedule.stale_groups at 'wait'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.max_optimizer_steps is not None and (self.max_steps > 0 or self.phases):
+            raise ValueError(
+                f"max_optimizer_steps={self.max_optimizer_steps} beside max_steps or phases: each says how long the "
+                "run is; leave one out"
             )
         return self
 

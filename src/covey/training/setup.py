@@ -272,17 +272,25 @@ class RunLength:
         total_steps: steps of the run where they are known, else None.
         max_seconds: time limit, None = none.
         learning_rate: the peak.
-        factor: of the learning rate, by the steps taken.
+        factor: of the learning rate, by the steps taken, or by the optimiser steps with `max_optimizer_steps`.
+        optimizer_steps: that each step takes.
+        max_optimizer_steps: of the run, where these are counted.
     """
 
     total_steps: int | None
     max_seconds: float | None
     learning_rate: float
     factor: Callable[[int], float]
+    optimizer_steps: int = 1
+    max_optimizer_steps: int | None = None
 
-    def rate(self, phase: ResolvedPhase, step: int) -> float:
-        """Learning rate of the step that follows `step` finished ones."""
-        return phase.effective_learning_rate(self.learning_rate, self.factor(step))
+    def rates(self, phase: ResolvedPhase, step: int) -> list[float]:
+        """Learning rates of the optimiser steps of the step that follows `step` finished ones."""
+        counted = [step] * self.optimizer_steps
+        if self.max_optimizer_steps is not None:
+            first = step * self.optimizer_steps
+            counted = list(range(first, min(first + self.optimizer_steps, self.max_optimizer_steps)))
+        return [phase.effective_learning_rate(self.learning_rate, self.factor(taken)) for taken in counted]
 
 
 def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLength:
@@ -293,7 +301,10 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
     """
     schedule = config.schedule
     total: int | None
-    if schedule.phases:
+    per_step = config.algorithm.num_iterations * config.algorithm.num_minibatches
+    if schedule.max_optimizer_steps is not None:
+        total = math.ceil(schedule.max_optimizer_steps / per_step)
+    elif schedule.phases:
         total = plan.total_steps
         if schedule.max_steps > 0:
             total = schedule.max_steps if total is None else min(total, schedule.max_steps)
@@ -301,7 +312,7 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
         total = schedule.max_steps
     else:
         total = max(1, math.ceil(schedule.num_train_epochs * num_prompts / config.data.prompts_per_step))
-    optim = config.optim
+    optim, counted = config.optim, schedule.max_optimizer_steps or total
     return RunLength(
         total_steps=total,
         max_seconds=None if schedule.max_minutes is None else 60 * schedule.max_minutes,
@@ -309,10 +320,12 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
         factor=learning_rate_schedule(
             optim.lr_scheduler_type,
             learning_rate=optim.learning_rate,
-            warmup_steps=resolve_warmup_steps(optim.warmup_steps, optim.warmup_ratio, total),
-            total_steps=total,
+            warmup_steps=resolve_warmup_steps(optim.warmup_steps, optim.warmup_ratio, counted),
+            total_steps=counted,
             options=optim.lr_scheduler_kwargs,
         ),
+        optimizer_steps=per_step,
+        max_optimizer_steps=schedule.max_optimizer_steps,
     )
 
 

@@ -129,6 +129,11 @@ class Callbacks:
         self._args, self._state = args, state
         self.control = TrainerControl()
 
+    def add(self, callback: Any) -> None:
+        """Call this one too, from now on."""
+        check_callbacks([callback])
+        self._callbacks.append(callback)
+
     def __call__(self, event: str, **kwargs: Any) -> None:
         """Call `event` (`on_step_end`, `on_log`, ...); a returned control replaces the current one."""
         for callback in self._callbacks:

@@ -24,6 +24,9 @@ from covey.training.schedule import PhasePlan
 from covey.training.state import TrainerState
 from covey.training.update import update
 
+COMPLETION_STREAM = 3
+"""Second entry of the random streams of `complete`."""
+
 
 class StepByStep:
     """`policy_model`, `ref_model`, `rollout` and `compute_loss` of a `GRPOTrainer`, whose attributes they read."""
@@ -73,6 +76,21 @@ class StepByStep:
             policy_version=state.policy_version,
         )
 
+    def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
+        """Sample completions of other prompts with the present weights, at the temperature of training.
+
+        Args:
+            rows: like those of `train_dataset`, with the columns that the reward functions need.
+            num_generations: completions of each.
+        """
+        return self.collect(
+            self._tokenize(rows),
+            setup.sampling_settings(self.args, self.policy, self.args.sampling.temperature),
+            num_generations=num_generations,
+            streams=[(self.args.run.seed, COMPLETION_STREAM, self.state.global_step, row) for row in range(len(rows))],
+            policy_version=self.state.policy_version,
+        )
+
     def compute_loss(self, rollout: Rollout) -> float:
         """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
 
@@ -90,7 +108,7 @@ class StepByStep:
         done = update(
             without_step,
             batch,
-            setup.algorithm_in(self.args, phase).model_copy(update={"num_iterations": 1}),
+            setup.algorithm_in(self.args, phase).model_copy(update={"num_iterations": 1, "num_minibatches": 1}),
             0.0,
             temperature=phase.temperature,
             max_completion_length=self.args.sampling.max_completion_length,

@@ -53,6 +53,8 @@ from covey.types import Batch, Group, Progress, Prompt
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
+MINIBATCH_STREAM = 2
+"""The same of the order in which a step's rows are parted into mini-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +235,7 @@ class GRPOTrainer(StepByStep):
         ends = [self.length.total_steps, self.phases.ends_at]
         if every > 0 and self.args.schedule.stale_groups == "wait":
             ends.append((step // every + 1) * every)
-        longest = self.args.schedule.max_staleness // self.args.algorithm.num_iterations
+        longest = self.args.schedule.max_staleness // self.length.optimizer_steps
         return max(0, min([longest, *(end - step - 1 for end in ends if end is not None)]))
 
     def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
@@ -292,18 +294,19 @@ class GRPOTrainer(StepByStep):
         return setup.batch_maker(self.args, self.data)(groups, score_reference=score_reference)
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
-        """The update of a step at the learning rate that is due."""
-        rate = self.length.rate(phase, self.state.global_step)
+        """The update of a step at the learning rates that are due."""
+        rates = self.length.rates(phase, self.state.global_step)
         done = update(
             self.learner,
             batch,
             setup.algorithm_in(self.args, phase),
-            rate,
+            rates,
             temperature=phase.temperature,
             max_completion_length=self.args.sampling.max_completion_length,
             state=self.state,
+            stream=(self.args.run.seed, MINIBATCH_STREAM, self.state.global_step),
         )
-        done.metrics["learning_rate"] = rate
+        done.metrics["learning_rate"] = rates[-1]
         return done
 
     def _publish(self, done: Update, samples: Samples) -> None:

@@ -1,8 +1,12 @@
-"""One step's worth of learning from a batch: reference, masks, `num_iterations` passes of gradient and optimiser."""
+"""One step's worth of learning from a batch: reference, masks, and optimiser steps.
+
+There are `num_iterations` passes over the batch, each of `num_minibatches` optimiser steps on parts of it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,11 +44,12 @@ def update(
     learner: Learner,
     batch: Batch,
     algorithm: AlgorithmConfig,
-    learning_rate: float,
+    learning_rates: float | Sequence[float],
     *,
     temperature: float,
     max_completion_length: int,
     state: TrainerState | None = None,
+    stream: Sequence[int] = (0,),
 ) -> Update:
     """Train on one batch.
 
@@ -56,10 +61,11 @@ def update(
         batch: the step.
         algorithm: the section, with what a phase changes of it. With its `correction` the old policy of ratio and
             clip is the one before the first pass; see `Learner.forward_backward`.
-        learning_rate: of every pass.
+        learning_rates: of every optimiser step, or one for each; a list that is shorter ends the last pass early.
         temperature: of the distribution that the completions were sampled from.
         max_completion_length: in tokens.
         state: where `use_adaptive_entropy` stands, and is moved on; None = at its beginning.
+        stream: key of the random stream that parts the rows into mini-batches.
     """
     began = time.perf_counter()
     result, objective = Update(batch), algorithm.objective()
@@ -80,43 +86,54 @@ def update(
         reference, _ = learner.scores(batch, rows, temperature=temperature, reference=True)
     referenced = time.perf_counter()
 
+    rates = _rates(learning_rates, algorithm)
+    parts = _parts(len(batch.episodes), algorithm.num_minibatches, stream)
     trainer_old = None
+    if algorithm.correction is not None and len(parts) > 1 and not looks_at_policy:
+        trainer_old, _ = learner.scores(batch, rows, temperature=temperature)
     passes: list[dict[str, float]] = []
     masks: list[dict[str, float]] = []
-    for iteration in range(algorithm.num_iterations):
-        masked, selected = batch, None
-        if looks_at_policy:
-            wanted = masks_by_entropy(algorithm) or objective.loss.entropy
-            current, uncertainty = learner.scores(batch, rows, temperature=temperature, entropy=wanted)
-            masked = _mask_by_policy(batch, algorithm, current, reference, uncertainty)
-            if iteration == 0:
-                trainer_old = current  # of all rows: one that is masked in the first pass may take part in a later one
-                result.metrics |= _mismatch_metrics(batch, current, batch.mask, algorithm)
-            if objective.loss.select is not None:
-                old = batch.old_logprobs if algorithm.correction is None else trainer_old
-                selected = np.asarray(objective.select(current, old, masked.advantages, masked.mask, uncertainty))
-        rows_now = rows_with_gradient(masked, objective)
-        result.batch = replace(masked, advantages=batch.advantages)
-        masks.append(_mask_metrics(batch, masked))
+    masked, selected = batch, None
+    for step, learning_rate in enumerate(rates):
+        iteration, part = step // len(parts), parts[step % len(parts)]
+        if step % len(parts) == 0:
+            masked, selected = batch, None
+            if looks_at_policy:
+                wanted = masks_by_entropy(algorithm) or objective.loss.entropy
+                current, uncertainty = learner.scores(batch, rows, temperature=temperature, entropy=wanted)
+                masked = _mask_by_policy(batch, algorithm, current, reference, uncertainty)
+                if iteration == 0:
+                    trainer_old = current  # of all rows: one that is masked in the first pass may take part later
+                    result.metrics |= _mismatch_metrics(batch, current, batch.mask, algorithm)
+                if objective.loss.select is not None:
+                    old = batch.old_logprobs if algorithm.correction is None else trainer_old
+                    selected = np.asarray(objective.select(current, old, masked.advantages, masked.mask, uncertainty))
+            result.batch = replace(masked, advantages=batch.advantages)
+            masks.append(_mask_metrics(batch, masked))
+        trained = _rows_of(masked, part)
+        rows_now = rows_with_gradient(trained, objective)
         if len(rows_now) == 0:
+            if len(parts) > 1:
+                continue
             result.skipped = "" if result.optimizer_steps else _why_nothing(masked)
             break
         gradients = learner.forward_backward(
-            masked,
+            trained,
             rows_now,
             objective,
             temperature=temperature,
             max_completion_length=max_completion_length,
-            reference=reference,
-            trainer_old=trainer_old,
+            reference=_at(reference, part),
+            trainer_old=_at(trainer_old, part),
             correction=algorithm.correction,
-            selected=selected,
+            selected=_at(selected, part),
             entropy_coef=algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
         )
         norm = learner.optim_step(learning_rate)
-        if iteration == 0 and trainer_old is None:
-            trainer_old = gradients.logp
-            result.metrics |= _mismatch_metrics(batch, gradients.logp, gradients.scored, algorithm)
+        if step == 0 and not looks_at_policy:
+            result.metrics |= _mismatch_metrics(trained, gradients.logp, gradients.scored, algorithm)
+            if len(parts) == 1:
+                trainer_old = gradients.logp
         passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
         if algorithm.use_adaptive_entropy and np.isfinite(norm):
             state.last_entropy = passes[-1]["entropy"]
@@ -127,12 +144,47 @@ def update(
             result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken" + _of_a_file(objective)
             break
         result.optimizer_steps += 1
+    if not passes and not result.skipped:
+        result.skipped = _why_nothing(masked)
     result.metrics |= _of_all_passes(passes) | _means(masks)
     result.metrics.setdefault("loss", 0.0)
     result.metrics.setdefault("grad_norm", 0.0)
     result.metrics["time/reference"] = referenced - began
     result.metrics["time/update"] = time.perf_counter() - referenced
     return result
+
+
+def _rates(learning_rates: float | Sequence[float], algorithm: AlgorithmConfig) -> Sequence[float]:
+    """One learning rate for each optimiser step."""
+    steps = algorithm.num_iterations * algorithm.num_minibatches
+    return [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
+
+
+def _parts(rows: int, count: int, stream: Sequence[int]) -> list[NDArray[np.int64] | None]:
+    """Random rows of each mini-batch, ascending within it; None = all rows, for one."""
+    if count == 1:
+        return [None]
+    order = np.random.default_rng(list(stream)).permutation(rows)
+    return [np.sort(part) for part in np.array_split(order, min(count, rows))]
+
+
+def _at(values: NDArray[Any] | None, rows: NDArray[np.int64] | None) -> Any:
+    return values if values is None or rows is None else values[rows]
+
+
+def _rows_of(batch: Batch, rows: NDArray[np.int64] | None) -> Batch:
+    """Some rows of a batch, as a batch whose denominators are its own."""
+    if rows is None:
+        return batch
+    return replace(
+        batch,
+        episodes=tuple(batch.episodes[row] for row in rows),
+        group=batch.group[rows],
+        advantages=batch.advantages[rows],
+        mask=batch.mask[rows],
+        old_logprobs=batch.old_logprobs[rows],
+        excluded={name: tokens[rows] for name, tokens in batch.excluded.items()},
+    )
 
 
 def _mask_by_policy(

@@ -1,0 +1,209 @@
+"""What each of TRL's 191 fields means here: one table, from which the translation and the documentation are made.
+
+A field is the *same* in Covey, is *translated*, asks for something that changes no result (*warned* when set), or is
+*refused* with what to do instead. A value that equals TRL's default asks for nothing and is never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
+
+from covey.errors import ConfigError
+from covey.trl.config import GRPOConfig
+
+Kind = Literal["same", "translated", "machinery", "warned", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What becomes of a field.
+
+    Attributes:
+        kind: same: taken over; translated: becomes other settings; machinery: tunes what Covey does not have, and
+            nothing depends on it; warned: has no effect here, said once when it is set; refused: an error.
+        text: the setting or settings that it becomes, or why it has no effect, or what to do instead.
+        harmless: values besides TRL's default that ask for nothing.
+    """
+
+    kind: Kind
+    text: str
+    harmless: tuple[Any, ...] = ()
+
+
+def _same(names: str, section: str) -> dict[str, Meaning]:
+    return {name: Meaning("same", f"{section}.{name}") for name in names.split()}
+
+
+def _all(kind: Kind, text: str, names: str, harmless: tuple[Any, ...] = ()) -> dict[str, Meaning]:
+    return {name: Meaning(kind, text, harmless) for name in names.split()}
+
+
+_VLLM = "sampling is done in this process, so there is no engine to tune"
+_BATCH = "data.prompts_per_step, algorithm.num_minibatches"
+_ONE_PROCESS = "training runs in one process; leave it out"
+
+MEANINGS: dict[str, Meaning] = {
+    # ---- taken over
+    **_same("learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm", "optim"),
+    **_same("lr_scheduler_type lr_scheduler_kwargs", "optim"),
+    **_same("num_generations temperature top_p top_k max_completion_length", "sampling"),
+    **_same("beta num_iterations epsilon delta sapo_temperature_pos sapo_temperature_neg", "algorithm"),
+    **_same("loss_type scale_rewards multi_objective_aggregation mask_truncated_completions", "algorithm"),
+    **_same("top_entropy_quantile off_policy_mask_threshold importance_sampling_level", "algorithm"),
+    **_same("entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max", "algorithm"),
+    **_same("entropy_coef_delta entropy_target", "algorithm"),
+    **_same("output_dir run_name seed save_total_limit report_to", "run"),
+    **_same("trust_remote_code gradient_checkpointing", "model"),
+    **_same("eval_on_start load_best_model_at_end", "evaluation"),
+    **_same("chat_template_kwargs", "data"),
+    **_same("reward_weights", "rewards"),
+    # ---- translated
+    **_all("translated", _BATCH, "per_device_train_batch_size gradient_accumulation_steps"),
+    **_all("translated", _BATCH, "steps_per_generation generation_batch_size"),
+    **_all("translated", "schedule.max_steps, counted in generations", "max_steps num_train_epochs"),
+    "warmup_steps": Meaning("translated", "optim.warmup_steps, or optim.warmup_ratio below 1"),
+    "min_p": Meaning("translated", "sampling.min_p; unset: 0"),
+    "epsilon_high": Meaning("translated", "algorithm.epsilon_high; with cispo algorithm.epsilon_max"),
+    **_all("translated", "algorithm.loss_parameters of vespo", "vespo_k_pos vespo_lambda_pos vespo_k_neg"),
+    "vespo_lambda_neg": Meaning("translated", "algorithm.loss_parameters of vespo"),
+    "use_bias_correction_kl": Meaning("translated", "algorithm.kl_estimator: k3_unbiased, else k3"),
+    **_all("translated", "algorithm.reference_update (copy, ema)", "sync_ref_model ref_model_sync_steps"),
+    "ref_model_mixup_alpha": Meaning("translated", "algorithm.reference_ema_decay: 1 - alpha"),
+    **_all("translated", "optim.autocast: weights stay float32", "bf16 fp16"),
+    "use_cpu": Meaning("translated", "model.device"),
+    "disable_dropout": Meaning("translated", "model.lora_dropout: 0 (other dropouts are off in any case)"),
+    "shuffle_dataset": Meaning("translated", "data.shuffle"),
+    "activation_checkpointing": Meaning("translated", "model.gradient_checkpointing"),
+    "model_init_kwargs": Meaning("translated", "the model is loaded with them"),
+    "repetition_penalty": Meaning(
+        "warned", "sampling must be the distribution that is trained, and a penalty would leave it; it is not applied"
+    ),
+    "generation_kwargs": Meaning(
+        "translated", "sampling.top_k, top_p, min_p, temperature, stop_strings; others refused"
+    ),
+    "cast_lm_head_to_fp32": Meaning("translated", "log-probabilities are computed in float32 in any case"),
+    "logging_strategy": Meaning("translated", "run.logging_steps"),
+    "logging_steps": Meaning("translated", "run.logging_steps; a fraction below 1 is of all steps"),
+    "logging_first_step": Meaning("translated", "the first step is logged"),
+    **_all("translated", "run.save_steps", "save_strategy save_steps"),
+    **_all("translated", "evaluation.eval_steps", "eval_strategy eval_steps"),
+    "num_generations_eval": Meaning("translated", "evaluation.num_generations_eval; unset: num_generations"),
+    **_all("translated", "evaluation.metric_for_best_model", "metric_for_best_model greater_is_better"),
+    "log_completions": Meaning("translated", "run.log_completions; the run folder always has them"),
+    "num_completions_to_print": Meaning("translated", "run.num_completions_to_print, where log_completions is set"),
+    "log_unique_prompts": Meaning("translated", "one completion for each prompt is printed"),
+    "disable_tqdm": Meaning("translated", "run.progress"),
+    "max_tool_calling_iterations": Meaning("translated", "environment.max_turns"),
+    "use_vllm": Meaning("translated", "vllm_mode server: the server section; colocate: sampled in this process"),
+    "vllm_mode": Meaning("translated", "see use_vllm"),
+    **_all("translated", "server.inference_server_url", "vllm_server_base_url vllm_server_host vllm_server_port"),
+    "vllm_server_timeout": Meaning("translated", "server.server_retry_seconds"),
+    **_all(
+        "translated",
+        "algorithm.importance_sampling_correction, with use_vllm",
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
+    ),
+    "optim": Meaning("translated", "AdamW in every variant; others refused"),
+    "data_seed": Meaning("warned", "run.seed also orders the data"),
+    "resume_from_checkpoint": Meaning("translated", "read by your script, as in transformers: train() takes it"),
+    "push_to_hub": Meaning("translated", "save_model and the end of train push the adapter or the model"),
+    **_all("translated", "where push_to_hub uploads to", "hub_model_id hub_token hub_private_repo hub_revision"),
+    "eval_delay": Meaning("translated", "evaluations before that step are left out"),
+    # ---- what nothing depends on
+    **_all(
+        "machinery",
+        "of a machine that Covey does not have; no result depends on it",
+        "remove_unused_columns per_device_eval_batch_size eval_accumulation_steps gradient_checkpointing_kwargs "
+        "activation_checkpointing_kwargs dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters "
+        "ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout ds3_gather_for_generation "
+        "torch_empty_cache_steps pad_to_multiple_of use_cache log_level log_level_replica log_on_each_node "
+        "save_on_each_node skip_memory_metrics do_train do_eval do_predict label_names local_rank "
+        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics average_tokens_across_devices "
+        "accelerator_config log_multimodal logging_nan_inf_filter prediction_loss_only include_for_metrics "
+        "include_num_input_tokens_seen length_column_name project trackio_space_id trackio_bucket_id "
+        "trackio_static_space_id ignore_data_skip restore_callback_states_from_checkpoint hub_strategy hub_always_push "
+        "cache_implementation use_transformers_continuous_batching transformers_continuous_batching_config "
+        "use_transformers_paged tf32 debug",
+    ),
+    # ---- said once
+    **_all("warned", _VLLM, "vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length"),
+    **_all("warned", _VLLM, "vllm_tensor_parallel_size vllm_group_port"),
+    **_all(
+        "warned",
+        "log-probabilities are computed in chunks, without the logits of a whole batch, in any case",
+        "use_liger_kernel liger_kernel_config",
+    ),
+    **_all("warned", "the layers have a backward pass of their own", "torch_compile torch_compile_backend"),
+    "torch_compile_mode": Meaning("warned", "the layers have a backward pass of their own"),
+    "save_only_model": Meaning("warned", "checkpoints hold all that a resume needs"),
+    "enable_jit_checkpoint": Meaning("warned", "a run that is killed resumes from its last checkpoint"),
+    "full_determinism": Meaning("warned", "a seed fixes the whole run in any case"),
+    "train_sampling_strategy": Meaning(
+        "warned", "prompts come in a random order, or with shuffle_dataset=False in theirs"
+    ),
+    "dataloader_drop_last": Meaning("warned", "an incomplete last batch is filled from the next epoch"),
+    **_all("warned", "evaluations compute as training does", "bf16_full_eval fp16_full_eval"),
+    "neftune_noise_alpha": Meaning("warned", "noise on embeddings would leave the distribution that was sampled"),
+    "label_smoothing_factor": Meaning("warned", "there are no labels"),
+    "log_completions_hub_repo": Meaning("warned", "completions stay in the run folder; upload its folder completions/"),
+    # ---- impossible
+    "optim_args": Meaning("refused", "set adam_beta1, adam_beta2 and adam_epsilon"),
+    "optim_target_modules": Meaning("refused", "pass peft_config with target_modules"),
+    "auto_find_batch_size": Meaning("refused", "lower per_device_train_batch_size"),
+    "router_aux_loss_coef": Meaning(
+        "refused", "the balance loss of a mixture of experts is not computed; leave it out"
+    ),
+    "vllm_structured_outputs_regex": Meaning("refused", "reward the wanted form with a reward function"),
+    **_all("refused", _ONE_PROCESS, "parallelism_config fsdp fsdp_config deepspeed"),
+}
+"""Every field of TRL 1.16's `GRPOConfig`."""
+
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default
+    if field.default is not MISSING
+    else (field.default_factory() if field.default_factory is not MISSING else None)
+    for field in fields(GRPOConfig)
+}
+"""TRL's default of each."""
+
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "fsdp": ("", [], None, False),
+    "fsdp_config": ({}, None),
+    "parallelism_config": (None,),
+    "optim_args": ("", None),
+}
+
+
+def was_set(args: GRPOConfig, name: str) -> bool:
+    """Does the field ask for something, i.e. is it not TRL's default and none of its equals?"""
+    value = getattr(args, name)
+    return value != DEFAULTS[name] and value not in _NOTHING.get(name, (None,))
+
+
+def refused(args: GRPOConfig) -> Iterator[str]:
+    """A sentence for each field that asks for something impossible."""
+    for name, meaning in MEANINGS.items():
+        if meaning.kind == "refused" and was_set(args, name):
+            yield f"{name}={getattr(args, name)!r:.200}: is not possible in Covey; {meaning.text}"
+
+
+def warned(args: GRPOConfig) -> Iterator[str]:
+    """A sentence for each field that is set and has no effect."""
+    for name, meaning in MEANINGS.items():
+        if meaning.kind == "warned" and was_set(args, name):
+            yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"
+
+
+def check(args: GRPOConfig) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        ConfigError: one message with every field that asks for something impossible, one a line.
+    """
+    problems = list(refused(args))
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -1,0 +1,189 @@
+"""Transformers' callbacks on Covey's run: `CallbackHandler` is told of the run as its own trainer would tell it.
+
+When to log, save and evaluate is decided by transformers' `DefaultFlowCallback`, so that every strategy (steps, epoch,
+best, no, fractions, delays) means what it means there. One generation of Covey's may be several optimiser steps: each
+of them is announced; logs, checkpoints and evaluations that fall inside a generation come at its end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import SaveStrategy
+
+from covey.trl.config import GRPOConfig
+
+
+class Flow:
+    """A callback of Covey's trainer that drives those of transformers.
+
+    Args:
+        args: TRL's settings, which callbacks get.
+        state: transformers' state; counts optimiser steps.
+        handler: a `CallbackHandler` of the user's callbacks.
+        steps: optimiser steps of the run.
+        steps_per_epoch: optimiser steps of one pass over the data.
+        steps_per_generation: optimiser steps that one generation is trained on.
+        save: writes a checkpoint in transformers' layout.
+        evaluate: measures several evaluation sets by name, in place of Covey's trainer, which has one.
+
+    Attributes:
+        control: what callbacks ask for.
+    """
+
+    def __init__(
+        self,
+        args: GRPOConfig,
+        state: TrainerState,
+        handler: Any,
+        *,
+        steps: int,
+        steps_per_epoch: int,
+        steps_per_generation: int,
+        save: Callable[[], None],
+        evaluate: Callable[[], Any] | None = None,
+    ) -> None:
+        self.args, self.state, self.handler = args, state, handler
+        self.control = TrainerControl()
+        self._steps, self._per_epoch, self._per_generation = steps, steps_per_epoch, steps_per_generation
+        self._save, self._evaluate = save, evaluate
+        self._sums: dict[str, list[float]] = {}
+        self._losses: list[float] = []
+        self._began = time.perf_counter()
+
+    # ------------------------------------------------------------------ what Covey's trainer calls
+
+    def on_train_begin(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
+        """The run begins, or goes on."""
+        self._began = time.perf_counter()
+        self.state.max_steps = self._steps
+        self.state.num_train_epochs = math.ceil(self._steps / self._per_epoch)
+        self.state.compute_steps(self.args, self._steps)  # type: ignore[no-untyped-call]
+        self._tell("on_train_begin")
+        self._tell("on_epoch_begin")
+        return self._ask(control)
+
+    def on_log(self, _args: Any, inner: Any, control: TrainerControl, logs: Mapping[str, Any]) -> TrainerControl:
+        """A generation was trained on."""
+        numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
+        for name, value in numbers.items():
+            self._sums.setdefault(name, []).append(value)
+        self._losses.append(numbers.get("loss", 0.0))
+        wanted = {"log": False, "save": False, "evaluate": False}
+        for _ in range(min(self._per_generation, self._steps - self.state.global_step)):
+            self._tell("on_step_begin")
+            self._tell("on_pre_optimizer_step")
+            self._tell("on_optimizer_step")
+            self.state.global_step += 1
+            self.state.epoch = self.state.global_step / self._per_epoch
+            self._tell("on_step_end")
+            if self.state.global_step % self._per_epoch == 0:
+                self._tell("on_epoch_end")
+                if self.state.global_step < self._steps:
+                    self._tell("on_epoch_begin")
+            for name in wanted:
+                wanted[name] |= bool(getattr(self.control, f"should_{name}"))
+                setattr(self.control, f"should_{name}", False)
+            if self.control.should_training_stop or self.control.should_epoch_stop:
+                break
+        for name, value in wanted.items():
+            setattr(self.control, f"should_{name}", value)
+        if self.control.should_log:
+            self.control.should_log = False
+            self.log(self._means())
+        if self.control.should_evaluate and self._evaluate is not None:
+            self.control.should_evaluate = False
+            self._evaluate()
+        return self._ask(control)
+
+    def on_evaluate(
+        self, _args: Any, _state: Any, control: TrainerControl, metrics: Mapping[str, Any]
+    ) -> TrainerControl:
+        """An evaluation is done."""
+        self.evaluated(trl_names(metrics))
+        return self._ask(control)
+
+    def on_save(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
+        """Covey has written a checkpoint."""
+        if self.args.save_strategy != SaveStrategy.NO:
+            self._save()
+            self._tell("on_save")
+        return self._ask(control)
+
+    def on_train_end(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
+        """The run has ended: the last record sums it up."""
+        seconds, steps = time.perf_counter() - self._began, max(len(self._losses), 1)
+        completions = (self.args.generation_batch_size or 0) * len(self._losses)
+        self.log(
+            self._means()
+            | {
+                "train_runtime": round(seconds, 4),
+                "train_samples_per_second": round(completions / seconds, 3),
+                "train_steps_per_second": round(self.state.global_step / seconds, 3),
+                "total_flos": self.state.total_flos,
+                "train_loss": self.training_loss if self._losses else 0.0 / steps,
+            }
+        )
+        self._tell("on_train_end")
+        return control
+
+    # ------------------------------------------------------------------ records
+
+    @property
+    def training_loss(self) -> float:
+        """Mean loss of the run's generations."""
+        return sum(self._losses) / max(len(self._losses), 1)
+
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """Append a record to the history and tell the callbacks, trackers among them."""
+        record = {**logs, "epoch": self.state.epoch}
+        self.state.log_history.append({**record, "step": self.state.global_step})
+        self._tell("on_log", logs=record)
+
+    def evaluated(self, metrics: dict[str, Any]) -> None:
+        """Log an evaluation and tell the callbacks; the best one so far is noted."""
+        self.log(metrics)
+        self._tell("on_evaluate", metrics=metrics)  # before the best one is noted: early stopping compares with that
+        name = self.args.metric_for_best_model
+        if name is not None:
+            value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+            value = metrics.get("eval_reward") if value is None and name.removeprefix("eval_") == "loss" else value
+            if value is not None and (self.state.best_metric is None or value > self.state.best_metric):
+                self.state.best_metric = value
+                self.state.best_global_step = self.state.global_step
+                self.control.should_save |= self.args.save_strategy == SaveStrategy.BEST
+
+    def _means(self) -> dict[str, float]:
+        """Means over the generations since the last record; counters as they stand."""
+        last = ("num_tokens", "policy_version", "phase", "learning_rate", "epoch")
+        means = {
+            name: values[-1] if name in last else sum(values) / len(values)
+            for name, values in self._sums.items()
+            if name != "epoch"
+        }
+        self._sums = {}
+        return means
+
+    def _tell(self, event: str, **what: Any) -> None:
+        self.control = getattr(self.handler, event)(self.args, self.state, self.control, **what)
+
+    def _ask(self, control: TrainerControl) -> TrainerControl:
+        """Pass on what callbacks ask for."""
+        for name in ("should_save", "should_evaluate"):
+            setattr(control, name, getattr(control, name) or getattr(self.control, name))
+            setattr(self.control, name, False)
+        control.should_training_stop |= self.control.should_training_stop
+        return control
+
+
+def trl_names(metrics: Mapping[str, Any], prefix: str = "eval") -> dict[str, Any]:
+    """`eval/reward` as TRL calls it: `eval_reward`."""
+    return {
+        f"{prefix}_{name.removeprefix('eval/')}": value
+        for name, value in metrics.items()
+        if isinstance(value, int | float)
+    }

@@ -1,0 +1,479 @@
+"""`covey.trl.GRPOTrainer`: TRL's trainer, with Covey's underneath.
+
+    from covey.trl import GRPOConfig, GRPOTrainer
+
+    trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=reward, args=GRPOConfig("out"), train_dataset=rows)
+    trainer.train()
+
+`trainer.run` is the `covey.GRPOTrainer` that does the work. Its run folder is `output_dir/covey`; checkpoints in
+transformers' layout (`checkpoint-10/`) and the trained model lie in `output_dir`, where a transformers user looks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, DefaultFlowCallback, TrainerState
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+
+import covey
+from covey.errors import CheckpointError, ConfigError, DataError
+from covey.observe.run_folder import RunFolder
+from covey.tasks.dataset import load_rows
+from covey.training.checkpoint import list_checkpoints
+from covey.trl.config import GRPOConfig
+from covey.trl.fields import warned
+from covey.trl.flow import Flow, trl_names
+from covey.trl.rewards import with_models
+from covey.trl.translate import as_mapping, optimizer_steps, prompts_per_generation, settings
+
+log = logging.getLogger("covey.trl")
+
+RUN_FOLDER = "covey"
+"""Covey's run folder, below `output_dir`."""
+_POINTER = "covey.json"
+"""In a checkpoint of transformers' layout: which of Covey's checkpoints it was written with."""
+
+
+class GRPOTrainer:
+    """Trains a language model with GRPO; arguments, attributes and methods are those of TRL 1.16's trainer.
+
+    Args:
+        model: hub id, folder, .gguf file, `pkg:NAME`, a `transformers` model or a `PeftModel`.
+        reward_funcs: functions, sequence-classification models or their names, one or a list.
+        args: the settings; None = `GRPOConfig("NAME-GRPO")`.
+        train_dataset: a `Dataset`, `IterableDataset` (with `max_steps`), list of dicts or file, with a column `prompt`.
+        eval_dataset: the same, held out, or a dict of several by name.
+        processing_class: the tokenizer; None = the model's own.
+        reward_processing_classes: tokenizers of reward models.
+        callbacks: `transformers.TrainerCallback`s.
+        optimizers: (optimizer, scheduler) in place of AdamW and the settings' schedule; either may be None.
+        quantization_config: not supported: refused.
+        peft_config: a `peft.LoraConfig`; None = all weights are trained.
+        tools: not supported yet: refused.
+        rollout_func: not supported yet: refused.
+        environment_factory: not supported yet: refused.
+
+    Attributes:
+        run: the trainer underneath.
+        args: the settings as they were given.
+        state: transformers' `TrainerState`; `global_step` counts optimiser steps.
+        model: the module that is trained.
+        processing_class: the tokenizer.
+        reward_funcs: as callables.
+
+    Raises:
+        ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training. All are
+            `ValueError` or `RuntimeError` too.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        self.args = args = GRPOConfig(f"{_name(model)}-GRPO") if args is None else args
+        if not isinstance(args, GRPOConfig):
+            raise ConfigError(
+                f"args={args!r:.200}: a {type(args).__name__}; pass a covey.trl.GRPOConfig (of covey.GRPOConfig, use "
+                "covey.GRPOTrainer)"
+            )
+        for name, value in (
+            ("tools", tools),
+            ("rollout_func", rollout_func),
+            ("environment_factory", environment_factory),
+        ):
+            if value is not None:
+                raise ConfigError(f"{name}={value!r:.200}: agents are worlds here; see docs/agents.md")
+        if quantization_config is not None:
+            raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
+        for sentence in warned(args):
+            warnings.warn(sentence, UserWarning, stacklevel=2)
+        if reward_funcs is None:
+            raise ConfigError("reward_funcs=None: without a reward there is nothing to learn from; pass a function")
+        self.reward_funcs, self.reward_processing_classes = with_models(
+            reward_funcs, reward_processing_classes, trust_remote_code=args.trust_remote_code
+        )
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._rows = self._training_rows(train_dataset)
+        self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
+        given, loading = self._model(model, processing_class)
+        self._config = settings(
+            args,
+            num_prompts=len(self._rows),
+            lora=peft_config is not None or isinstance(model, PeftModel),
+            output_dir=str(Path(args.output_dir or "") / RUN_FOLDER),
+            **loading,
+        )
+        self._peft_config, self._optimizers = peft_config, optimizers
+        self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
+        self.run = self._make_run(given[0], given[1])
+        self.callback_handler: Any = CallbackHandler(  # type: ignore[no-untyped-call]
+            [DefaultFlowCallback(), *self._trackers(), *(callbacks or ())],
+            self.model,
+            self.processing_class,
+            self.optimizer,
+            None,
+        )
+        self._flow = self._make_flow()
+        self.run._callbacks.add(self._flow)
+        self.callback_handler.on_init_end(args, self.state, self._flow.control)
+
+    # ------------------------------------------------------------------ parts
+
+    def _model(self, model: Any, tokenizer: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
+        """(model, tokenizer) to hand on, and Covey's settings of loading."""
+        options = dict(as_mapping("model_init_kwargs", self.args.model_init_kwargs))
+        if isinstance(model, nn.Module):
+            if options:
+                warnings.warn(
+                    "model_init_kwargs have no effect: the model is loaded already", UserWarning, stacklevel=3
+                )
+            if tokenizer is None:
+                tokenizer = AutoTokenizer.from_pretrained(_source(model))
+            return (model, tokenizer), {"dtype": "auto"}
+        dtype = str(options.pop("dtype", options.pop("torch_dtype", None)) or "float32").removeprefix("torch.")
+        options.pop("device_map", None)
+        options.pop("trust_remote_code", None)
+        if options.pop("quantization_config", None) is not None:
+            raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
+        if not options or set(options) <= {"attn_implementation", "use_cache"}:
+            return (str(model), tokenizer), {"dtype": dtype}  # attention is Covey's own, chosen by a probe
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, trust_remote_code=self.args.trust_remote_code, **options
+        )
+        revision = {name: options[name] for name in ("revision", "cache_dir", "token") if name in options}
+        return (loaded, tokenizer or AutoTokenizer.from_pretrained(model, **revision)), {"dtype": "auto"}
+
+    def _training_rows(self, dataset: Any) -> list[dict[str, Any]]:
+        """All rows; of a stream, which may never end, as many as the run needs."""
+        if dataset is None:
+            raise DataError("train_dataset=None: pass a dataset with a column 'prompt'")
+        if hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"):
+            if self.args.max_steps <= 0:
+                raise ConfigError(
+                    "train_dataset: a stream has no length, so the run has none either; set max_steps in GRPOConfig"
+                )
+            generations = -(-self.args.max_steps // self.args.optimizer_steps_per_generation)
+            dataset = list(islice(dataset, generations * prompts_per_generation(self.args)))
+        return load_rows(dataset)
+
+    def _make_run(self, model: Any, tokenizer: Any) -> covey.GRPOTrainer:
+        evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
+        run = covey.GRPOTrainer(
+            model=model,
+            reward_funcs=self.reward_funcs,
+            args=self._config,
+            train_dataset=self._rows,
+            eval_dataset=self.eval_dataset if evaluates and not self._named else None,
+            processing_class=tokenizer,
+            peft_config=self._peft_config,
+        )
+        optimizer, scheduler = self._optimizers
+        learner: Any = run.learner  # PyTorch's
+        if optimizer is not None:
+            learner.use_optimizer(optimizer, scheduler)
+        elif scheduler is not None:
+            raise ConfigError("optimizers=(None, scheduler): a scheduler belongs to an optimizer; pass both")
+        return run
+
+    def _make_flow(self) -> Flow:
+        per_epoch = max(len(self._rows) // prompts_per_generation(self.args), 1)
+        return Flow(
+            self.args,
+            self.state,
+            self.callback_handler,
+            steps=optimizer_steps(self.args, len(self._rows)),
+            steps_per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
+            steps_per_generation=self.args.optimizer_steps_per_generation,
+            save=self._save_checkpoint,
+            evaluate=self.evaluate if self._named else None,
+        )
+
+    def _trackers(self) -> list[Any]:
+        """Transformers' own reporting callbacks; one that is not installed is found now, not at the first log."""
+        found = []
+        for name, callback in zip(
+            self.args.report_to or (), get_reporting_integration_callbacks(self.args.report_to), strict=True
+        ):
+            try:
+                found.append(callback())
+            except (RuntimeError, ImportError) as error:
+                raise ConfigError(
+                    f"report_to={name!r}: {str(error).splitlines()[0]:.200}; install it, or set report_to to 'none'"
+                ) from error
+        return found
+
+    # ------------------------------------------------------------------ what scripts read
+
+    @property
+    def model(self) -> Any:
+        """The module that is trained, its adapter in it."""
+        return self.run.policy_model
+
+    model_wrapped = model
+
+    @property
+    def ref_model(self) -> Any:
+        """The frozen reference, None where `beta` is 0; with LoRA the same network with its adapter off."""
+        return self.run.ref_model
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer."""
+        return self.run.policy.tokenizer
+
+    tokenizer = processing_class
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimiser."""
+        learner: Any = self.run.learner
+        return learner.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule given in `optimizers`; the settings' own is a function of the step and no object."""
+        return self._optimizers[1]
+
+    @cached_property
+    def accelerator(self) -> Any:
+        """An `accelerate.Accelerator` of this one process: `is_main_process`, `device`, `unwrap_model`, ..."""
+        from accelerate import Accelerator
+
+        return Accelerator(cpu=self.args.use_cpu)
+
+    @property
+    def reward_func_names(self) -> list[str]:
+        """Names under which rewards are logged."""
+        return list(self.run.data.scorer.names)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """`[F]` weights of the reward functions."""
+        return torch.tensor(self.run.data.scorer.weights, dtype=torch.float32)
+
+    @property
+    def num_generations(self) -> int:
+        """Completions for each prompt."""
+        return int(self.args.num_generations or 0)
+
+    @property
+    def beta(self) -> float:
+        """Weight of the KL."""
+        return self.args.beta
+
+    def is_world_process_zero(self) -> bool:
+        """True: there is one process."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    # ------------------------------------------------------------------ training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **_: Any) -> TrainOutput:
+        """Run GRPO to its end.
+
+        Args:
+            resume_from_checkpoint: True = the newest `checkpoint-N` in `output_dir`, a path = that one. Without it the
+                run begins at its first step, with the weights as they are now; an earlier run of the same `output_dir`
+                is kept beside the new one.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+            RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
+        """
+        inner: str | bool | None = None
+        if resume_from_checkpoint:
+            folder = self._checkpoint(resume_from_checkpoint)
+            saved = TrainerState.load_from_json(str(folder / "trainer_state.json"))
+            vars(self.state).update(vars(saved))
+            inner = str(self._inner_checkpoint(folder))
+        else:
+            self._begin_anew()
+        self.run.train(resume_from_checkpoint=inner)
+        last = self.state.log_history[-1]
+        return TrainOutput(self.state.global_step, last["train_loss"], dict(last))
+
+    def _begin_anew(self) -> None:
+        """Step 0 again, with the weights as they are; what an earlier run wrote is moved aside."""
+        folder = Path(self._config.run.output_dir)
+        if RunFolder.is_run(folder):
+            if not list_checkpoints(folder / "checkpoints"):
+                shutil.rmtree(folder)  # nothing was learned in it
+            else:
+                number = 1
+                while (kept := folder.with_name(f"{folder.name}-{number}")).exists():
+                    number += 1
+                folder.rename(kept)
+                log.warning("%s: the run that was there is kept as %s", folder, kept.name)
+        if self.state.global_step:
+            vars(self.state).update(vars(TrainerState(is_local_process_zero=True, is_world_process_zero=True)))
+            handler = self.callback_handler
+            self.run = self._make_run(self.model, self.processing_class)
+            handler.model, handler.optimizer = self.model, self.optimizer
+            self._flow = self._make_flow()
+            self.run._callbacks.add(self._flow)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Measure the policy on held-out prompts, log it, and return `eval_reward` and the other metrics.
+
+        Args:
+            eval_dataset: in place of the trainer's; a dict of several is measured one after the other.
+            ignore_keys: accepted, there is nothing to ignore.
+            metric_key_prefix: of the metrics' names.
+
+        Raises:
+            DataError: there is no held-out data.
+        """
+        source = self.eval_dataset if eval_dataset is None else eval_dataset
+        if source is None:
+            raise DataError("no held-out prompts: pass eval_dataset to evaluate or to the trainer")
+        if isinstance(source, Mapping):
+            found: dict[str, float] = {}
+            for name, rows in source.items():
+                found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        metrics = trl_names(self.run.evaluate(source), metric_key_prefix)
+        self._flow.evaluated(metrics)
+        return metrics
+
+    def generate(self, prompts: Sequence[Any], num_generations: int = 1) -> list[list[str]]:
+        """Sample completions of prompts with the present weights.
+
+        Args:
+            prompts: strings or conversations.
+            num_generations: completions of each.
+
+        Returns:
+            The completions' texts, a list for each prompt.
+        """
+        rollout = self.run.complete([{"prompt": prompt} for prompt in prompts], num_generations)
+        return [[episode.text for episode in group.episodes] for group in rollout.groups]
+
+    # ------------------------------------------------------------------ callbacks and records
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, or a class of one."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take a callback out and return it."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Take a callback out."""
+        self.callback_handler.remove_callback(callback)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add a record to the history, and tell callbacks and trackers."""
+        self._flow.log(logs)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, one a line."""
+        print(f"***** {split} metrics *****")
+        for name in sorted(metrics):
+            value = metrics[name]
+            print(f"  {name} = {value:.4f}" if isinstance(value, float) else f"  {name} = {value}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write metrics to `output_dir/SPLIT_results.json`, and into `all_results.json`."""
+        folder = Path(self.args.output_dir or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
+        if combined:
+            path = folder / "all_results.json"
+            known = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps(known | dict(metrics), indent=4, sort_keys=True))
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to `output_dir`."""
+        folder = Path(self.args.output_dir or "")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+
+    # ------------------------------------------------------------------ saving, resuming
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Save the adapter (PEFT format) or the whole model, with the tokenizer; default: to `args.output_dir`."""
+        self.run.save_model(output_dir or self.args.output_dir)
+
+    def _save_checkpoint(self) -> None:
+        """`output_dir/checkpoint-N`: weights, tokenizer, state, and where Covey's own checkpoint is."""
+        root = Path(self.args.output_dir or "")
+        folder = root / f"checkpoint-{self.state.global_step}"
+        self.run.save_model(folder)
+        newest = list_checkpoints(Path(self._config.run.output_dir) / "checkpoints")[-1]
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        (folder / _POINTER).write_text(json.dumps({"checkpoint": newest.name}) + "\n")
+        limit = self.args.save_total_limit
+        if limit:
+            ours = sorted(
+                (path.parent for path in root.glob(f"checkpoint-*/{_POINTER}")), key=lambda path: int(path.name[11:])
+            )
+            for old in [path for path in ours if str(path) != self.state.best_model_checkpoint][:-limit]:
+                shutil.rmtree(old)
+
+    def _checkpoint(self, wanted: str | bool) -> Path:
+        if wanted is not True:
+            folder = Path(str(wanted))
+        else:
+            newest = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir or "").is_dir() else None
+            if newest is None:
+                raise CheckpointError(
+                    f"resume_from_checkpoint=True: there is no checkpoint-N in {self.args.output_dir}; train without "
+                    "it first"
+                )
+            folder = Path(newest)
+        if not (folder / _POINTER).is_file():
+            raise CheckpointError(
+                f"{folder}: is no checkpoint of covey.trl; give a folder checkpoint-N that this trainer wrote"
+            )
+        return folder
+
+    def _inner_checkpoint(self, folder: Path) -> Path:
+        name = json.loads((folder / _POINTER).read_text())["checkpoint"]
+        return folder.parent / RUN_FOLDER / "checkpoints" / str(name)
+
+
+def _source(model: Any) -> str:
+    """Where a loaded model came from."""
+    config = getattr(model, "config", None)
+    found = getattr(config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    if not found:
+        raise ConfigError("processing_class=None: the model does not say where it came from; pass its tokenizer")
+    return str(found)
+
+
+def _name(model: Any) -> str:
+    source = str(model) if isinstance(model, str | Path) else _source(model)
+    return source.rstrip("/").split("/")[-1]

@@ -1,0 +1,246 @@
+"""From TRL's settings to Covey's, for one process. What each field becomes is listed in `covey.trl.fields`."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.trainer_utils import IntervalStrategy
+
+import covey
+from covey.errors import ConfigError
+from covey.trl.config import GRPOConfig
+from covey.trl.fields import check
+
+NEVER = 10**9
+"""An interval in steps that no run reaches: when to log, save and evaluate is decided by transformers' callbacks."""
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit", "paged_adamw", "ademamix")
+
+
+def optimizer_steps(args: GRPOConfig, num_prompts: int) -> int:
+    """Optimiser steps of the run, as transformers counts them.
+
+    Args:
+        args: TRL's settings.
+        num_prompts: rows of the training data.
+
+    Returns:
+        `max_steps`, or the steps of `num_train_epochs` passes over all whole generations of the data.
+    """
+    if args.max_steps > 0:
+        return args.max_steps
+    generations = max(num_prompts // prompts_per_generation(args), 1)
+    per_epoch = generations * args.optimizer_steps_per_generation
+    return max(1, math.ceil(args.num_train_epochs * per_epoch))
+
+
+def prompts_per_generation(args: GRPOConfig) -> int:
+    """Different prompts in each generation."""
+    size, group = args.generation_batch_size, args.num_generations
+    assert size is not None
+    assert group is not None
+    return size // group
+
+
+def _reference(args: GRPOConfig) -> dict[str, Any]:
+    """TRL's new reference is `alpha * policy + (1 - alpha) * reference`."""
+    if not args.sync_ref_model:
+        return {}
+    alpha = args.ref_model_mixup_alpha
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
+        raise ConfigError(f"ref_model_mixup_alpha={alpha!r}: the policy's share; give a number above 0, at most 1")
+    found: dict[str, Any] = {"reference_update": "copy" if alpha == 1 else "ema"}
+    found["reference_update_steps"] = args.ref_model_sync_steps
+    # Rounded, since 1 - 0.9 is not the double nearest to 0.1.
+    return found if alpha == 1 else found | {"reference_ema_decay": round(1 - alpha, 12)}
+
+
+def _loss(args: GRPOConfig) -> dict[str, Any]:
+    """Loss and KL; TRL gives the cap of cispo under the name of the upper clip range."""
+    found: dict[str, Any] = {"loss_type": args.loss_type, "epsilon": args.epsilon, "delta": args.delta}
+    found["importance_sampling_level"] = args.importance_sampling_level
+    if args.loss_type == "sapo":
+        found["sapo_temperature_pos"] = args.sapo_temperature_pos
+        found["sapo_temperature_neg"] = args.sapo_temperature_neg
+    if args.loss_type == "vespo":
+        names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+        found["loss_parameters"] = {name: getattr(args, f"vespo_{name}") for name in names}
+    high = "epsilon_max" if args.loss_type == "cispo" else "epsilon_high"
+    if args.epsilon_high is not None:
+        found[high] = args.epsilon_high
+    return found | {"beta": args.beta, "kl_estimator": "k3_unbiased" if args.use_bias_correction_kl else "k3"}
+
+
+def _mismatch(args: GRPOConfig) -> dict[str, Any]:
+    """What vLLM's options say about a sampler that computes otherwise; only where there is one."""
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return {}
+    cap = args.vllm_importance_sampling_clip_max
+    if cap is None:
+        raise ConfigError(
+            "vllm_importance_sampling_clip_max=None: without a bound nothing is corrected; give one, or set "
+            "vllm_importance_sampling_correction=False"
+        )
+    return {
+        "importance_sampling_correction": args.vllm_importance_sampling_mode,
+        "importance_sampling_cap": cap,
+        "importance_sampling_floor": args.vllm_importance_sampling_clip_min,
+    }
+
+
+def _server(args: GRPOConfig) -> dict[str, Any]:
+    if not (args.use_vllm and args.vllm_mode == "server"):
+        return {}
+    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return {
+        "upload_adapters_to_server": True,
+        "inference_server_url": url,
+        "inference_server_kind": "vllm",
+        "server_retry_seconds": float(args.vllm_server_timeout),
+    }
+
+
+def _generation(args: GRPOConfig) -> dict[str, Any]:
+    """`generation_kwargs` that Covey's sampler has; others would sample from another distribution than is trained."""
+    given = as_mapping("generation_kwargs", args.generation_kwargs)
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _SAMPLING:
+            found[name] = value
+        elif name in ("max_new_tokens", "max_tokens"):
+            found["max_completion_length"] = value
+        elif name in ("stop", "stop_strings"):
+            found["stop_strings"] = (value,) if isinstance(value, str) else tuple(value)
+        elif not (name == "do_sample" and value is True):
+            raise ConfigError(
+                f"generation_kwargs[{name!r}]={value!r:.100}: completions would not be samples of the distribution "
+                f"that is trained; Covey takes {', '.join(_SAMPLING)}, max_new_tokens and stop_strings, leave it out"
+            )
+    return found
+
+
+def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """An option that is a dictionary, or JSON of one, or None."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}={value!r:.200}: is no JSON ({error}); give a dictionary") from error
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r:.200}: a {type(value).__name__}; give a dictionary")
+    return value or {}
+
+
+def _precision(args: GRPOConfig) -> dict[str, Any]:
+    if args.bf16 and args.fp16:
+        raise ConfigError("bf16=True and fp16=True: only one can hold; unset one")
+    return {"autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none"}
+
+
+def _evaluation(args: GRPOConfig) -> dict[str, Any]:
+    """As TRL evaluates: samples at the temperature of training, as many for each prompt."""
+    group = args.num_generations_eval or args.num_generations
+    found: dict[str, Any] = {"eval_steps": NEVER, "eval_on_start": args.eval_on_start}
+    found |= {"eval_temperature": args.temperature, "num_generations_eval": group}
+    name = (args.metric_for_best_model or "loss").removeprefix("eval_").removeprefix("eval/")
+    if args.greater_is_better is False and name != "loss":
+        raise ConfigError(
+            f"metric_for_best_model={args.metric_for_best_model!r} with greater_is_better=False: of rewards and "
+            "accuracies more is better; leave greater_is_better out"
+        )
+    # There is no evaluation loss: what a policy is for is its reward.
+    return found | {"metric_for_best_model": "eval/reward" if name == "loss" else f"eval/{name}"}
+
+
+def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> covey.GRPOConfig:
+    """Covey's settings of a run.
+
+    Args:
+        args: TRL's settings.
+        num_prompts: rows of the training data.
+        lora: an adapter is trained; else all weights.
+        more: further settings of Covey's.
+
+    Raises:
+        ConfigError: something that is impossible here, or a value out of range, by TRL's names.
+    """
+    check(args)
+    name = str(getattr(args.optim, "value", args.optim))
+    if not name.startswith(_ADAMW) and "adamw" not in name:
+        raise ConfigError(
+            f"optim={name!r}: Covey trains with AdamW; leave it out, or pass optimizers=(optimizer, None)"
+        )
+    per_generation, steps = args.optimizer_steps_per_generation, optimizer_steps(args, num_prompts)
+    warmup = args.warmup_steps
+    values: dict[str, Any] = {
+        # model
+        "use_peft": lora,
+        "gradient_checkpointing": bool(args.activation_checkpointing or args.gradient_checkpointing),
+        "trust_remote_code": args.trust_remote_code,
+        "device": "cpu" if args.use_cpu else "auto",
+        # algorithm
+        **_loss(args),
+        "num_iterations": args.num_iterations,
+        "num_minibatches": per_generation // args.num_iterations,
+        "scale_rewards": args.scale_rewards,
+        "multi_objective_aggregation": args.multi_objective_aggregation,
+        "mask_truncated_completions": args.mask_truncated_completions,
+        "top_entropy_quantile": args.top_entropy_quantile,
+        "off_policy_mask_threshold": args.off_policy_mask_threshold,
+        "entropy_coef": args.entropy_coef,
+        "use_adaptive_entropy": args.use_adaptive_entropy,
+        **_reference(args),
+        **_mismatch(args),
+        # sampling and data
+        "num_generations": args.num_generations,
+        "max_completion_length": args.max_completion_length,
+        **{field: getattr(args, field) or 0.0 if field == "min_p" else getattr(args, field) for field in _SAMPLING},
+        "prompts_per_step": prompts_per_generation(args),
+        "shuffle": args.shuffle_dataset is not False,
+        "chat_template_kwargs": dict(as_mapping("chat_template_kwargs", args.chat_template_kwargs)),
+        "reward_weights": None if args.reward_weights is None else tuple(map(float, args.reward_weights)),
+        "reward_timeout": 1e9,  # TRL has none
+        **_server(args),
+        # optim and schedule
+        "learning_rate": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "adam_beta1": args.adam_beta1,
+        "adam_beta2": args.adam_beta2,
+        "adam_epsilon": args.adam_epsilon,
+        "max_grad_norm": args.max_grad_norm or 0.0,
+        "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "lr_scheduler_kwargs": dict(as_mapping("lr_scheduler_kwargs", args.lr_scheduler_kwargs)),
+        "warmup_ratio" if 0 < warmup < 1 else "warmup_steps": warmup if 0 < warmup < 1 else int(warmup),
+        **_precision(args),
+        "max_optimizer_steps": steps,
+        **_evaluation(args),
+        # run
+        "run_name": args.run_name,
+        "seed": args.seed,
+        "save_steps": 0,
+        "logging_steps": max(1, math.ceil(logging_steps(args, steps) / per_generation)),
+        "progress": not args.disable_tqdm,
+        "num_completions_to_print": args.num_completions_to_print if args.log_completions else None,
+    }
+    if args.use_adaptive_entropy:
+        for field in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):
+            values[field] = getattr(args, field)
+    if args.disable_dropout and lora:
+        values["lora_dropout"] = 0.0
+    if args.load_best_model_at_end:
+        values["load_best_model_at_end"] = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings without effect: they are TRL's defaults, nobody has chosen them
+        return covey.GRPOConfig(**(values | _generation(args) | more))
+
+
+def logging_steps(args: GRPOConfig, steps: int) -> float:
+    """Optimiser steps between two logs."""
+    if args.logging_strategy != IntervalStrategy.STEPS:
+        return steps
+    return args.logging_steps if args.logging_steps >= 1 else max(1, math.ceil(args.logging_steps * steps))

@@ -1,0 +1,411 @@
+"""Scripts written for TRL, on a tiny model: `covey.trl` in place of `trl`, all else as TRL's users write it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from covey.trl import GRPOConfig, GRPOTrainer
+
+ROWS = [{"prompt": text, "number": n} for n, text in enumerate(["Flat is", "Simple is better", "Now is", "Errors"])]
+CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+SMALL: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "per_device_train_batch_size": 3,
+    "num_generations": 3,
+    "max_completion_length": 8,
+    "max_steps": 3,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def unique_letters(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(set(c if isinstance(c, str) else c[0]["content"]))) for c in completions]
+
+
+async def lengths(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward-model")
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **shape)).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def changed(trainer: GRPOTrainer, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, old in before.items() if not torch.equal(old, trainer.model.get_parameter(name))}
+
+
+def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_type": "bnpo"},
+        {"loss_type": "grpo", "gradient_accumulation_steps": 2},
+        {"loss_type": "dr_grpo"},
+        {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"loss_type": "sapo"},
+        {"loss_type": "vespo"},
+        {"beta": 0.1},
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+        {"num_iterations": 2},
+        {"num_iterations": 2, "importance_sampling_level": "sequence"},
+        {"steps_per_generation": 2, "max_steps": 4},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 5},
+        {"num_generations": 6, "gradient_accumulation_steps": 2},
+        {"off_policy_mask_threshold": 0.5},
+        {"top_entropy_quantile": 0.2},
+        {"entropy_coef": 0.01},
+        {"entropy_coef": 0.01, "use_adaptive_entropy": True},
+        {"delta": 2.0},
+        {"top_p": 0.9, "top_k": 10, "min_p": 0.01},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"scale_rewards": False},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": True},
+        {"cast_lm_head_to_fp32": True},
+        {"bf16": True},
+        {"fp16": True},
+        {"gradient_checkpointing": False},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
+        {"warmup_steps": 0.5},
+        {"dataloader_num_workers": 2, "shuffle_dataset": False},
+        {"generation_kwargs": {"do_sample": True, "top_k": 5}},
+    ],
+    ids=str,
+)
+def test_options_that_train(options: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), **(SMALL | options))
+    trainer = GRPOTrainer(str(folder), [unique_letters, lengths], args, ROWS)
+    before = weights(trainer)
+    output = trainer.train()
+    steps = args.max_steps
+    assert output.global_step == trainer.state.global_step == steps
+    assert trainer.state.log_history[-1]["train_loss"] == output.training_loss
+    assert "rewards/unique_letters/mean" in trainer.state.log_history[-1]
+    assert changed(trainer, before) == set(before)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+def test_a_generation_is_trained_on_in_several_optimiser_steps(folder: Path, tmp_path: Path) -> None:
+    """`max_steps` and the learning rate count optimiser steps, whatever a generation is used for."""
+    rates = []
+
+    class Rates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            rates.append(state.global_step)
+
+    args = GRPOConfig(
+        str(tmp_path), **(SMALL | {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6, "logging_steps": 1})
+    )
+    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[Rates()])
+    trainer.train()
+    assert rates == [1, 2, 3, 4, 5, 6]
+    records = [json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["policy_version"] for record in records] == [1, 5]  # two generations, of 4 and of 2 steps
+    assert records[-1]["learning_rate"] == pytest.approx(0.1 * (1 - 5 / 6))
+
+
+def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), **(SMALL | {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"}))
+    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+    assert trainer.train().global_step == 8
+    assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
+
+
+def test_reward_models(folder: Path, reward_folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    trainer = GRPOTrainer(str(folder), [str(reward_folder), unique_letters], args, ROWS)
+    trainer.train()
+    record = trainer.state.log_history[-1]
+    assert trainer.reward_func_names == [reward_folder.name, "unique_letters"]
+    assert f"rewards/{reward_folder.name}/mean" in record
+    model = LlamaForSequenceClassification.from_pretrained(reward_folder)
+    tokenizer = AutoTokenizer.from_pretrained(reward_folder)
+    (reward,) = trainer.reward_funcs[0](["Flat is"], [" bad"])
+    with torch.no_grad():
+        wanted = model(**tokenizer("Flat is bad", return_tensors="pt", add_special_tokens=False)).logits.item()
+    assert reward == pytest.approx(wanted, abs=1e-6)
+    with pytest.raises(ValueError, match="must match"):
+        GRPOTrainer(str(folder), [model, unique_letters], args, ROWS, reward_processing_classes=tokenizer)
+
+
+def test_conversations(folder: Path, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), CHATS)
+    trainer.train()
+    (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"])
+    model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    trainer = GRPOTrainer(model, unique_letters, args, ROWS, peft_config=config)
+    assert isinstance(trainer.model, PeftModel)
+    before = weights(trainer)
+    trainer.train()
+    assert changed(trainer, before) == {name for name in before if ".lora_" in name}
+    trainer.save_model(tmp_path / "saved")
+    fresh = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    read = PeftModel.from_pretrained(fresh, tmp_path / "saved")
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.allclose(read(ids).logits, trainer.model(ids).logits, atol=1e-5)
+
+
+class TestRecords:
+    """Logs, evaluations and callbacks, as transformers' users expect them."""
+
+    def test_log_history(self, folder: Path, tmp_path: Path) -> None:
+        args = GRPOConfig(str(tmp_path), **(SMALL | {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}))
+        trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        trainer.train()
+        assert [record["step"] for record in trainer.state.log_history] == [1, 2, 4, 5]
+        for name in ("loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"):
+            assert name in trainer.state.log_history[0]
+        assert {"train_loss", "train_runtime"} <= trainer.state.log_history[-1].keys()
+
+    def test_evaluations(self, folder: Path, tmp_path: Path) -> None:
+        options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
+        args = GRPOConfig(str(tmp_path), **(SMALL | options | {"max_steps": 4}))
+        trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, ROWS[:2])
+        trainer.train()
+        assert [r["step"] for r in trainer.state.log_history if "eval_reward" in r] == [0, 2, 4]
+        found = trainer.evaluate({"first": ROWS[:1], "second": ROWS[1:]})
+        assert {"eval_first_reward", "eval_second_reward"} <= found.keys()
+
+    def test_named_evaluation_sets(self, folder: Path, tmp_path: Path) -> None:
+        options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "max_steps": 2}
+        trainer = GRPOTrainer(
+            str(folder),
+            unique_letters,
+            GRPOConfig(str(tmp_path), **(SMALL | options)),
+            ROWS,
+            {"easy": ROWS[:1], "hard": ROWS[1:]},
+        )
+        trainer.train()
+        names = {name for record in trainer.state.log_history for name in record}
+        assert {"eval_easy_reward", "eval_hard_reward"} <= names
+
+    def test_early_stopping(self, folder: Path, tmp_path: Path) -> None:
+        def constant(completions: list[Any], **columns: Any) -> list[float]:
+            return [0.5] * len(completions)
+
+        options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "max_steps": 9}
+        best = {"metric_for_best_model": "eval_reward", "load_best_model_at_end": True, "save_steps": 1}
+        args = GRPOConfig(str(tmp_path), **(SMALL | options | best))
+        stopping = EarlyStoppingCallback(early_stopping_patience=2)
+        trainer = GRPOTrainer(str(folder), constant, args, ROWS, ROWS[:1], callbacks=[stopping])
+        assert trainer.train().global_step == 3
+
+    def test_callbacks(self, folder: Path, tmp_path: Path) -> None:
+        seen: list[str] = []
+
+        class Watcher(TrainerCallback):
+            def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                seen.append("init")
+
+            def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                assert state.is_world_process_zero
+                assert args.per_device_train_batch_size == 3
+                assert kwargs["model"] is not None
+                assert kwargs["processing_class"] is not None
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+                seen.append(f"step {state.global_step}")
+                control.should_training_stop = state.global_step == 2
+                return control
+
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                seen.append("log")
+
+            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                seen.append("end")
+
+        args = GRPOConfig(str(tmp_path), **SMALL, logging_steps=1)
+        trainer = GRPOTrainer(
+            str(folder), unique_letters, args, ROWS, callbacks=[Watcher, PrinterCallback(), ProgressCallback()]
+        )
+        trainer.remove_callback(PrinterCallback)
+        assert isinstance(trainer.pop_callback(ProgressCallback), ProgressCallback)
+        trainer.add_callback(ProgressCallback)
+        trainer.train()
+        assert seen == ["init", "step 1", "log", "step 2", "log", "log", "end"]
+
+    def test_reward_sees_trainer_state(self, folder: Path, tmp_path: Path) -> None:
+        steps = []
+
+        def reward(completions: list[str], trainer_state: Any, number: list[int], **columns: Any) -> list[float]:
+            steps.append(trainer_state.global_step)
+            return [float(n) for n, _ in enumerate(completions)]
+
+        GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), ROWS).train()
+        assert steps == [0, 1, 2]
+
+
+class TestFolders:
+    """Where a transformers user finds what a run leaves behind."""
+
+    def test_checkpoints_and_resuming(self, folder: Path, tmp_path: Path) -> None:
+        whole = GRPOTrainer(
+            str(folder), unique_letters, GRPOConfig(str(tmp_path / "a"), **(SMALL | {"max_steps": 4})), ROWS
+        )
+        whole.train()
+        options = SMALL | {"max_steps": 4, "save_steps": 2}
+
+        class Stop(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                control.should_training_stop = state.global_step == 3
+
+        args = GRPOConfig(str(tmp_path / "b"), **options)
+        GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[Stop]).train()
+        assert get_last_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-3")
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "checkpoint-2")
+        assert read.config.model_type == "llama"
+        resumed = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
+        assert resumed.state.global_step == 4
+        for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(one, other), name
+        with pytest.raises(RuntimeError, match="no checkpoint"):
+            GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "c"), **SMALL), ROWS).train(True)
+
+    def test_a_limit_of_checkpoints(self, folder: Path, tmp_path: Path) -> None:
+        args = GRPOConfig(str(tmp_path), **(SMALL | {"save_steps": 1, "save_total_limit": 2, "max_steps": 4}))
+        GRPOTrainer(str(folder), unique_letters, args, ROWS).train()
+        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+
+    def test_training_again(self, folder: Path, tmp_path: Path) -> None:
+        """A second `train`, and a cell that is run again, begin a new run; nothing of the first one is lost."""
+        trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        trainer.train()
+        before = weights(trainer)
+        assert trainer.train().global_step == 3
+        assert changed(trainer, before)
+        again = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        again.train()
+        assert {path.name for path in tmp_path.glob("covey*")} == {"covey", "covey-1", "covey-2"}
+
+    def test_saving(self, folder: Path, tmp_path: Path) -> None:
+        trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        metrics = trainer.train().metrics
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+        trainer.save_state()
+        trainer.save_model()
+        assert json.loads((tmp_path / "all_results.json").read_text())["train_loss"] == metrics["train_loss"]
+        assert (tmp_path / "trainer_state.json").exists()
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).config.model_type == "llama"
+        assert trainer.accelerator.is_main_process
+        assert trainer.is_world_process_zero()
+        assert trainer.accelerator.unwrap_model(trainer.model) is trainer.model
+
+
+def test_a_stream_of_rows(folder: Path, tmp_path: Path) -> None:
+    def rows() -> Any:
+        while True:
+            yield from ROWS
+
+    class Stream:
+        def __iter__(self) -> Any:
+            return rows()
+
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    assert GRPOTrainer(str(folder), unique_letters, args, Stream()).train().global_step == 3
+    args = GRPOConfig(str(tmp_path / "b"), **(SMALL | {"max_steps": -1}))
+    with pytest.raises(ValueError, match="set max_steps"):
+        GRPOTrainer(str(folder), unique_letters, args, Stream())
+
+
+def test_an_optimiser_of_ones_own(folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    trainer = GRPOTrainer(model, unique_letters, args, ROWS, optimizers=(optimizer, schedule))
+    before = weights(trainer)
+    trainer.train()
+    assert changed(trainer, before)
+    assert optimizer.param_groups[0]["lr"] == 0.5 * 0.5 ** int(trainer.run.state.updates)
+
+
+def test_config_is_training_arguments(tmp_path: Path) -> None:
+    (args,) = HfArgumentParser((GRPOConfig,)).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--num_generations", "4", "--beta", "0.1", "--reward_weights", "1", "2"]
+    )
+    assert (args.beta, args.reward_weights, args.generation_batch_size) == (0.1, [1.0, 2.0], 8)
+    assert GRPOConfig(**json.loads(args.to_json_string())).beta == 0.1
+    args.learning_rate = 3e-5
+    assert args.learning_rate == 3e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fsdp": "full_shard"}, "fsdp"),
+        ({"vllm_structured_outputs_regex": "a+"}, "reward the wanted form"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams"),
+        ({"optim": "adafactor"}, "AdamW"),
+        ({"num_generations": 1}, "2 or more"),
+        ({"per_device_train_batch_size": 4}, "whole groups"),
+        ({"bf16": True, "fp16": True}, "fp16"),
+        ({"auto_find_batch_size": True}, "per_device_train_batch_size"),
+        ({"steps_per_generation": 3, "generation_batch_size": 3}, "follows from the other"),
+        ({"report_to": "wandb"}, "wandb"),
+        ({"loss_type": "mine"}, "mine"),
+    ],
+    ids=str,
+)
+def test_what_is_impossible_is_one_clear_error(
+    options: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
+
+
+def test_what_has_no_effect_is_said_once(folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), **SMALL, use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
+    with pytest.warns(UserWarning, match="label_smoothing_factor=0.1 has no effect"):
+        GRPOTrainer(str(folder), unique_letters, args, ROWS)
