@@ -6,7 +6,7 @@
 3  serving, observe, config                    (config puts the sections together)
 4  backend, pytorch/backend.py, jax/backend.py
 5  training
-6  cli, covey/__init__.py
+6  cli, covey/__init__.py, trl
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEVELS = {
     "backend": 4,
     "training": 5,
     **dict.fromkeys(
-        ("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "cli_weights", "__main__", "__init__"), 6
+        ("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "cli_weights", "__main__", "__init__", "trl"), 6
     ),
     # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
     **dict.fromkeys(("observe.config", "serving.config", "training.config", "observe.metric_names"), 1),
@@ -46,7 +46,7 @@ SAME_LEVEL = {
     ("pytorch", "rollout"),
     ("jax", "rollout"),
 }
-MAY_PRINT = {"cli", "__main__"}
+MAY_PRINT = {"cli", "__main__", "trl"}
 WITHOUT_TORCH = {
     "types",
     "errors",

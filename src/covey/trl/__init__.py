@@ -5,7 +5,7 @@
 Names, defaults and meanings are TRL 1.16's; `docs/coming-from-trl.md` lists them all.
 """
 
-from covey.trl.config import GRPOConfig
+from covey.trl.arguments import GRPOConfig
 from covey.trl.trainer import GRPOTrainer
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 from covey.errors import ConfigError
-from covey.trl.config import GRPOConfig
+from covey.trl.arguments import GRPOConfig
 
 Kind = Literal["same", "translated", "machinery", "warned", "refused"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
-from covey.trl.config import GRPOConfig
+from covey.trl.arguments import GRPOConfig
 
 
 class Flow:

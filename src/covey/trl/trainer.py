@@ -34,7 +34,7 @@ from covey.errors import CheckpointError, ConfigError, DataError
 from covey.observe.run_folder import RunFolder
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
-from covey.trl.config import GRPOConfig
+from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, trl_names
 from covey.trl.rewards import with_models

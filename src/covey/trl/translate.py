@@ -12,7 +12,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 import covey
 from covey.errors import ConfigError
-from covey.trl.config import GRPOConfig
+from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import check
 
 NEVER = 10**9

@@ -1,4 +1,4 @@
-# ruff: noqa: RUF009
+# ruff: noqa: RUF009, RUF012
 """`covey.trl.GRPOConfig`: TRL 1.16's names and defaults, as a `transformers.TrainingArguments`.
 
 Being one, it is set, read, changed, printed and parsed like TRL's: `HfArgumentParser((GRPOConfig,))`, `to_dict()`,
