@@ -6,8 +6,8 @@
     config.sampling.num_generations, config.num_generations  # both read 8
 
 A field name is unique over all sections, so that the flat form is unambiguous. (`model` is a section and a
-field in it: `GRPOConfig(model="folder")` sets the field, `config.model` reads the section.) Synonyms and
-TRL's names are accepted on input (`covey.config_names`, `covey.config_trl`) and never written.
+field in it: `GRPOConfig(model="folder")` sets the field, `config.model` reads the section.) Synonyms are accepted on
+input (`covey.config_names`) and never written; TRL's names have a room of their own, `covey.trl`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,7 @@ class GRPOConfig(BaseModel):
     range.
 
     Batch vocabulary: `data.prompts_per_step` prompts times `sampling.num_generations` completions make one
-    optimiser step. TRL's names (`per_device_train_batch_size`, ...) are translated to these with TRL's
-    meaning for one process; where a script gives those and no `num_generations`, TRL's default of 8 holds.
+    optimiser step.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -97,8 +96,8 @@ class GRPOConfig(BaseModel):
     run: RunConfig = Field(default_factory=RunConfig, description="Folder, seed, logging, checkpoints.")
 
     def __init__(self, output_dir: str | Path | None = None, /, **settings: Any) -> None:
-        """Take settings by field name, by section (a mapping or a section object), by synonym or by TRL's
-        name. `GRPOConfig("runs/first")` names the run folder, as in TRL.
+        """Take settings by field name, by section (a mapping or a section object) or by synonym.
+        `GRPOConfig("runs/first")` names the run folder.
 
         Raises:
             ConfigError: one message with every unknown name or every bad value, one a line.
@@ -140,7 +139,7 @@ class GRPOConfig(BaseModel):
         `sampling.num_generations=8`.
 
         An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The
-        section may be left out (`beta=0.02`), and synonyms and TRL's names do as well. A `FILE.py:NAME` is looked for
+        section may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` is looked for
         beside the TOML file and then in the working directory, one of an override there only; what is found has its
         whole path from then on, so that a run can be resumed from anywhere.
 

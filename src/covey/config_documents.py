@@ -5,10 +5,15 @@ They are those of usmle-qa.md's `GRPO_CONFIG`; plain synonyms (`kl_coef`) are in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from covey.config_trl import Options, Settings, Translator
 from covey.errors import ConfigError
+
+Options = Mapping[str, Any]
+Settings = Iterator[tuple[str, Any, str]]
+"""(field, value, the option as it was written)."""
+Translator = Callable[[Options, Options], Settings]
 
 
 def _switch(name: str, value: Any) -> bool:
@@ -49,3 +54,24 @@ TRANSLATORS: tuple[tuple[tuple[str, ...], Translator], ...] = (
 """Which options each translator reads together."""
 
 NAMES = frozenset(name for names, _ in TRANSLATORS for name in names)
+
+
+def translate(options: Options, known: Options) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    """Turn options into fields.
+
+    Args:
+        options: option -> value, of `NAMES`.
+        known: the fields that are given besides.
+
+    Returns:
+        (field, value, option as written) for each field that follows; what is wrong, one message each.
+    """
+    settings: list[tuple[str, Any, str]] = []
+    problems: list[str] = []
+    for names, translator in TRANSLATORS:
+        if any(name in options for name in names):
+            try:
+                settings.extend(translator(options, known))
+            except ConfigError as error:
+                problems.append(str(error))
+    return settings, problems

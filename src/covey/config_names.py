@@ -1,7 +1,8 @@
 """From the names that people write to the names of fields.
 
 A setting may be given as `beta`, in a section (`algorithm.beta`, or a table `algorithm` with `beta` in it),
-under a synonym (`kl_coef`) or under TRL's name. `canonical_names` reduces all of these to field -> value.
+or under a synonym (`kl_coef`). `canonical_names` reduces all of these to field -> value. A name that only TRL has is an
+error that points to `covey.trl`, where it means what it means there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from covey import config_documents, config_trl
+from covey import config_documents
 from covey.algorithms.config import AlgorithmConfig
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
@@ -55,8 +56,47 @@ SYNONYMS: dict[str, str] = {
 }
 """Accepted on input, never written. One with dots in it is a whole path."""
 
-_OPTIONS = config_trl.NAMES | config_documents.NAMES
+_OPTIONS = config_documents.NAMES
 """Names that are no fields and are translated into some."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_OF_TRL = _words(
+    """
+    accelerator_config activation_checkpointing activation_checkpointing_kwargs auto_find_batch_size
+    average_tokens_across_devices batch_eval_metrics bf16 bf16_full_eval cache_implementation cast_lm_head_to_fp32
+    data_seed dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
+    dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor ddp_backend
+    ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout debug
+    deepspeed disable_dropout disable_tqdm do_eval do_predict do_train ds3_gather_for_generation
+    enable_jit_checkpoint eval_accumulation_steps eval_delay eval_do_concat_batches eval_strategy
+    eval_use_gather_object evaluation_strategy fp16 fp16_full_eval fsdp fsdp_config full_determinism
+    generation_batch_size generation_kwargs gradient_accumulation_steps gradient_checkpointing_kwargs
+    greater_is_better group_by_length hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy
+    hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
+    label_smoothing_factor length_column_name liger_kernel_config local_rank log_completions_hub_repo log_level
+    log_level_replica log_multimodal log_on_each_node log_unique_prompts logging_dir logging_first_step
+    logging_nan_inf_filter logging_strategy max_tool_calling_iterations model_init_kwargs neftune_noise_alpha
+    no_cuda optim optim_args optim_target_modules overwrite_output_dir pad_to_multiple_of parallelism_config
+    per_device_eval_batch_size per_device_train_batch_size prediction_loss_only project push_to_hub
+    ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns repetition_penalty
+    restore_callback_states_from_checkpoint resume_from_checkpoint router_aux_loss_coef save_on_each_node
+    save_only_model save_safetensors save_strategy shuffle_dataset skip_memory_metrics steps_per_generation
+    sync_ref_model tf32 torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+    trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy
+    transformers_continuous_batching_config use_bias_correction_kl use_cache use_cpu use_liger_kernel
+    use_liger_loss use_transformers_continuous_batching use_transformers_paged use_vllm vespo_k_neg vespo_k_pos
+    vespo_lambda_neg vespo_lambda_pos vllm_device vllm_dtype vllm_enable_sleep_mode vllm_gpu_memory_utilization
+    vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max
+    vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode
+    vllm_max_model_len vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host
+    vllm_server_port vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size
+    """
+)
+"""TRL's and transformers' options that are no fields here."""
 
 
 def field_path(field: str) -> str:
@@ -65,7 +105,7 @@ def field_path(field: str) -> str:
 
 
 def resolve(path: str) -> str:
-    """The field or TRL option that a written path means.
+    """The field or option that a written path means.
 
     Raises:
         ConfigError: no such section or setting, or a setting in another one's section.
@@ -82,6 +122,11 @@ def resolve(path: str) -> str:
         return field
     if name in _OPTIONS:
         return name
+    if name in _OF_TRL:
+        raise ConfigError(
+            f"{path}: is an option of TRL's; a TRL script runs with `from covey.trl import GRPOConfig, GRPOTrainer`, "
+            "and `covey config --explain` lists Covey's own settings"
+        )
     if path in SECTIONS:
         raise ConfigError(f"{path}: a section takes a table of settings, such as {path}={{...}}")
     raise ConfigError(f"{path}: there is no such setting; {_nearest(name, section)}")
@@ -146,7 +191,7 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
 
     Args:
         settings: what somebody wrote, see the module docstring.
-        base: fields that hold already, for options whose meaning depends on others (TRL's batch sizes).
+        base: fields that hold already, for options whose meaning depends on others.
 
     Raises:
         ConfigError: unknown names, or one setting given twice with different values.
@@ -161,22 +206,15 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
             continue
         if name not in FIELDS:
             options[name] = value
-        elif (shared := config_trl.shared_field(name, value)) is not None:
-            result.put(*shared, f"{path}={value!r}")
+        else:
+            result.put(name, value, f"{path}={value!r}")
             if path.rpartition(".")[2] == "update_reference_every":
                 result.put("reference_update", "copy", f"{path}={value!r}")
-    for strategy, steps in (("save_strategy", "save_steps"), ("eval_strategy", "eval_steps")):
-        if options.get(strategy) == "no":  # in TRL the strategy decides whether the number is looked at
-            result.values.pop(steps, None)
     known = {**(base or {}), **result.values}
-    translated, problems = config_trl.translate(options, known, config_documents.TRANSLATORS)
+    translated, problems = config_documents.translate(options, known)
     result.problems.extend(problems)
     for field, value, written in translated:
         result.put(field, value, written)
-    if known.get("loss_type") == "cispo" and result.values.get("epsilon_high") is not None:
-        # TRL gives CISPO's cap under this name.
-        cap = result.values.pop("epsilon_high")
-        result.put("epsilon_max", cap, result.written["epsilon_high"])
     if result.problems:
         raise ConfigError("\n".join(result.problems))
     return result.values
