@@ -17,8 +17,9 @@ from typing import Any
 
 from covey.errors import RewardError
 from covey.rewards.extract import completion_text
-from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness, TestResult, Tests
-from covey.rewards.sandbox import Limits
+from covey.rewards.harness import TestHarness
+from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult, Tests
+from covey.rewards.jail.sandbox import Limits
 from covey.types import Message
 
 _KINDS = ("call", "assert", "program")
@@ -33,7 +34,7 @@ class CodeReward:
         partial_credit: the share of tests that pass instead.
         limits: of each program.
         workers: programs at once; None = the machine's cores.
-        unprotected: run even where the host offers too little protection; see `covey.rewards.sandbox`.
+        unprotected: run even where the host offers too little protection; see `covey.rewards.jail`.
         packages: installed distributions that programs may import, such as "numpy".
     """
 

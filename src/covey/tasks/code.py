@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards.code import CodeReward, read_tests
 from covey.rewards.harness import split_check
-from covey.rewards.sandbox import Limits
+from covey.rewards.jail.sandbox import Limits
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import Task, as_prompt
 from covey.tasks.dataset import Row, load_rows

@@ -14,7 +14,7 @@ import select
 import struct
 from pathlib import Path
 
-from covey.rewards.jail import seccomp
+from . import seccomp
 
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _QUESTION = struct.Struct("QIIiI")  # id, thread, flags, number of the call, architecture; more follows
