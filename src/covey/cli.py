@@ -411,8 +411,8 @@ def _evaluate_choices(
     folder: Path | None,
 ) -> None:
     """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
-    from covey.observe.choice_html import write_choice_report
-    from covey.observe.choices import choice_report
+    from covey.observe.answer_report import write_choice_report
+    from covey.observe.answer_statistics import choice_report
     from covey.observe.console import progress_bar
     from covey.training.multiple_choice import answer_choices
 

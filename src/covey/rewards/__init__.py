@@ -15,7 +15,7 @@ from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, Tes
 from covey.rewards.jail.sandbox import Limits
 from covey.rewards.judge import JudgeReward
 from covey.rewards.maths import MathReward
-from covey.rewards.choice import extract_choice
+from covey.rewards.option_letter import extract_choice
 from covey.rewards.parallel import ParallelVerifier
 from covey.rewards.text import exact_match, format_reward, numeric_match
 from covey.rewards.verifier import (

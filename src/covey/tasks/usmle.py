@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from covey.errors import ConfigError, DataError
-from covey.rewards.choice import extract_choice
 from covey.rewards.extract import completion_text
+from covey.rewards.option_letter import extract_choice
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import Task, as_prompt
 from covey.tasks.dataset import Row, load_rows
