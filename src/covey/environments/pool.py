@@ -2,8 +2,7 @@
 
 with EnvironmentPool(world, places=16) as pool:
     pool.reset(0, task, seed)            # returns at once
-    for place, found in pool.wait():     # whatever is ready: an Observation, an Outcome, or an EpisodeError
-        ...
+    for place, found in pool.wait():     # whatever is ready: an Observation, an Outcome, or an EpisodeError ...
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World
@@ -111,13 +109,9 @@ class EnvironmentPool:
         _close(self._places, self._template)
 
     def __enter__(self) -> Self:
-        """Return the pool itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _ask(self, number: int, message: dict[str, Any], what: str) -> None:

@@ -9,14 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from covey.observe.observers import BaseObserver, Metrics
@@ -26,8 +19,7 @@ _SHOWN = (("reward", "reward"), ("kl", "KL"), ("completions/mean_length", "lengt
 
 
 def visible(text: str, limit: int = 400) -> str:
-    """Completions are untrusted: keep newlines, show other control characters as `?`, cut after `limit`
-    characters.
+    """Completions are untrusted: keep newlines, show other control characters as `?`, cut after `limit` characters.
 
     An escape sequence in a completion could otherwise rewrite the user's terminal.
     """

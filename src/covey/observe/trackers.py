@@ -98,10 +98,7 @@ class _RunTracker(_Tracker):
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Begin a run at the tracker, or go on with the same one."""
         self._module.init(
-            project=str(info.get("project") or "covey"),
-            name=self._name,
-            config=plain(config),
-            **self._options(info),
+            project=str(info.get("project") or "covey"), name=self._name, config=plain(config), **self._options(info)
         )
 
     def on_run_end(self, status: str) -> None:
@@ -154,8 +151,7 @@ def make_observers(
         run_folder: an open folder to write to; trackers need it.
         run_name: name at the trackers; None = the folder's name.
         console: False = nothing on the screen, True = standard error, or a console of your own.
-        logging_steps: steps between printed lines and between points sent to trackers; the run folder gets
-            every step.
+        logging_steps: steps between printed lines and between points sent to trackers; the run folder gets every step.
         log_completions: write completions to the run folder.
         num_completions_to_print: completions shown on the screen with each line.
 

@@ -22,14 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_exponential,
-)
+import tenacity
 
 from covey.errors import ConfigError
 from covey.files import write_atomically
@@ -51,21 +44,17 @@ Answer:
 Write one line of reasons, then "Score: n" with a whole number n from 0 (useless) to 10 (perfect)."""
 _SCORE = re.compile(r"score\W{0,5}(\d{1,3}(?:\.\d{1,3})?)", re.IGNORECASE)
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-_NO_REPLY = (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError)
 _MAX_WAIT = 30.0
-_BACKOFF = wait_exponential(multiplier=0.5)
+_BACKOFF = tenacity.wait_exponential(multiplier=0.5)
 _MAX_REPLY = 1 << 20
 
 
-class _RefusedError(Exception):
-    """The endpoint answers with a status other than 200; the arguments are a message and the seconds to wait."""
+class _NoReplyError(Exception):
+    """There is no reply; `wait`: seconds before it may be tried again, None = that would not help."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class _BusyError(_RefusedError):
-    """The endpoint answers with a status that may pass."""
+    def __init__(self, problem: str, wait: float | None) -> None:
+        super().__init__(problem)
+        self.wait = wait
 
 
 class JudgeReward:
@@ -166,28 +155,31 @@ class JudgeReward:
             "temperature": 0.0,
             "max_tokens": 300,
         }
-        tries = Retrying(
-            retry=retry_if_exception_type((*_NO_REPLY, _BusyError)),
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda error: getattr(error, "wait", None) is not None),
             wait=_wait,
-            stop=stop_after_attempt(self._retries + 1) | stop_before_delay(self._deadline),
+            stop=tenacity.stop_after_attempt(self._retries + 1) | tenacity.stop_before_delay(self._deadline),
             reraise=True,
         )
         try:
             return tries(self._reply, body, until)
-        except (*_NO_REPLY, _RefusedError) as error:
-            problem = str(error) if isinstance(error, _RefusedError) else f"{type(error).__name__}: {error}"
+        except _NoReplyError as error:
+            problem = error
         _LOG.warning(
             "the judge %s at %s did not answer, so a completion is not scored: %s", self._model, self._url, problem
         )
         return None
 
     def _reply(self, body: dict[str, Any], until: float) -> str:
-        response, text = self._post(body, until)
-        if response.status_code == 200:
-            content = json.loads(text)["choices"][0]["message"]["content"]
-            return content if isinstance(content, str) else ""
-        refused = _BusyError if response.status_code in _RETRIED else _RefusedError
-        raise refused(f"status {response.status_code}: {text[:200]!r}", _retry_after(response))
+        try:
+            response, text = self._post(body, until)
+            if response.status_code == 200:
+                content = json.loads(text)["choices"][0]["message"]["content"]
+                return content if isinstance(content, str) else ""
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise _NoReplyError(f"{type(error).__name__}: {error}", 0.0) from error
+        wait = _retry_after(response) if response.status_code in _RETRIED else None
+        raise _NoReplyError(f"status {response.status_code}: {text[:200]!r}", wait)
 
     def _post(self, body: dict[str, Any], until: float) -> tuple[httpx.Response, bytes]:
         """One request. A reply that trickles in ends at the deadline too: a client's time limits are for each read."""
@@ -213,10 +205,9 @@ def _cached(path: Path | None) -> str | None:
     return reply if isinstance(reply, str) else None
 
 
-def _wait(state: RetryCallState) -> float:
+def _wait(state: tenacity.RetryCallState) -> float:
     """Seconds before the next try: longer each time, and as long as the endpoint asks for."""
-    error = state.outcome.exception() if state.outcome is not None else None
-    asked = error.args[1] if isinstance(error, _BusyError) else 0.0
+    asked = getattr(state.outcome and state.outcome.exception(), "wait", 0.0)
     return float(min(max(_BACKOFF(state) * (1 + random.random() / 4), asked), _MAX_WAIT))
 
 

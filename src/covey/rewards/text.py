@@ -15,8 +15,7 @@ TextReward = Callable[..., list[float | None]]
 
 
 def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextReward:
-    """Reward 1.0 where the whole completion equals the row's `column`, white space around both aside; else
-    0.0.
+    """Reward 1.0 where the whole completion equals the row's `column`, white space around both aside; else 0.0.
 
     A row whose reference is None is not scored (None).
     """

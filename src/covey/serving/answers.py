@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ import numpy as np
 
 from covey.errors import CoveyError
 from covey.serving.batching import Answer, BatchingEngine, Job
-from covey.serving.bodies import Found, Part, answer_body, chat_choice, chat_part, completion_choice, completion_part
+from covey.serving.bodies import Found, Part, answer_body, envelope, stream_choice, usage
 from covey.serving.chat import chat_text
 from covey.serving.neutral import RequestError
 from covey.serving.requests import MAX_COMPLETIONS, Asked, ChatRequest, CompletionRequest, read_request
@@ -196,38 +194,24 @@ class Answering:
             tokens = self._texts(ids) if asked.wants_logprobs else []
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
             found.append(Found(request.token_ids, text, tokens, answer))
-        if isinstance(asked, ChatRequest):
-            return answer_body(
-                "chat.completion", "chatcmpl", self._name, asked.n, found, [chat_choice(asked, f) for f in found]
-            )
-        return answer_body(
-            "text_completion", "cmpl", self._name, asked.n, found, [completion_choice(asked, f) for f in found]
-        )
+        return answer_body(asked, self._name, found)
 
     # ------------------------------------------------------------------ streams
 
     async def _events(
         self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]
     ) -> AsyncIterator[str]:
-        chat = isinstance(asked, ChatRequest)
-        common = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": self._name,
-        }
+        common = envelope(asked, self._name)
         sampled = 0
         try:
             async for part in self._parts(jobs, queue):
                 sampled += len(part.token_ids)
                 tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
-                choice = chat_part(asked, part, tokens) if chat else completion_part(asked, part, tokens)
-                body: dict[str, Any] = common | {"choices": [choice], "policy_version": part.version}
+                body = common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version}
                 yield f"data: {json.dumps(body)}\n\n"
             if asked.stream_options.include_usage:
                 prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
-                usage = {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
-                yield f"data: {json.dumps(common | {'choices': [], 'usage': usage})}\n\n"
+                yield f"data: {json.dumps(common | {'choices': [], 'usage': usage(prompts, sampled)})}\n\n"
         except CoveyError as error:
             yield f"data: {json.dumps({'error': {'message': str(error), 'type': type(error).__name__}})}\n\n"
         yield "data: [DONE]\n\n"

@@ -84,8 +84,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        entry = {"id": settings.model_name, "object": "model", "owned_by": "covey", "policy_version": engine.version}
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": [await model_of("")]}
 
     @app.get("/v1/models/{name:path}")
     async def model_of(name: str) -> dict[str, Any]:

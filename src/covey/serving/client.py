@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from tenacity import Future, RetryError, Retrying, retry_if_exception_type, stop_before_delay, wait_exponential
+import tenacity
 
 from covey.errors import ConfigError, ServingError
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "COVEY_SERVER_TOKEN"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
-_BACKOFF = wait_exponential(multiplier=0.2, max=10.0)
+_BACKOFF = tenacity.wait_exponential(multiplier=0.2, max=10.0)
 
 
 class RefusedError(ServingError):
@@ -37,7 +37,7 @@ class RefusedError(ServingError):
 
 
 class _BusyError(Exception):
-    """The server answered that the same request may succeed a little later."""
+    """The server does not answer, or says that the same request may succeed a little later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,25 +162,30 @@ class InferenceClient:
             RefusedError: the server refuses it.
             ServingError: the server does not answer.
         """
-        tries = Retrying(
-            retry=retry_if_exception_type((httpx.HTTPError, _BusyError)),
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_BusyError),
             wait=lambda state: _BACKOFF(state) * random.uniform(0.5, 1.0),
-            stop=stop_before_delay(self._retry_seconds if retry else 0.0),
+            stop=tenacity.stop_before_delay(self._retry_seconds if retry else 0.0),
             before_sleep=lambda state: log.warning(
-                "%s%s: %s; trying again in %.1f s", self.url, path, _trouble(state.outcome), state.upcoming_sleep
+                "%s%s: %s; trying again in %.1f s",
+                *(self.url, path, state.outcome and state.outcome.exception(), state.upcoming_sleep),
             ),
             sleep=self._sleep,
+            reraise=True,
         )
         try:
             return tries(self._once, method, path, content)
-        except RetryError as error:
+        except _BusyError as trouble:
             raise ServingError(
-                f"{self.url}{path} does not answer ({_trouble(error.last_attempt)}); is the server running? Start it "
-                "with covey serve, or correct server.inference_server_url"
+                f"{self.url}{path} does not answer ({trouble}); is the server running? Start it with covey serve, or "
+                "correct server.inference_server_url"
             ) from None
 
     def _once(self, method: str, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        response = self._http.request(method, path, **content)
+        try:
+            response = self._http.request(method, path, **content)
+        except httpx.HTTPError as error:
+            raise _BusyError(f"{type(error).__name__}: {error}") from error
         if response.status_code < 400:
             return _json_of(response)
         if response.status_code in _AGAIN:
@@ -243,12 +248,6 @@ def warn_of_mismatch(found: int, expected: int, url: str) -> None:
         log.warning(
             "%s says policy version %d, %d was expected; the local version goes on to count", url, found, expected
         )
-
-
-def _trouble(attempt: Future | None) -> str:
-    """Why an attempt failed, in words."""
-    error = attempt.exception() if attempt is not None else None
-    return str(error) if isinstance(error, _BusyError) else f"{type(error).__name__}: {error}"
 
 
 def _json_of(response: httpx.Response) -> dict[str, Any]:

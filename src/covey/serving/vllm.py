@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ServingError
-from covey.serving.client import InferenceClient, RefusedError
+from covey.serving.client import RefusedError
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
-from covey.serving.remote import RemoteEngine
 from covey.types import Request, SamplingSettings
 
 log = logging.getLogger(__name__)
@@ -108,14 +107,3 @@ class VLLMDialect(Dialect):
             if error.status == 404 and "lora" not in str(error).partition(": ")[2].lower():  # the path has it too
                 raise ServingError(f"{self.client.url} {start}") from error
             raise
-
-
-def VLLMEngine(client: InferenceClient, *, trainer: str, folder: str | Path) -> RemoteEngine:  # noqa: N802
-    """A `RemoteEngine` that speaks to vLLM.
-
-    Args:
-        client: the server.
-        trainer: name of this run.
-        folder: for adapters; vLLM reads them there.
-    """
-    return RemoteEngine(client, trainer=trainer, dialect=VLLMDialect, folder=folder)

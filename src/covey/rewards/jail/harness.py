@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 from . import codec, frames
@@ -220,9 +219,7 @@ class TestHarness:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _replace(self, ended: Sandbox) -> None:

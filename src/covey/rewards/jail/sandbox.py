@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from . import frames
@@ -197,9 +196,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _ask(
@@ -241,7 +238,7 @@ class Confined:
         try:
             self._await_confinement()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         channel.setblocking(False)
         self._deadline = time.monotonic() + limits.seconds
@@ -321,9 +318,7 @@ class Confined:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
             self.stop()
         except JailEndedError:
