@@ -145,7 +145,7 @@ class Gymnasium(SeededWorld):
 
 
 class OpenEnv(SeededWorld):
-    """An OpenEnv environment.
+    """An OpenEnv environment that a function of yours makes a client for.
 
     Args:
         factory: "file.py:function" that returns a client.

@@ -56,7 +56,7 @@ class EnvironmentPool:
         weakref.finalize(self, _close, self._places, self._template)
 
     def __len__(self) -> int:
-        """Number of places."""
+        """The number of places."""
         return len(self._places)
 
     def reset(self, place: int, task: TaskInstance, seed: int) -> None:
@@ -129,7 +129,7 @@ class EnvironmentPool:
 
 @dataclass(slots=True)
 class _Place:
-    """One process with one environment.
+    """One process with one environment, and the question that it was asked.
 
     Attributes:
         deadline: when the open question must be answered, 0 when none is open.
@@ -217,10 +217,7 @@ class _Template:
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-        if not select.select([ours], [], [], _START_SECONDS)[0]:
-            ours.close()
-            raise OSError("no process came up")
-        hello = frames.receive(ours.fileno())
+        hello = frames.receive(ours.fileno()) if select.select([ours], [], [], _START_SECONDS)[0] else None
         if hello is None:
             ours.close()
             raise OSError("no process came up")

@@ -11,7 +11,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
-    """Folder, seed, logging, checkpoints."""
+    """Where a run is recorded, its seed, how often it logs and when it saves."""
 
     output_dir: str = Field(
         default="runs/covey", min_length=1, description="Folder of the run: metrics, completions, checkpoints, config."

@@ -137,7 +137,6 @@ class ConsoleProgress(BaseObserver):
                 self._held_out = f"  {what} {format_number(metrics[name])} (step {step})"
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print the first few."""
         if step % self._every:
             return
         for row in rows[: self._num_completions]:
@@ -150,7 +149,6 @@ class ConsoleProgress(BaseObserver):
             self._bar.update(self._task, activity=f"{activity} {done}/{total}" if done < total else "")
 
     def on_event(self, kind: str, message: str) -> None:
-        """Print it."""
         self._say(f"{kind}: {visible(message, 2000)}")
 
     def on_run_end(self, status: str) -> None:

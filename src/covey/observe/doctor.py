@@ -37,7 +37,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Where trouble begins."""
+    """The values of metrics beyond which a run is taken to be in trouble."""
 
     window: int = 10
     """Steps that are looked at; most checks need `min_steps` of them."""

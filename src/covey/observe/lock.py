@@ -29,7 +29,7 @@ class FolderLock:
     NAME = "run.lock"
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock.
+        """Takes the lock.
 
         Raises:
             RunFolderError: another live process, or this one, is writing this run.

@@ -90,7 +90,7 @@ class JsonLines:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file; nothing can be appended after that."""
         os.close(self._file)
 
 

@@ -1,4 +1,7 @@
-"""Honest statistics for evaluations: how sure is an accuracy, and is "after" really better than "before"?"""
+"""Honest statistics for evaluations: how sure is an accuracy, and is "after" really better than "before"?
+
+Written out here since SciPy and statsmodels, which have them too, are no dependencies of a run.
+"""
 
 from __future__ import annotations
 

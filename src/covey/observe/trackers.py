@@ -73,11 +73,9 @@ class TensorBoardTracker(_Tracker):
             self._writer.add_text("config", f"```json\n{json.dumps(plain(config), indent=1)}\n```", 0)
 
     def on_event(self, kind: str, message: str) -> None:
-        """Record it as text."""
         self._writer.add_text(f"event/{kind}", message)
 
     def on_run_end(self, status: str) -> None:
-        """Close the writer."""
         self._writer.close()
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
@@ -102,7 +100,6 @@ class _RunTracker(_Tracker):
         )
 
     def on_run_end(self, status: str) -> None:
-        """Finish."""
         self._module.finish()
 
     def _options(self, info: Mapping[str, Any]) -> dict[str, Any]:

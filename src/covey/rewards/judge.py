@@ -120,7 +120,7 @@ class JudgeReward:
         return [found[pair] for pair in pairs]
 
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections and ends the threads."""
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
 

@@ -37,7 +37,7 @@ class UnknownModelError(CoveyError):
 
 
 class Answering:
-    """Asks the engine.
+    """Turns requests into completions of the engine, and these into answers.
 
     Args:
         engine: samples.
@@ -54,13 +54,13 @@ class Answering:
         self._ends = () if eos is None else (int(eos),)
 
     async def read(self, kind: type[Asked], body: bytes) -> Asked:
-        """A request.
+        """Reads the body of a request.
 
         Raises:
             RequestError: it is none.
             UnknownModelError: it names another model.
         """
-        asked: Asked = await self._beside(read_request, kind, body)
+        asked: Asked = await self._in_thread(read_request, kind, body)
         self.check_model(asked.model)
         return asked
 
@@ -76,7 +76,7 @@ class Answering:
     async def complete(self, asked: CompletionRequest | ChatRequest) -> bytes:
         """The answer to a request, `n` completions for each prompt, as JSON."""
         loop = asyncio.get_running_loop()
-        requests, settings = await self._beside(self._prepared, asked)
+        requests, settings = await self._in_thread(self._prepared, asked)
         futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in requests]
         kept: Counter[str] = Counter()
 
@@ -95,14 +95,14 @@ class Answering:
             for future in futures:
                 future.cancel()
             raise
-        return await self._beside(self._body, asked, requests, answers)
+        return await self._in_thread(self._body, asked, requests, answers)
 
     async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
         """The same as server-sent events. What cannot be served is refused now, not in the stream."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
-        requests, settings = await self._beside(self._prepared, asked)
+        requests, settings = await self._in_thread(self._prepared, asked)
 
         def job(index: int, request: Request) -> Job:
             def put(what: Any) -> None:
@@ -116,19 +116,19 @@ class Answering:
         return self._events(asked, jobs, queue)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stops reading and writing texts; what is under way is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _submit(self, jobs: list[Job]) -> None:
         try:
-            await self._beside(self._engine.submit, jobs)
+            await self._in_thread(self._engine.submit, jobs)
         except asyncio.CancelledError:
             self._engine.cancel(jobs)
             raise
 
     # ------------------------------------------------------------------ beside the event loop
 
-    async def _beside(self, do: Callable[..., Done], *args: Any) -> Done:
+    async def _in_thread(self, do: Callable[..., Done], *args: Any) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do, *args)
 
     def _prepared(self, asked: CompletionRequest | ChatRequest) -> tuple[list[Request], SamplingSettings]:

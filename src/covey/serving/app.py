@@ -129,7 +129,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         if asked.stream:
             events = _timed(await answering.stream(asked), lambda: observe(time.monotonic() - started))
             return StreamingResponse(events, media_type="text/event-stream")
-        response = await _unless_gone(request, answering.complete(asked))
+        response = await _until_disconnected(request, answering.complete(asked))
         observe(time.monotonic() - started)
         return response
 
@@ -148,7 +148,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     return app
 
 
-async def _unless_gone(request: Request, work: Any) -> Response:
+async def _until_disconnected(request: Request, work: Any) -> Response:
     """The answer; when the client goes away first, its completions are cancelled."""
     task = asyncio.ensure_future(work)
     try:

@@ -91,7 +91,7 @@ class InferenceClient:
         weakref.finalize(self, self._http.close)
 
     def health(self, *, retry: bool = False) -> dict[str, Any]:
-        """What `/health` says.
+        """Asks `/health` and returns its answer.
 
         Raises:
             ServingError: the server does not answer.
@@ -107,7 +107,7 @@ class InferenceClient:
         trainer: str = "",
         restart: bool = False,
     ) -> UploadAnswer:
-        """Upload an adapter.
+        """Uploads an adapter.
 
         Args:
             weights: safetensors.
@@ -139,7 +139,7 @@ class InferenceClient:
             self.ask("POST", "/release_trainer", retry=False, data={"trainer": trainer})
 
     def completions(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`/v1/completions`.
+        """Asks `/v1/completions` and returns its answer.
 
         Raises:
             RefusedError: the request is refused.
@@ -148,11 +148,11 @@ class InferenceClient:
         return self.ask("POST", "/v1/completions", json=dict(body))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Any other path."""
+        """Posts a JSON body to any path; see `ask`."""
         return self.ask("POST", path, json=dict(body))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         self._http.close()
 
     def ask(self, method: str, path: str, *, retry: bool = True, **content: Any) -> dict[str, Any]:

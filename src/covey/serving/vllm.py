@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 
 class VLLMDialect(Dialect):
-    """See the module docstring."""
+    """How vLLM is spoken to; see the top of this module."""
 
     name = "vLLM"
 
     def limits(self) -> Limits:
-        """The context of the served model."""
+        """The context length of the served model."""
         self.client.health()
         models = self.client.ask("GET", "/v1/models").get("data") or [{}]
         self._loaded = str(models[0].get("id", ""))
@@ -85,7 +85,7 @@ class VLLMDialect(Dialect):
         }
 
     def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
-        """The answer names its adapter."""
+        """The completions; the answer must name the adapter that was asked for."""
         choices = choices_of(answer, count, self.client.url)
         if answer.get("model") != self._loaded:
             raise ServingError(f"{self.client.url} answered {answer!r:.200} to {count} prompts")

@@ -99,7 +99,7 @@ Tests = CallTests | AssertTests | ProgramTests
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One test.
+    """What came of one test.
 
     Attributes:
         status: what happened.
@@ -112,7 +112,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class TestResult:
-    """All tests of one completion.
+    """What came of all tests of one completion.
 
     Attributes:
         outcomes: of each test, in order.
@@ -126,7 +126,7 @@ class TestResult:
 
     @property
     def status(self) -> Status:
-        """That of the first test that did not pass, else "passed"."""
+        """The status of the first test that did not pass, else "passed"."""
         return next((o.status for o in self.outcomes if o.status != "passed"), "passed")
 
     @property
@@ -212,7 +212,7 @@ class TestHarness:
         return list(self._pool.map(lambda job: self.run(*job), jobs))
 
     def close(self) -> None:
-        """End the jail."""
+        """Ends the jail and everything in it."""
         self._pool.shutdown(cancel_futures=True)
         self._sandbox.close()
 

@@ -107,7 +107,7 @@ class Protections:
 
 
 class Sandbox:
-    """See the module docstring.
+    """Starts confined processes; see the top of this module.
 
     Args:
         unprotected: run even where the minimum of protections is missing. Code can then read and change files.
@@ -256,7 +256,7 @@ class Confined:
         return bytes(self._printed)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message.
+        """Sends a JSON object as a message.
 
         Raises:
             ProcessEndedError: the process does not take it.

@@ -66,7 +66,7 @@ class Supervisor:
         return True
 
     def close(self) -> None:
-        """Whoever still asks is refused."""
+        """Closes the listener, so that whoever still asks is refused."""
         os.close(self.listener)
 
     def _refusal(self, thread: int, call: int) -> int:
