@@ -33,9 +33,7 @@ LEVELS = {
     **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_trl", "config_text"), 3),
     "backend": 4,
     "training": 5,
-    **dict.fromkeys(
-        ("cli", "cli_play", "cli_reports", "cli_seeds", "cli_serve", "cli_weights", "__main__", "__init__"), 6
-    ),
+    **dict.fromkeys(("cli", "cli_play", "cli_reports", "cli_serve", "cli_weights", "__main__", "__init__"), 6),
     # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
     **dict.fromkeys(("observe.config", "serving.config", "training.config", "observe.metric_names"), 1),
     **dict.fromkeys(("pytorch.backend", "jax.backend"), 4),

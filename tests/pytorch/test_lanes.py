@@ -13,8 +13,7 @@ import torch
 from learner_cases import make_batch, make_learner
 
 from covey.algorithms import make_objective
-from covey.pytorch.lanes import in_lanes
-from covey.pytorch.learner import Learner
+from covey.pytorch.learner import Learner, in_lanes
 from covey.rollout.learning import Gradients
 
 

@@ -10,7 +10,6 @@ import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from covey.config import GRPOConfig
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError
 from covey.functions import load_function
-from covey.rollout.batching import HasAnswer, estimator_of, has_text, make_batch
+from covey.rollout.batching import HasAnswer, estimator_of, has_text
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.tasks import Task, get_task, task_options
@@ -32,7 +31,7 @@ from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_ro
 from covey.training.checks import correctness
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
-from covey.types import Batch, Prompt, SamplingSettings
+from covey.types import Prompt, SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -240,19 +239,6 @@ def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: fl
         eos_token_ids=tuple(policy.eos_token_ids),
         stop_strings=tuple(sampling.stop_strings),
         keep_support=config.algorithm.keep_sampling_mask and temperature > 0,
-    )
-
-
-def batch_maker(config: GRPOConfig, data: Data) -> Callable[..., Batch]:
-    """`make_batch` with all that a run knows beforehand."""
-    return partial(
-        make_batch,
-        algorithm=config.algorithm,
-        rewards=config.rewards,
-        environment=config.environment,
-        reward_weights=tuple(float(weight) for weight in data.scorer.weights),
-        max_completion_length=config.sampling.max_completion_length,
-        has_answer=data.has_answer,
     )
 
 
