@@ -273,7 +273,7 @@ def sample(
     from covey.backend import load_backend
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
-    from covey.training.checks import require_room_for
+    from covey.training.setup import require_room_for
     from covey.types import Request
 
     require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)

@@ -264,8 +264,7 @@ def _check_across_sections(config: GRPOConfig) -> None:
     if config.rewards.soft_overlong_cache >= sampling.max_completion_length:
         problems.append(
             f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: it is the last part of "
-            f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; "
-            "lower it"
+            f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; lower it"
         )
     metric = config.evaluation.metric_for_best_model
     if not says_which_is_best(metric):

@@ -400,7 +400,7 @@ def batch_std(values: Array, member: Array, correction: int) -> Array:
 
 
 def at_least_one(count: Array) -> Array:
-    """A count as a denominator."""
+    """A count that something is divided by: 1 where it is smaller."""
     xp = array_namespace(count)
     return xp.maximum(count, xp.ones_like(count))
 

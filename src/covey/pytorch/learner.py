@@ -1,9 +1,9 @@
 """The PyTorch learner: log-probabilities, gradients of a whole optimiser step, and the optimiser.
 
 A step is split into packs of at most `tokens_per_micro_batch` tokens, or on a CPU into smaller ones that run side by
-side (`in_lanes`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so the split
-changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is computed
-again from zero gradients.
+side (`map_in_threads`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so
+the split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
+computed again from zero gradients.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Learner:
             uncertainty = np.zeros(batch.mask.shape, np.float32) if entropy else None
             packs, lanes = self._packs(batch.episodes, rows)
             with self.policy.reference.active() if reference else nullcontext():  # for all lanes at once
-                for pack, found in zip(packs, in_lanes(score, packs, lanes), strict=True):
+                for pack, found in zip(packs, map_in_threads(score, packs, lanes), strict=True):
                     pack.put(found.logp.float().cpu().numpy(), logp)
                     if uncertainty is not None and found.entropy is not None:
                         pack.put(found.entropy.float().cpu().numpy(), uncertainty)
@@ -210,7 +210,7 @@ class Learner:
                 grads = torch.autograd.grad(terms.loss, parameters, allow_unused=True)
                 return found.logp.detach(), terms, grads
 
-            for pack, (current, terms, grads) in zip(packs, in_lanes(gradient, packs, lanes), strict=True):
+            for pack, (current, terms, grads) in zip(packs, map_in_threads(gradient, packs, lanes), strict=True):
                 for parameter, grad in zip(parameters if grads else (), grads, strict=True):
                     if grad is not None:
                         grad = grad.contiguous()  # the fused AdamW reads memory in order, whatever the strides say
@@ -372,7 +372,7 @@ _M_ARENA_MAX = -8
 """Of glibc's `mallopt`."""
 
 
-def in_lanes(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
+def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
     """`map(work, items)` with at most `lanes` items under way side by side, each with its share of the CPU's threads.
 
     A forward and backward pass alternates between large products, which keep every core busy, and many small

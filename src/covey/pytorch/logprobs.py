@@ -162,7 +162,7 @@ def score_tokens(
     temperature = temperature or 1.0
     vocab_size = len(head.weight) if head.weight is not None else _width_of(head, hidden)
     rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size))
-    job = _Job(targets, head, temperature, entropy, entropy_grad, _Kept.of(support, targets), reference, rows)
+    job = _Job(targets, head, temperature, entropy, entropy_grad, _DeviceSupport.of(support, targets), reference, rows)
     if head.weight is None:
         logp, ent, kl = _score_by_module(hidden, job)
     else:
@@ -171,7 +171,7 @@ def score_tokens(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
+class _DeviceSupport:
     """A `Support` on the device, with the row of each id."""
 
     ids: Tensor  # [K]
@@ -179,7 +179,7 @@ class _Kept:
     offsets: list[int]
 
     @classmethod
-    def of(cls, support: Support | None, targets: Tensor) -> _Kept | None:
+    def of(cls, support: Support | None, targets: Tensor) -> _DeviceSupport | None:
         if support is None:
             return None
         if len(support.offsets) != len(targets) + 1:
@@ -205,7 +205,7 @@ class _Job:
     temperature: float
     entropy: bool
     entropy_grad: bool
-    kept: _Kept | None
+    kept: _DeviceSupport | None
     reference: ReferenceDistribution | None
     rows: int
 

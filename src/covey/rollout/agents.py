@@ -86,7 +86,7 @@ def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[s
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
+class _LiveEpisode:
     """An episode under way.
 
     Attributes:
@@ -149,7 +149,7 @@ class Player:
             self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
             self._prepared.append((live.prompt.uid, live.stream))
 
-    def begins_at(self, place: int, live: _Live) -> bool:
+    def begins_at(self, place: int, live: _LiveEpisode) -> bool:
         """The world of this episode has been reset at this place. What else was is forgotten."""
         if place >= len(self._prepared):
             return False
@@ -201,7 +201,7 @@ class Player:
         self._longest = sampling.max_tokens
         episodes = _episodes(tasks, num_generations, streams)
         self._settle(len(episodes))
-        game = _Game(self, episodes, generator, sampling, policy_version, num_generations)
+        game = _EpisodeLoop(self, episodes, generator, sampling, policy_version, num_generations)
         finished = game.run(progress)
         self.stats.seconds = time.perf_counter() - began
         return [finished[start : start + num_generations] for start in range(0, len(finished), num_generations)]
@@ -210,7 +210,7 @@ class Player:
         """End the environments' processes."""
         self._pool.close()
 
-    def choices(self, live: _Live) -> tuple[tuple[int, ...], ...] | None:
+    def choices(self, live: _LiveEpisode) -> tuple[tuple[int, ...], ...] | None:
         """The admissible actions as token sequences, where nothing else may be said.
 
         Actions that are too long for a turn are left out, which is warned of once.
@@ -248,7 +248,7 @@ class Player:
             log.warning("%s; actions that are longer cannot be chosen: raise it", problem)
             self._warned = True
 
-    def words(self, live: _Live) -> str:
+    def words(self, live: _LiveEpisode) -> str:
         """What the policy reads next: the observation, with what may be done."""
         text = self.shortened(live.seen.text)
         if live.turns and live.turns[-1].action is None:
@@ -257,7 +257,7 @@ class Player:
             text += "\nActions: " + "; ".join(live.seen.actions)
         return text
 
-    def words_with_history(self, live: _Live, history: int) -> str:
+    def words_with_history(self, live: _LiveEpisode, history: int) -> str:
         """The same after the first observation, which tells the task, and the last `history` turns."""
         if not live.turns:
             return self.words(live)
@@ -275,21 +275,21 @@ class Player:
         return text if len(ids) <= limit else f"{self._decode(ids[:limit])} [...]"
 
 
-def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[_Live]:
+def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[_LiveEpisode]:
     return [
-        _Live(index * count + sample, task, (*stream, sample))
+        _LiveEpisode(index * count + sample, task, (*stream, sample))
         for index, (task, stream) in enumerate(zip(tasks, streams, strict=True))
         for sample in range(count)
     ]
 
 
-class _Game:
-    """One call of `play`."""
+class _EpisodeLoop:
+    """Plays all episodes of one call of `play` to their ends."""
 
     def __init__(
         self,
         player: Player,
-        episodes: Sequence[_Live],
+        episodes: Sequence[_LiveEpisode],
         generator: TurnGenerator,
         sampling: SamplingSettings,
         policy_version: int,
@@ -299,8 +299,8 @@ class _Game:
         self._pool, self._template, self._decode = player._pool, player._template, player._decode
         self._waiting = deque(episodes)
         self._total = len(episodes)
-        self._at: dict[int, _Live] = {}  # by place
-        self._of: dict[int, _Live] = {}  # by row
+        self._at: dict[int, _LiveEpisode] = {}  # by place
+        self._of: dict[int, _LiveEpisode] = {}  # by row
         self._done: dict[int, Trajectory] = {}
         self._max_turns = self._settings.max_turns or 1 << 31
         self._conversing = self._settings.context_mode == "conversation"
@@ -383,7 +383,7 @@ class _Game:
         else:
             self._pool.step(live.place, live.action)
 
-    def _record(self, live: _Live, completion: Completion) -> None:
+    def _record(self, live: _LiveEpisode, completion: Completion) -> None:
         live.ids += completion.token_ids.tolist()
         live.sampled += [True] * len(completion.token_ids)
         live.logprobs += completion.logprobs.tolist()
@@ -393,7 +393,7 @@ class _Game:
         if not self._conversing:
             self._close_episode(live)
 
-    def _take_in(self, live: _Live, outcome: Outcome) -> None:
+    def _take_in(self, live: _LiveEpisode, outcome: Outcome) -> None:
         """The world has answered a turn: note it, and go on or end."""
         self._stats.no_actions += not outcome.valid
         penalty = 0.0 if outcome.valid else self._settings.invalid_action_penalty
@@ -406,12 +406,12 @@ class _Game:
         else:
             self._ask(live)
 
-    def _note(self, live: _Live, reward: float, valid: bool) -> None:
+    def _note(self, live: _LiveEpisode, reward: float, valid: bool) -> None:
         row, segment = (0, len(live.turns)) if self._conversing else (len(live.turns), 0)
         live.turns.append(Turn(live.seen.text, live.said, live.action, reward, valid, row, segment))
         live.acting = False
 
-    def _ask(self, live: _Live) -> None:
+    def _ask(self, live: _LiveEpisode) -> None:
         """Let the policy take its next turn."""
         stream, choices = (*live.stream, len(live.turns)), self._player.choices(live)
         self._stats.cut_observations += self._player.shortened(live.seen.text) != live.seen.text
@@ -434,7 +434,7 @@ class _Game:
         live.logprobs += [0.0] * len(ids)
         self._of[id(live.row)] = live
 
-    def _opening(self, live: _Live) -> IntArray:
+    def _opening(self, live: _LiveEpisode) -> IntArray:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
         for history in range(min(self._settings.history_length, len(live.turns)), 0, -1):
             ids = self._template.opening(self._player.words_with_history(live, history))
@@ -455,7 +455,7 @@ class _Game:
 
     def _end(
         self,
-        live: _Live,
+        live: _LiveEpisode,
         how: Literal["done", "turns", "context", "failed"],
         error: str = "",
         *,
@@ -470,7 +470,7 @@ class _Game:
         del self._at[live.place]
         self._begin(live.place)
 
-    def _close_episode(self, live: _Live) -> None:
+    def _close_episode(self, live: _LiveEpisode) -> None:
         """What has been said so far is an episode; a trailing reply that was not answered is left out."""
         last = max(place for place, sampled in enumerate(live.sampled) if sampled) + 1
         support = None

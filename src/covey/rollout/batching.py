@@ -197,7 +197,7 @@ def agent_advantages(
     """
     episodes = [episode for group in groups for episode in group.episodes]
     width = max((episode.num_sampled for episode in episodes), default=0)
-    table = _Table(groups, environment)
+    table = _TurnTable(groups, environment)
     if not table.rows:
         return np.zeros((len(episodes), width))
     # where each token of a trajectory is among the batch's: row and column
@@ -245,7 +245,7 @@ def of_failed(groups: Sequence[Group], environment: EnvironmentConfig) -> BoolAr
     return np.array(rows, np.bool_)
 
 
-class _Table:
+class _TurnTable:
     """All trajectories with turns, and one entry for each of their turns.
 
     Attributes:

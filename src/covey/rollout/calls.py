@@ -216,9 +216,8 @@ def read_rewards(name: str, returned: Any, rows: Sequence[str]) -> NDArray[np.fl
         number, problem = _read_number(value)
         if problem:
             raise RewardError(
-                f"reward function {name!r} returned {_shown(value)} for sample {index} (row {rows[index]}): "
-                f"{problem}, but a reward is one finite number; return a float, or None if the completion "
-                "cannot be scored",
+                f"reward function {name!r} returned {_shown(value)} for sample {index} (row {rows[index]}): {problem}, "
+                "but a reward is one finite number; return a float, or None if the completion cannot be scored",
                 function=name,
                 sample=index,
             )

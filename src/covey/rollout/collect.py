@@ -96,7 +96,7 @@ class AnswerCollector:
         )
 
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
-        """Nothing to prepare."""
+        """Single answers need no preparation."""
 
     def close(self) -> None:
         """End the reward functions' threads."""
@@ -241,31 +241,14 @@ class AgentCollector:
     def __init__(self, generator: TurnGenerator, player: Player) -> None:
         self._generator, self._player = generator, player
 
-    def __call__(
-        self,
-        prompts: Sequence[Prompt],
-        settings: SamplingSettings,
-        *,
-        num_generations: int,
-        streams: Sequence[tuple[int, ...]],
-        policy_version: int,
-        progress: Progress | None = None,
-    ) -> Rollout:
-        """Play `num_generations` episodes of each task.
+    def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
+        """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.
 
         Raises:
             GenerationError: from the generator.
             EpisodeError: not a single episode of the step got as far as a turn.
         """
-        played = self._player.play(
-            prompts,
-            self._generator,
-            settings,
-            num_generations=num_generations,
-            streams=streams,
-            policy_version=policy_version,
-            progress=progress,
-        )
+        played = self._player.play(prompts, self._generator, settings, **what)
         groups = tuple(
             Group(
                 prompt=prompt,

@@ -104,7 +104,7 @@ class Row:
 
     @property
     def sampled(self) -> int:
-        """Tokens of the present turn."""
+        """How many tokens the present turn has so far."""
         return len(self.own) - self.turn
 
     @property
@@ -117,7 +117,7 @@ class Row:
         return None if self.choices is None else following(self.choices, self.own[self.turn :])
 
     def history(self) -> IntArray:
-        """All tokens, prompt first."""
+        """All tokens of the conversation, the prompt first."""
         return np.concatenate([self.prompt_ids, np.array(self.own, dtype=np.int64)])
 
 
@@ -330,7 +330,7 @@ class Session(Generic[D]):
         return [self.completion(row) for row in rows]
 
     def completion(self, row: Row) -> Completion:
-        """The turn that is over."""
+        """The turn of a row that is over, as a completion."""
         assert row.finish_reason is not None
         support = None
         if row.support:
@@ -344,7 +344,7 @@ class Session(Generic[D]):
         )
 
     def stats(self) -> GenerationStats:
-        """The numbers so far."""
+        """What this session has done so far, in numbers."""
         return self.device.stats
 
     # ------------------------------------------------------------------ inside

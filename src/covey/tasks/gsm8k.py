@@ -70,7 +70,7 @@ class GSM8K(FileTask):
         return [self._reward]
 
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
-        """True where the reward is 1."""
+        """True where the reward is 1, that is where the final number is the answer."""
         return is_correct_answer(text, row["answer"])
 
     def read(self, source: Any, split: str) -> list[Row]:

@@ -119,9 +119,8 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
         document = json.loads((folder / "state.json").read_text(encoding="utf-8"), object_hook=_from_json)
         if document["format"] != _FORMAT:
             raise CheckpointError(
-                f"checkpoint {folder} has format {document['format']}, this version of Covey reads "
-                f"{_FORMAT}; "
-                "resume with the version named in the run's versions.json"
+                f"checkpoint {folder} has format {document['format']}, this version of Covey reads {_FORMAT}; resume "
+                "with the version named in the run's versions.json"
             )
         if not isinstance(document.get("state"), dict):
             raise ValueError("its state.json holds no state")
@@ -130,8 +129,7 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
         if _NAME.match(folder.name) and folder.name != checkpoint_name(step):
             raise CheckpointError(
                 f"checkpoint {folder} is of step {step}, not of that in its name; give it its own name back, or move "
-                "it "
-                "away"
+                "it away"
             )
         if run_id is not None and found != run_id:
             raise CheckpointError(

@@ -49,7 +49,7 @@ class Evaluation:
 
     @property
     def judged(self) -> BoolArray:
-        """See `judged_completions`."""
+        """`[N]` which completions say something of the policy; see `judged_completions`."""
         return judged_completions(self.rollout)
 
 
@@ -409,12 +409,12 @@ class Question:
 
     @property
     def first(self) -> float:
-        """Share at the first visit."""
+        """Share of right completions at the first visit."""
         return self.visits[0][1] / self.visits[0][2]
 
     @property
     def last(self) -> float:
-        """Share at the last visit."""
+        """Share of right completions at the last visit."""
         return self.visits[-1][1] / self.visits[-1][2]
 
 

@@ -28,11 +28,10 @@ from covey.training.checkpoint import (
     restore_random,
     save_checkpoint,
 )
-from covey.training.checks import require_measured
 from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, completion_rows
 from covey.training.restoring import changed_settings, checked_state, damage_explained, find_checkpoint, lost_lines
 from covey.training.schedule import PhasePlan
-from covey.training.setup import RunLength
+from covey.training.setup import RunLength, require_measured
 from covey.training.state import Callbacks, TrainerState
 
 log = logging.getLogger(__name__)
@@ -185,11 +184,11 @@ class Recorder:
     # ------------------------------------------------------------------ what happens
 
     def event(self, kind: str, message: str) -> None:
-        """Something worth a sentence."""
+        """Tell the observers of something worth a sentence."""
         self._observers.on_event(kind, message)
 
     def progress(self, activity: str, done: int, total: int) -> None:
-        """Something long moves on."""
+        """Tell the observers that something long moves on."""
         self._observers.on_progress(activity, done, total)
 
     def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]], answers: Answers) -> None:

@@ -219,7 +219,6 @@ def damage_explained(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path}: its state is damaged ({type(error).__name__}: {str(error)[:200]}); "
-            "delete it to "
-            "resume from the one before"
+            f"checkpoint {checkpoint.path}: its state is damaged ({type(error).__name__}: {str(error)[:200]}); delete "
+            "it to resume from the one before"
         ) from error

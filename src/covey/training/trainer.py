@@ -33,7 +33,6 @@ from covey.rollout.collect import AnswerCollector, Rollout, collect_informative_
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
-from covey.training.checks import best_metric, require_memory
 from covey.training.evaluate import (
     Evaluation,
     QuestionHistory,
@@ -46,6 +45,7 @@ from covey.training.evaluate import (
 from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
 from covey.training.recorder import Recorder
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
+from covey.training.setup import best_metric, require_memory
 from covey.training.state import Callbacks, TrainerState, check_callbacks
 from covey.training.stepwise import StepByStep
 from covey.training.update import Update, update

@@ -91,7 +91,7 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory held now."""
+        """Memory that is held now, in bytes."""
         return self._tokens * self.bytes_per_token
 
     def open(self, slots: int, slot_tokens: int, prompt_tokens: int) -> None:
@@ -112,13 +112,13 @@ class KVCache:
             values.zero_()
 
     def clear_slot(self, slot: int) -> None:
-        """The same for one slot."""
+        """Overwrite one slot with zeros."""
         for layer in range(len(self.shapes)):
             for store in self._view(layer, slot * self.slot_tokens, 1, self.slot_tokens):
                 store.zero_()
 
     def clear_block(self, block: PromptBlock) -> None:
-        """The same for one prompt."""
+        """Overwrite one prompt's block with zeros."""
         for layer in range(len(self.shapes)):
             for store in self._view(layer, block.start, 1, block.capacity):
                 store.zero_()
@@ -141,7 +141,7 @@ class KVCache:
         return None
 
     def release(self, block: PromptBlock) -> None:
-        """Give a block back."""
+        """Give a block back, so that another prompt can have its memory."""
         merged: list[tuple[int, int]] = []
         for start, size in sorted([*self._free, (block.start, block.capacity)]):
             if merged and sum(merged[-1]) == start:
@@ -187,7 +187,7 @@ class KVCache:
 
 @dataclass(slots=True, eq=False)
 class SharedPrompt:
-    """A distinct first prompt."""
+    """A distinct first prompt, which all rows that begin with it share."""
 
     token_ids: IntArray
     users: int = 0  # rows that still need it
@@ -219,7 +219,7 @@ class Prompts:
         return prompt
 
     def release(self, prompt: SharedPrompt) -> None:
-        """One row less needs it."""
+        """Note that one row less needs the prompt."""
         prompt.users -= 1
         if prompt.users:
             return
@@ -320,10 +320,9 @@ def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int, context: int
 def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int) -> GenerationError:
     size = cache.bytes_per_token
     return GenerationError(
-        f"kv_cache_bytes={cache.budget_bytes}: one completion of {slot_tokens + 1} tokens "
-        f"after a prompt of {prompt} needs {needed * size} bytes ({size} a token); raise "
-        f"sampling.kv_cache_gb to at least {needed * size / 2**30:.3g}, or lower "
-        "sampling.max_completion_length"
+        f"kv_cache_bytes={cache.budget_bytes}: one completion of {slot_tokens + 1} tokens after a prompt of {prompt} "
+        f"needs {needed * size} bytes ({size} a token); raise sampling.kv_cache_gb to at least "
+        f"{needed * size / 2**30:.3g}, or lower sampling.max_completion_length"
     )
 
 

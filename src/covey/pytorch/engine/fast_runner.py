@@ -61,7 +61,7 @@ class FastRunner:
         """Copy, merge and fuse the weights. Frozen embeddings are shared with the policy, a frozen head is kept."""
         for layer in self._layers:
             layer.load(weights)
-        take = _Taker(weights, self._dtype, self._device)
+        take = _WeightReader(weights, self._dtype, self._device)
         self._embedding = take(_EMBEDDING, copy=frozen_version(weights, _EMBEDDING) is None)
         norm = take("model.norm.weight", copy=True)
         fold = self._norms.fold(norm)
@@ -124,7 +124,7 @@ class _Layer:
             linear.release()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        take = _Taker(weights, self._dtype, self._device, self._prefix)
+        take = _WeightReader(weights, self._dtype, self._device, self._prefix)
         self.input_norm = take("input_layernorm.weight", copy=True)
         self.mlp_norm = take("post_attention_layernorm.weight", copy=True)
         norms = self._norms
@@ -140,7 +140,7 @@ class _Layer:
             self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)])
 
 
-class _Taker:
+class _WeightReader:
     """Weights by name under a prefix, in the engine's dtype and device."""
 
     def __init__(

@@ -53,7 +53,7 @@ class HeadShape:
 
     @property
     def width(self) -> int:
-        """Elements of a packed row."""
+        """How many elements a packed row has."""
         return (self.heads + 2 * self.kv_heads) * self.dim
 
 
@@ -75,7 +75,7 @@ class AnyAttention:
         return self._run(qkv), None
 
     def backward(self, grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor | None) -> Tensor:
-        """The gradient of `qkv`."""
+        """The gradient of `qkv`, `[M, width]`, from that of the output."""
         with torch.enable_grad():
             leaf = qkv.detach().requires_grad_()
             (found,) = torch.autograd.grad(self._run(leaf), leaf, grad)
@@ -96,7 +96,7 @@ class CpuAttention:
 
     def __init__(self, blocks: Sequence[Block], shape: HeadShape) -> None:
         self._shape = shape
-        self._blocks = [_Rows(block) for block in blocks]
+        self._blocks = [_BlockRows(block) for block in blocks]
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """`[M, width]` -> the output `[M, heads * dim]` and its log-sum-exp `[M, heads]`."""
@@ -122,7 +122,7 @@ class CpuAttention:
         return out.view(len(qkv), -1), lse
 
     def backward(self, grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor | None) -> Tensor:
-        """The gradient of `qkv`."""
+        """The gradient of `qkv`, `[M, width]`, from that of the output."""
         assert lse is not None
         shape = self._shape
         found = torch.empty_like(qkv)
@@ -184,7 +184,7 @@ def _tile(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1)[None]
 
 
-class _Rows:
+class _BlockRows:
     """Where a block's prompt and completions lie in the pack."""
 
     def __init__(self, block: Block) -> None:

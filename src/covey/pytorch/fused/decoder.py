@@ -97,7 +97,7 @@ class FusedDecoder:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _Activations:
     """What one layer keeps of its forward."""
 
     x: Tensor  # [M, d]
@@ -155,11 +155,11 @@ class _Layer:
     def can_run(self) -> bool:
         return all(projection.can_run() for projection in self._projections)
 
-    def begin(self, x: Tensor) -> _Kept:
+    def begin(self, x: Tensor) -> _Activations:
         qkv, out, mlp, down = (projection.adapters() for projection in self._projections)
-        return _Kept(x, qkv, out, mlp, down)
+        return _Activations(x, qkv, out, mlp, down)
 
-    def forward(self, kept: _Kept, context: _Context) -> Tensor:
+    def forward(self, kept: _Activations, context: _Context) -> Tensor:
         """`[M, d]` -> `[M, d]`; fills `kept`."""
         shape = self.shape
         kept.scale = _norm_scale(kept.x, context.eps)
@@ -181,7 +181,7 @@ class _Layer:
         y, kept.down_low = self._down.forward(functional.silu(gate).mul_(up), kept.down_adapters)
         return y.add_(middle)
 
-    def backward(self, kept: _Kept, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
+    def backward(self, kept: _Activations, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
         """Turn `grad` `[M, d]` of the layer's output into that of its input, in place; return those of `parameters`.
 
         The `first` layer's input needs none.
@@ -209,7 +209,7 @@ class _Layer:
         attention_grads = self._attention_backward(kept, grad, context, first=first)
         return attention_grads + mlp_grads + down_grads
 
-    def _attention_backward(self, kept: _Kept, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
+    def _attention_backward(self, kept: _Activations, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
         assert kept.attended is not None
         assert kept.qkv is not None
         assert kept.scale is not None
@@ -386,7 +386,7 @@ class Projection:
         return all(_is_plain(layer) for layer in self._layers)
 
     def adapters(self) -> Adapters | None:
-        """Those that are switched on."""
+        """The adapters that are switched on, None where there are none."""
         dtype, rows, parts = self._weight.dtype, [], []
         for layer, columns in zip(self._layers, self._columns, strict=True):
             if isinstance(layer, LeanLoraLinear) and not layer.disable_adapters:
