@@ -21,9 +21,8 @@ from covey.adapters import Adapter
 from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import AdaptedWeights, weights_of
-from covey.rollout.checks import check_settings
 from covey.rollout.constrained import check_choices
-from covey.rollout.learning import Weights
+from covey.rollout.learning import Weights, check_settings
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
 

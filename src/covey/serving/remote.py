@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from covey.errors import GenerationError, ServingError
-from covey.rollout.checks import NO_VERSION, version_in_words
 from covey.rollout.constrained import cut_choices
-from covey.rollout.learning import Weights
+from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Device, Drawn, Row, Session
 from covey.serving.client import InferenceClient, RefusedError, warn_of_mismatch
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
