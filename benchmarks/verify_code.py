@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from covey.rewards.code import read_tests
-from covey.rewards.harness import TestHarness, Tests
-from covey.rewards.sandbox import Limits
+from covey.rewards.harness import TestHarness
+from covey.rewards.jail.harness import Tests
+from covey.rewards.jail.sandbox import Limits
 from covey.tasks import load_rows
 from covey.tasks.code import read_problem
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards.sandbox import Sandbox
+from covey.rewards import Sandbox
 
 
 @cache

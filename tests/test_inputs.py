@@ -12,7 +12,7 @@ import pytest
 from covey import GRPOConfig, GRPOTrainer
 from covey.environments.registry import get_world
 from covey.errors import ConfigError, CoveyError, DataError, RewardError
-from covey.rollout.returned import read_rewards
+from covey.rollout.calls import read_rewards
 from covey.tasks.dataset import load_rows
 from covey.training.setup import load_task
 

@@ -12,7 +12,7 @@ from covey.config import GRPOConfig
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.loading import load_model
 from covey.pytorch.lora import attach_lora
-from covey.training.checks import require_memory
+from covey.training.setup import require_memory
 
 
 @pytest.mark.parametrize(

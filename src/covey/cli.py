@@ -21,14 +21,15 @@ from rich.table import Table
 from covey import __version__
 from covey.cli_reports import (
     PER_KIND,
+    group_seeds,
     print_choices,
     print_difference,
     print_kinds,
     print_left_out,
     print_questions,
     print_summary,
+    run_labels,
 )
-from covey.cli_seeds import group_seeds, run_labels
 from covey.cli_serve import serve
 from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
@@ -272,7 +273,7 @@ def sample(
     from covey.backend import load_backend
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
-    from covey.training.checks import require_room_for
+    from covey.training.setup import require_room_for
     from covey.types import Request
 
     require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
@@ -330,7 +331,7 @@ def questions(
 ) -> None:
     """How each training question was answered over a run: always rightly, never, and which are the hardest."""
     from covey.observe.run_folder import RunFolder
-    from covey.training.questions import questions_of
+    from covey.training.evaluate import questions_of
 
     folder = RunFolder.read(run)
     found = questions_of(folder.read_answers())
@@ -411,8 +412,8 @@ def _evaluate_choices(
     folder: Path | None,
 ) -> None:
     """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
-    from covey.observe.choice_html import write_choice_report
-    from covey.observe.choices import choice_report
+    from covey.observe.answer_report import write_choice_report
+    from covey.observe.answer_statistics import choice_report
     from covey.observe.console import progress_bar
     from covey.training.multiple_choice import answer_choices
 

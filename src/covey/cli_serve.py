@@ -97,7 +97,7 @@ def _serve(model: str, *, host: str, port: int, token: str | None, **options: An
     if missing:
         raise ConfigError(f"covey serve needs {', '.join(missing)}; pip install 'covey[serve]'")
     from covey.serving.client import check_token
-    from covey.serving.pages import is_loopback
+    from covey.serving.origins import is_loopback
 
     token = token or None
     check_token(token)

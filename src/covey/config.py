@@ -20,6 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self
 
+import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covey.algorithms import ADVANTAGE_ESTIMATORS, find_estimator
@@ -33,7 +34,6 @@ from covey.config_text import (
     parse_overrides,
     render_explain,
     shown,
-    to_toml,
     unusable,
 )
 from covey.environments.config import EnvironmentConfig
@@ -122,6 +122,11 @@ class GRPOConfig(BaseModel):
         return self.data.prompts_per_step * self.sampling.num_generations
 
     @property
+    def max_steps_ahead(self) -> int:
+        """Most steps that may be sampled before the one under way is trained on."""
+        return self.schedule.max_staleness // self.algorithm.optimizer_steps
+
+    @property
     def group_sizes(self) -> dict[str, int]:
         """Completions for each prompt, by the setting that says so: that of the run, and those of its phases."""
         phases = {
@@ -179,7 +184,7 @@ class GRPOConfig(BaseModel):
 
         Settings that are None are left out; they read back as None.
         """
-        return to_toml(self.to_dict())
+        return tomli_w.dumps(_without_none(self.to_dict()))
 
     def replace(self, **settings: Any) -> Self:
         """A copy with other settings, given in any form that the constructor accepts, and validated.
@@ -195,6 +200,12 @@ class GRPOConfig(BaseModel):
             written.update({field: getattr(section, field) for field in section.model_fields_set})
         current = {field: getattr(getattr(self, section), field) for field, section in FIELDS.items()}
         return type(self)(**(written | canonical_names(settings, base=current)))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 GRPOTrainingArgs = GRPOConfig
@@ -244,7 +255,7 @@ def _check_across_sections(config: GRPOConfig) -> None:
     """Combinations over several sections. What a section can see by itself is checked there."""
     algorithm, sampling = config.algorithm, config.sampling
     problems = []
-    if algorithm.keep_sampling_mask and (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0):
+    if algorithm.keep_sampling_mask and not sampling.cuts:
         problems.append(
             "algorithm.keep_sampling_mask=True: no token is ever cut, so there is nothing to keep; "
             "set sampling.top_k, sampling.top_p or sampling.min_p, or algorithm.keep_sampling_mask to false"
@@ -252,8 +263,7 @@ def _check_across_sections(config: GRPOConfig) -> None:
     if config.rewards.soft_overlong_cache >= sampling.max_completion_length:
         problems.append(
             f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: it is the last part of "
-            f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; "
-            "lower it"
+            f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; lower it"
         )
     metric = config.evaluation.metric_for_best_model
     if not says_which_is_best(metric):
@@ -290,11 +300,12 @@ def _check_across_sections(config: GRPOConfig) -> None:
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
         estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
         problems += filter(None, [estimator.group_problem(config.group_sizes)])
-    if 0 < config.schedule.max_staleness < algorithm.num_iterations:
+    if config.schedule.max_staleness > 0 and config.max_steps_ahead == 0:
         problems.append(
             f"schedule.max_staleness={config.schedule.max_staleness}: a step takes "
-            f"algorithm.num_iterations={algorithm.num_iterations} optimiser steps, so that samples of the step before "
-            f"are too old already; set schedule.max_staleness to {algorithm.num_iterations} or more, or to 0"
+            f"{algorithm.optimizer_steps} optimiser steps (algorithm.num_iterations times num_minibatches), so that "
+            f"samples of the step before are too old already; set schedule.max_staleness to "
+            f"{algorithm.optimizer_steps} or more, or to 0"
         )
     model = config.model
     frozen = model.use_peft and model.adapter is None and "embed" not in str(model.lora_target_modules)

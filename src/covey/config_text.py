@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
-import tomli_w
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -270,14 +269,3 @@ def _number(text: str) -> float | str:
         return float(text)  # .5 and 1.e-5 are no TOML
     except ValueError:
         return text
-
-
-def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections as TOML tables; settings that are None are left out, which reads back as None."""
-    return tomli_w.dumps(_without_none(sections))
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _without_none(inner) for name, inner in value.items() if inner is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from covey.algorithms.credit import discounted_returns, gigpo_advantages
+from covey.algorithms.advantages import discounted_returns, gigpo_advantages
 
 
 def test_returns() -> None:

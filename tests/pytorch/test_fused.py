@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from covey.errors import ModelError
 from covey.pytorch import Policy
 from covey.pytorch.fused.attention import AnyAttention, CpuAttention, HeadShape
-from covey.pytorch.fused.decoder import FusedDecoder, _Kept
+from covey.pytorch.fused.decoder import FusedDecoder, _Activations
 from covey.pytorch.prefix_attention import PrefixLayout
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode
@@ -161,7 +161,7 @@ def test_half_the_memory_of_autograd_is_kept() -> None:
     found = fused(policy).hidden(PACK)
     kept = 0
     for layer in found.grad_fn.layers:  # type: ignore[union-attr]
-        assert isinstance(layer, _Kept)
+        assert isinstance(layer, _Activations)
         tensors = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in vars_of(layer)}
         kept += sum(tensors.values())
     assert kept < 0.55 * sum(kept_by_autograd.values())
@@ -170,7 +170,7 @@ def test_half_the_memory_of_autograd_is_kept() -> None:
     assert inputs == 2 * PACK.num_tokens * 32 * 8
 
 
-def vars_of(layer: _Kept) -> list[Tensor]:
+def vars_of(layer: _Activations) -> list[Tensor]:
     names = [name for name in layer.__slots__ if not name.endswith("adapters")]
     return [value for name in names if (value := getattr(layer, name)) is not None]
 

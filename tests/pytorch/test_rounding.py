@@ -73,41 +73,41 @@ def _named(value: Any) -> str:
 
 
 def without_biases(patch: pytest.MonkeyPatch, module: Any) -> None:
-    taken = module._Taker.optional
+    taken = module._WeightReader.optional
     patch.setattr(
-        module._Taker,
+        module._WeightReader,
         "optional",
         lambda self, name: None if name.endswith("bias") else taken(self, name),
     )
 
 
 def without_query_key_norms(patch: pytest.MonkeyPatch, module: Any) -> None:
-    taken = module._Taker.optional
+    taken = module._WeightReader.optional
     patch.setattr(
-        module._Taker,
+        module._WeightReader,
         "optional",
         lambda self, name: None if "_norm" in name else taken(self, name),
     )
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch, module: Any) -> None:
-    fused = module._Taker.fused
+    fused = module._WeightReader.fused
     swap = {"mlp.gate_proj": "mlp.up_proj", "mlp.up_proj": "mlp.gate_proj"}
-    patch.setattr(module._Taker, "fused", lambda self, *names: fused(self, *(swap.get(n, n) for n in names)))
+    patch.setattr(module._WeightReader, "fused", lambda self, *names: fused(self, *(swap.get(n, n) for n in names)))
 
 
 def one_norm_dropped(patch: pytest.MonkeyPatch, module: Any) -> None:
-    taken = module._Taker.__call__
+    taken = module._WeightReader.__call__
 
     def call(self: Any, name: str, *, copy: bool = False) -> torch.Tensor:
         weight: torch.Tensor = taken(self, name, copy=copy)
         return torch.ones_like(weight) if name == "input_layernorm.weight" and "layers.1." in self._prefix else weight
 
-    patch.setattr(module._Taker, "__call__", call)
+    patch.setattr(module._WeightReader, "__call__", call)
 
 
 def heads_mapped_wrongly(patch: pytest.MonkeyPatch, module: Any) -> None:
-    taken = module._Taker.__call__
+    taken = module._WeightReader.__call__
 
     def call(self: Any, name: str, *, copy: bool = False) -> torch.Tensor:
         weight: torch.Tensor = taken(self, name, copy=copy)
@@ -115,7 +115,7 @@ def heads_mapped_wrongly(patch: pytest.MonkeyPatch, module: Any) -> None:
             weight = weight.view(4, -1, weight.shape[-1])[[0, 2, 1, 3]].reshape(weight.shape)
         return weight
 
-    patch.setattr(module._Taker, "__call__", call)
+    patch.setattr(module._WeightReader, "__call__", call)
 
 
 def another_rotary_base(patch: pytest.MonkeyPatch, module: Any) -> None:

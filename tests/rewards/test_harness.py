@@ -15,16 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import RewardError
-from covey.rewards.harness import (
-    AssertTests,
-    CallTests,
-    ProgramTests,
-    TestHarness,
-    split_check,
-)
+from covey.rewards.harness import TestHarness, split_check
 from covey.rewards.jail import codec
-from covey.rewards.programs import extract_code, same_output, same_value
-from covey.rewards.sandbox import Limits
+from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
+from covey.rewards.jail.programs import extract_code, same_output, same_value
+from covey.rewards.jail.sandbox import Limits
 from jails import missing
 
 ADD = "def add(a, b):\n    return a + b"

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards import sandbox
-from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness
-from covey.rewards.sandbox import Limits
+from covey.rewards.harness import TestHarness
+from covey.rewards.jail import sandbox
+from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
+from covey.rewards.jail.sandbox import Limits
 from jails import needs_jail
 
 pytestmark = needs_jail

@@ -17,10 +17,11 @@ import attacks
 import pytest
 from attacks import HONEST, SECRET
 
-from covey.errors import RewardError
-from covey.rewards import sandbox
-from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness, TestResult
-from covey.rewards.sandbox import Limits, Protections, Sandbox
+from covey.rewards.harness import TestHarness
+from covey.rewards.jail import sandbox
+from covey.rewards.jail.errors import JailError
+from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult
+from covey.rewards.jail.sandbox import Limits, Protections, Sandbox
 from jails import needs_jail
 
 pytestmark = needs_jail
@@ -160,7 +161,7 @@ def children(pid: int) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["namespace", "landlock"])
 def test_the_jail_ends_with_its_owner(mode: str) -> None:
-    script = "import time\nfrom covey.rewards import sandbox\n"
+    script = "import time\nfrom covey.rewards.jail import sandbox\n"
     if mode == "landlock":
         script += f"sandbox._START = sandbox._START.replace('from jail import zygote\\n', {REFUSE!r})\n"
     script += "jail = sandbox.Sandbox()\nprint(jail._process.pid, flush=True)\ntime.sleep(60)"
@@ -269,8 +270,8 @@ def test_protections_are_told_and_demanded(monkeypatch: pytest.MonkeyPatch) -> N
         assert "no network" in str(jail.protections)
     weak = Protections("", True, True, "no namespaces: EPERM")
     assert not weak.enough
-    monkeypatch.setattr("covey.rewards.sandbox._protections", lambda found: weak)
-    with pytest.raises(RewardError, match=r"files NOT protected.*no namespaces: EPERM.*unprotected=True"):
+    monkeypatch.setattr("covey.rewards.jail.sandbox._protections", lambda found: weak)
+    with pytest.raises(JailError, match=r"files NOT protected.*no namespaces: EPERM.*unprotected=True"):
         Sandbox()
     with Sandbox(unprotected=True) as jail:
         assert jail.protections is weak

@@ -13,10 +13,10 @@ from tiny_models import tiny_tokenizer
 
 from covey.environments import Environment, HouseEnvironment, Observation
 from covey.environments.base import checked_reset, checked_step
+from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.agents import NO_ACTION, Player
 from covey.rollout.conversation import ConversationTemplate
-from covey.rollout.playing import PlaySettings
 from covey.types import Completion, IntArray, Prompt, Request, SamplingSettings
 
 TOKENIZER = tiny_tokenizer()
@@ -151,7 +151,7 @@ def make_player(pool: FakePool, system: str | None = "Play.", **settings: Any) -
     def decode(ids: Sequence[int]) -> str:
         return TOKENIZER.decode(list(ids), skip_special_tokens=True)
 
-    return Player(pool, template, decode, TOKENIZER, PlaySettings(**({"max_turns": 4} | settings)))  # type: ignore[arg-type]
+    return Player(pool, template, decode, TOKENIZER, EnvironmentConfig(**({"max_turns": 4} | settings)))  # type: ignore[arg-type]
 
 
 def prompts_of(tasks: Sequence[int]) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def test_history_gives_way_where_a_prompt_has_no_room() -> None:
         context_mode="steps",
         history_length=3,
         show_actions=False,
-        max_prompt_tokens=520,
+        max_turn_prompt_tokens=520,
     )
     assert one.ended == "turns"
     lengths = [len(row.ids) for row in generator.rows]

@@ -13,8 +13,7 @@ from covey.algorithms.config import AlgorithmConfig
 from covey.environments.config import EnvironmentConfig
 from covey.rewards.config import RewardConfig
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups
-from covey.rollout.dynamic import collect_informative_groups
+from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups
 from covey.rollout.scoring import Scorer
 from covey.types import Batch, Completion, Episode, Group, Progress, Prompt, Request, SamplingSettings
 

@@ -29,7 +29,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.lora import attach_lora
 from covey.serving import InferenceClient, RemoteEngine
-from covey.serving.vllm import VLLMEngine
+from covey.serving.vllm import VLLMDialect
 from covey.types import Completion, Request, SamplingSettings
 
 VLLM_PYTHON, VLLM_MODEL = os.environ.get("COVEY_VLLM_PYTHON"), os.environ.get("COVEY_VLLM_MODEL")
@@ -61,7 +61,7 @@ class Served:
     def engine(self) -> Any:
         client = InferenceClient(self.url, timeout=120, retry_seconds=5)
         if self.kind == "vllm":
-            return VLLMEngine(client, trainer="contract", folder=self.folder)
+            return RemoteEngine(client, trainer="contract", dialect=VLLMDialect, folder=self.folder)
         return RemoteEngine(client, trainer="contract")
 
     def requests(self, count: int) -> list[Request]:

@@ -30,7 +30,7 @@ from covey.rollout.learning import Weights
 from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.dialect import Dialect
 from covey.serving.dialects import find_dialect
-from covey.serving.vllm import VLLMEngine
+from covey.serving.vllm import VLLMDialect
 from covey.types import Request, SamplingSettings
 
 DIALECTS = Path(__file__).parents[2] / "docs" / "dialects.py"
@@ -299,7 +299,9 @@ def test_a_recipe_names_a_dialect(
 def test_vllm_adapters(tmp_path: Path) -> None:
     fake = FakeVLLM()
     with fake_server(fake) as url:
-        there = VLLMEngine(InferenceClient(url, retry_seconds=5), trainer="test", folder=tmp_path)
+        there = RemoteEngine(
+            InferenceClient(url, retry_seconds=5), trainer="test", dialect=VLLMDialect, folder=tmp_path
+        )
         for version in (1, 2):
             model = adapted(version)
             there.publish(weights_of(model, version))
@@ -310,7 +312,9 @@ def test_vllm_adapters(tmp_path: Path) -> None:
         logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=2))
 
     with fake_server(lambda path, body: (404 if "lora" in path else 200, {"detail": "Not Found"})) as url:
-        there = VLLMEngine(InferenceClient(url, retry_seconds=0), trainer="test", folder=tmp_path)
+        there = RemoteEngine(
+            InferenceClient(url, retry_seconds=0), trainer="test", dialect=VLLMDialect, folder=tmp_path
+        )
         with pytest.raises(ServingError, match="loads no adapters; start vLLM with --enable-lora and the environment"):
             there.publish(weights_of(model, 1))
 
@@ -323,7 +327,7 @@ def test_vllm_reads_whole_weights_from_its_folder(tmp_path: Path) -> None:
         return 200, {"data": [{"id": "served", "max_model_len": 77}]} if path == "/v1/models" else {}
 
     with fake_server(answer) as url:
-        there = VLLMEngine(InferenceClient(url), trainer="test", folder=tmp_path)
+        there = RemoteEngine(InferenceClient(url), trainer="test", dialect=VLLMDialect, folder=tmp_path)
         assert there.context_length == 77
         model = tiny_model("llama")
         there.publish(weights_of(model, 1))

@@ -17,7 +17,7 @@ from servers import RunningServer, serving
 from test_adapters import adapted
 
 from covey.pytorch.engine import Engine
-from covey.pytorch.engine.linear import Linear
+from covey.pytorch.engine.fast_runner import Linear
 from covey.serving import ServeSettings, write_adapter
 from covey.types import Request, SamplingSettings
 

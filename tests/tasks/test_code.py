@@ -11,8 +11,8 @@ import pytest
 
 from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards.code import CodeReward, read_tests
-from covey.rewards.harness import AssertTests, CallTests, ProgramTests
-from covey.rewards.sandbox import Limits
+from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
+from covey.rewards.jail.sandbox import Limits
 from covey.rewards.verifier import verifier_from_reward
 from covey.tasks import get_task
 from covey.tasks.code import Code, read_problem

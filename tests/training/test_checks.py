@@ -14,8 +14,7 @@ from covey.errors import ConfigError
 from covey.observe.observers import BaseObserver, Observers
 from covey.observe.run_folder import RunFolder
 from covey.training import recorder
-from covey.training.checks import require_measured
-from covey.training.setup import load_data
+from covey.training.setup import load_data, require_measured
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
 

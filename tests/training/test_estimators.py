@@ -15,7 +15,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.environments import House
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder
-from covey.training.questions import QuestionHistory
+from covey.training.evaluate import QuestionHistory
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reinforce_pp"
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]

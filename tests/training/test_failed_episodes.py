@@ -16,12 +16,11 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.cli_reports import print_difference, print_left_out
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder
+from covey.rollout.agents import PlayStats
 from covey.rollout.collect import Rollout
-from covey.rollout.playing import PlayStats
 from covey.rollout.scoring import Logged
-from covey.training.ahead import Sampled
-from covey.training.evaluate import Evaluation, correct_completions, evaluate, judged_completions
-from covey.training.questions import count_answers
+from covey.training.evaluate import Evaluation, correct_completions, count_answers, evaluate, judged_completions
+from covey.training.prefetch import Sampled
 from covey.training.schedule import ResolvedPhase
 from covey.types import Group, Prompt, SamplingSettings, Trajectory
 from fakes import fake_episode, fake_prompt

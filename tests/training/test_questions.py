@@ -10,10 +10,10 @@ import pytest
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import CheckpointError, ConfigError, RewardError
 from covey.observe.run_folder import RunFolder
+from covey.rollout.agents import PlayStats
 from covey.rollout.collect import AnswerCollector, Rollout
-from covey.rollout.playing import PlayStats
 from covey.tasks import WeightedOrder
-from covey.training.questions import QuestionHistory, count_answers, questions_of
+from covey.training.evaluate import QuestionHistory, count_answers, questions_of
 from covey.types import Group, Trajectory
 from fakes import fake_episode, fake_prompt
 

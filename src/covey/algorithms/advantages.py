@@ -6,14 +6,18 @@ A group without relative information (fewer than two scorable rewards, or all of
 
 Groups are compared pairwise, in blocks of rows, rather than sorted: the shapes then depend on N alone (so
 that JAX can compile it), and memory stays at block × N numbers.
+
+Of agents' episodes, `[S]` arrays have one entry for each step of each episode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from array_api_compat import array_namespace
+from numpy.typing import NDArray
 
 from covey.algorithms.arrays import (
     Array,
@@ -29,6 +33,7 @@ from covey.errors import ConfigError, DataError
 
 SCALES = ("group", "batch", "none")
 """What a centred reward is divided by (`scale_rewards`): its group's std, the batch's std, or nothing."""
+
 
 _BLOCK = 1024
 
@@ -395,7 +400,7 @@ def batch_std(values: Array, member: Array, correction: int) -> Array:
 
 
 def at_least_one(count: Array) -> Array:
-    """A count as a denominator."""
+    """A count that something is divided by: 1 where it is smaller."""
     xp = array_namespace(count)
     return xp.maximum(count, xp.ones_like(count))
 
@@ -409,3 +414,78 @@ def _spread(advantages: Array, response_mask: Array) -> tuple[Array, Array]:
     values = xp.astype(to_library_of(response_mask, advantages), dtype)
     tokens = masked(expand_rows(values), as_mask(response_mask))
     return tokens, tokens
+
+
+def discounted_returns(rewards: Sequence[float], discount: float) -> NDArray[np.float64]:
+    """`[n]` what each step of an episode led to: `R_t = r_t + discount * R_{t+1}`; rewards [0, 1] at 0.5 give [0.5, 1].
+
+    Args:
+        rewards: of its steps, in order.
+        discount: 1 = the sum of what follows, 0 = the step's own reward.
+    """
+    returns = np.array(rewards, dtype=np.float64)
+    for step in range(len(returns) - 2, -1, -1):
+        returns[step] += discount * returns[step + 1]
+    return returns
+
+
+def gigpo_advantages(
+    episode_rewards: Any,
+    step_returns: Any,
+    groups: Any,
+    episodes: Any,
+    anchors: Any,
+    *,
+    omega: float = 1.0,
+    scale: str = "group",
+    correction: int = 1,
+    epsilon: float = 1e-6,
+) -> Array:
+    """GiGPO (Feng et al. 2025, arXiv 2505.10978): `A = A_episode + omega * A_step`.
+
+    `A_episode` compares episodes of a group (`episode_advantages`); `A_step` compares the steps of a group that began
+    with the same observation, by what each of them led to. A step whose observation nobody else of the group saw gets
+    only the first.
+
+    Args:
+        episode_rewards: `[S]` the reward of the step's whole episode.
+        step_returns: `[S]` discounted return from the step on (`discounted_returns`).
+        groups: `[S]` group of the step's episode.
+        episodes: `[S]` episode of the step.
+        anchors: `[S]` ids, equal where the observations before the steps are equal; numbers or text.
+        omega: weight of the step advantage.
+        scale: see `group_advantages`.
+        correction: see `group_advantages`.
+        epsilon: see `group_advantages`.
+
+    Returns:
+        `[S]` advantages.
+    """
+    settings: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
+    whole = episode_advantages(episode_rewards, groups, episodes, **settings)
+    returns = as_float(step_returns)
+    xp = array_namespace(returns)
+    group, anchor = group_numbers(groups, returns), group_numbers(anchors, returns)
+    together = group * (xp.max(anchor) + 1) + anchor
+    return whole + omega * group_advantages(returns, together, **settings)
+
+
+def normalise_tokens(values: Array, mask: Array) -> Array:
+    """Mean 0 and variance 1 over all tokens of the batch where `mask` is True, 0 elsewhere and where all are equal.
+
+    The variance is the sample's, and 1e-8 is added to it (the choice of verl).
+
+    Args:
+        values: `[N, T]`, or `[N]` for all tokens of a row.
+        mask: `[N, T]` boolean.
+    """
+    xp = array_namespace(values)
+    if 0 in mask.shape:
+        return xp.zeros_like(expand_rows(values))
+    weight = xp.astype(mask, values.dtype)
+    values, count = masked(values, mask), xp.sum(weight)
+    centred = weight * (values - xp.sum(values) / at_least_one(count))
+    variance = xp.sum(centred * centred) / at_least_one(count - 1)
+    infinite = float("inf")
+    differ = xp.max(xp.where(mask, values, -infinite)) > xp.min(xp.where(mask, values, infinite))
+    return xp.where(differ, centred / xp.sqrt(variance + 1e-8), xp.zeros_like(centred))

@@ -287,9 +287,19 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         return None if mode is None else Correction(mode, cap, self.importance_sampling_floor)
 
     @property
+    def scaling(self) -> dict[str, Any]:
+        """What advantages are divided by, as arguments of `group_advantages` and `Outcomes`."""
+        return {"scale": self.scale_rewards, "correction": self.std_correction}
+
+    @property
     def uses_reference(self) -> bool:
         """True when something looks at the reference policy."""
         return self.beta > 0 or self.reference_drift_threshold is not None
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimiser steps that each step of the run takes."""
+        return self.num_iterations * self.num_minibatches
 
     def entropy_weight(self, coefficient: float | None, entropy: float | None) -> float:
         """The weight of the entropy bonus in an optimiser step.

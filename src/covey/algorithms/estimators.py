@@ -16,19 +16,121 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from array_api_compat import array_namespace, is_array_api_obj
 from numpy.typing import NDArray
 
-from covey.algorithms import baselines
-from covey.algorithms.advantages import combine_rewards, episode_advantages, group_advantages, rloo_advantages
-from covey.algorithms.arrays import Array, lookup
-from covey.algorithms.credit import gigpo_advantages
-from covey.algorithms.outcomes import Outcomes, states
+from covey.algorithms.advantages import (
+    at_least_one,
+    batch_std,
+    combine_rewards,
+    episode_advantages,
+    gigpo_advantages,
+    group_advantages,
+    group_statistics,
+    normalise_tokens,
+    over_groups,
+    prepare,
+    rloo_advantages,
+)
+from covey.algorithms.arrays import Array, as_float, lookup, to_library_of, unknown_name
 from covey.errors import ConfigError, CoveyError, raised_at
 from covey.functions import load_function
 from covey.types import Group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """The S turns of agents' episodes.
+
+    Attributes:
+        completion: `[S]` which of the N episodes it is a turn of.
+        groups: `[S]` group of that episode.
+        rewards: `[S]` reward of that whole episode; NaN, here and below, where the episode is excluded.
+        scores: `[S]` what `environment.step_score` compares.
+        returns: `[S]` discounted return from the turn on.
+        anchors: `[S]` the observations before the turns.
+        step_advantage_weight: GiGPO's omega.
+        of_token: `[N, T]` the turn to which each sampled token belongs; -1 where there is none.
+    """
+
+    completion: Array
+    groups: Array
+    rewards: Array
+    scores: Array
+    returns: Array
+    anchors: list[str]
+    step_advantage_weight: float
+    of_token: Array
+
+    def spread(self, values: Array) -> Array:
+        """A value for each turn `[S]` on the turn's tokens `[N, T]`, 0 elsewhere."""
+        return np.where(self.of_token >= 0, np.append(values, 0.0)[self.of_token], 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcomes:
+    """What the N completions of a step earned; of agents, what their N episodes earned.
+
+    Arrays are those of one library: NumPy's in a run, JAX's in the trainer for Flax modules. A run always gives `mask`
+    and `logprobs`.
+
+    Attributes:
+        rewards: `[N]` weighted sum of all reward functions; NaN where a completion cannot be scored.
+        groups: `[N]` group ids: completions of the same prompt.
+        scale: `algorithm.scale_rewards`: group, batch or none.
+        correction: `algorithm.std_correction`: 1 = sample, 0 = population standard deviation.
+        epsilon: to be added to a standard deviation.
+        parts: `[F, N]` unweighted rewards of each function, None for agents.
+        weights: `[F]` of the functions.
+        mask: `[N, T]` True where the completion has a sampled token.
+        logprobs: `[N, T]` the sampler's log-probabilities, in nats.
+        reference: `[N, T]` those of the reference policy, where `needs_reference`.
+        greedy: `[N]` reward of the greedy completion of the same prompt, where `greedy_baseline`; NaN where it cannot
+            be scored.
+        turns: of agents, else None.
+    """
+
+    rewards: Array
+    groups: Array
+    scale: str = "group"
+    correction: int = 1
+    epsilon: float = 1e-6
+    parts: Array | None = None
+    weights: Array | None = None
+    mask: Array | None = None
+    logprobs: Array | None = None
+    reference: Array | None = None
+    greedy: Array | None = None
+    turns: Turns | None = None
+
+    @property
+    def tokens(self) -> Array:
+        """`[N, T]` the mask; one token for each completion where none is known."""
+        if self.mask is not None:
+            return self.mask
+        rewards = self.rewards if is_array_api_obj(self.rewards) else np.asarray(self.rewards, np.float64)
+        return array_namespace(rewards).ones_like(rewards[:, None]) > 0
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """`scale`, `correction` and `epsilon` by name."""
+        return {"scale": self.scale, "correction": self.correction, "epsilon": self.epsilon}
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def states(**statements: Any) -> Callable[[F], F]:
+    """A decorator that writes attributes on an estimator: `@states(group_relative=False)`. See `Estimator`."""
+
+    def write(function: F) -> F:
+        vars(function).update(statements)
+        return function
+
+    return write
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +266,162 @@ def gdpo(step: Outcomes) -> Array:
     return group_advantages(total, step.groups, scale="batch", **settings)
 
 
+@states(group_relative=False, scaled=False)
+def reinforce_plus_plus(step: Outcomes, *, gamma: float = 1.0) -> Array:
+    """REINFORCE++ (arXiv 2501.03262): discounted return of each token, normalised over all tokens of the batch.
+
+    Rewards 0 and 3 of completions with 2 and 1 tokens: the tokens' returns 0, 0, 3 have mean 1 and sample variance 3,
+    so that the advantages are -1/sqrt(3), -1/sqrt(3), 2/sqrt(3).
+
+    Args:
+        step: see `Outcomes`.
+        gamma: discount for each token that follows.
+
+    Returns:
+        `[N, T]`.
+    """
+    rewards, _, scorable = prepare(step.rewards, step.groups)
+    xp = array_namespace(rewards)
+    weight = xp.astype(step.tokens, rewards.dtype)
+    following = xp.sum(weight, axis=1, keepdims=True) - xp.cumulative_sum(weight, axis=1)
+    base = xp.full_like(following, gamma)
+    return normalise_tokens(rewards[:, None] * base**following, step.tokens & scorable[:, None])
+
+
+@states(group_relative=False, scaled=False)
+def reinforce_plus_plus_baseline(step: Outcomes) -> Array:
+    """REINFORCE++ with baseline (arXiv 2501.03262): the group's mean is subtracted, then tokens are normalised over the
+    batch. A group of one has no baseline, so that groups of one are REINFORCE++.
+
+    Completions of different length give the batch a mean that is not 0, so a group of equal rewards has advantages too.
+
+    Returns:
+        `[N, T]`.
+    """
+    rewards, groups, scorable = prepare(step.rewards, step.groups)
+    xp = array_namespace(rewards)
+    group = group_statistics(rewards, groups, scorable)
+    centred = xp.where(group.count > 1, rewards - group.mean, rewards)
+    # Exactly 0 where all are equal: a mean is rounded.
+    centred = xp.where((group.count > 1) & group.tied, xp.zeros_like(centred), centred)
+    return normalise_tokens(centred, step.tokens & scorable[:, None])
+
+
+@states(group_relative=False, scaled=False, greedy_baseline=True)
+def remax(step: Outcomes) -> Array:
+    """ReMax (arXiv 2310.10505): reward minus that of the prompt's greedy completion; 1 and 0 against 1 give 0 and -1.
+
+    Returns:
+        `[N]`, 0 where either cannot be scored.
+    """
+    assert step.greedy is not None, "the run has asked for greedy_baseline"
+    rewards, _, scorable = prepare(step.rewards, step.groups)
+    xp = array_namespace(rewards)
+    greedy = to_library_of(rewards, as_float(step.greedy))
+    return xp.where(scorable & xp.isfinite(greedy), rewards - greedy, xp.zeros_like(rewards))
+
+
+@states(scaled=False)
+def opo(step: Outcomes) -> Array:
+    """OPO (arXiv 2505.23585, equation 6): the baseline is the group's mean weighed by length, `sum(l r) / sum(l)`.
+
+    Rewards 1 and 0 of 1 and 3 tokens: baseline 1/4, advantages 3/4 and -1/4.
+
+    Returns:
+        `[N]`.
+    """
+    rewards, groups, scorable = prepare(step.rewards, step.groups)
+    xp = array_namespace(rewards)
+    lengths = xp.where(scorable, xp.sum(xp.astype(step.tokens, rewards.dtype), axis=1), xp.zeros_like(rewards))
+    earned = lengths * xp.where(scorable, rewards, xp.zeros_like(rewards))
+
+    def total(values: Array) -> Array:
+        return over_groups(lambda inside: xp.sum(xp.where(inside, values[None, :], 0.0), axis=1), groups, scorable)
+
+    advantages = rewards - total(earned) / at_least_one(total(lengths))
+    tied = group_statistics(rewards, groups, scorable).tied
+    return xp.where(scorable & ~tied, advantages, xp.zeros_like(advantages))
+
+
+@states(scaled=False)
+def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "nonzero"] = "differing") -> Array:
+    """GPG (arXiv 2504.02546, equation 7): `alpha (r - mean_g) / f_norm`; alpha makes up for groups without gradient.
+
+    Rewards 0, 1 in one group and 1, 1 in another: half of the completions are in groups that differ, alpha = 2 and the
+    advantages are -1, 1, 0, 0.
+
+    Args:
+        step: see `Outcomes`.
+        f_norm: the paper's F_norm; 1 = none.
+        alpha: Number of completions over the number of those in groups whose rewards are `differing`, as in the paper,
+            or over the number of those whose reward is `nonzero`, as in verl.
+
+    Returns:
+        `[N]`.
+    """
+    rewards, groups, scorable = prepare(step.rewards, step.groups)
+    xp = array_namespace(rewards)
+    group = group_statistics(rewards, groups, scorable)
+    if alpha == "differing":
+        counted = scorable & ~group.tied
+    elif alpha == "nonzero":
+        counted = scorable & (rewards != 0)
+    else:
+        raise unknown_name(alpha, ("differing", "nonzero"), "algorithm.adv_parameters alpha")
+    if not f_norm > 0:
+        raise ConfigError(f"algorithm.adv_parameters f_norm={f_norm!r}: advantages are divided by it; use more than 0")
+    number = xp.sum(xp.astype(scorable, rewards.dtype))
+    factor = number / at_least_one(xp.sum(xp.astype(counted, rewards.dtype)))
+    advantages = factor * (rewards - group.mean) / f_norm
+    return xp.where(scorable & ~group.tied, advantages, xp.zeros_like(advantages))
+
+
+def _best_is_alone(group: Group) -> bool:
+    """True when one completion of the group is better than all others."""
+    scored = group.rewards[np.isfinite(group.rewards)]
+    return len(scored) >= 2 and int((scored == scored.max()).sum()) == 1
+
+
+@states(teaches=_best_is_alone)
+def grpo_passk(step: Outcomes) -> Array:
+    """GRPO for pass@k (arXiv 2503.19595): only the best of a group has an advantage, its lead over the second best,
+    divided as `scale` says.
+
+    Rewards 3, 1, 1: the lead is 2, the sample standard deviation 2/sqrt(3), the advantages sqrt(3), 0, 0. Two equally
+    good ones have no lead.
+
+    Returns:
+        `[N]`.
+    """
+    rewards, groups, scorable = prepare(step.rewards, step.groups)
+    xp = array_namespace(rewards)
+
+    def largest(member: Array) -> Array:
+        least = -float("inf")
+        return over_groups(lambda inside: xp.max(xp.where(inside, rewards[None, :], least), axis=1), groups, member)
+
+    group = group_statistics(rewards, groups, scorable, correction=step.correction)
+    best = scorable & (rewards == largest(scorable))
+    number = over_groups(lambda inside: xp.sum(xp.astype(inside, rewards.dtype), axis=1), groups, best)
+    alone = best & (number == 1) & ~group.tied
+    lead = xp.where(alone, rewards - largest(scorable & ~best), xp.zeros_like(rewards))
+    if step.scale == "group":
+        return lead / (group.std + step.epsilon)
+    return lead / (batch_std(rewards, scorable, step.correction) + step.epsilon) if step.scale == "batch" else lead
+
+
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {
     "grpo": grpo,
     "naive_grpo": naive_grpo,
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "gigpo": gigpo,
-    "reinforce_plus_plus": baselines.reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": baselines.reinforce_plus_plus_baseline,
-    "remax": baselines.remax,
-    "opo": baselines.opo,
-    "gpg": baselines.gpg,
-    "grpo_passk": baselines.grpo_passk,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+    "grpo_passk": grpo_passk,
 }
 """`adv_estimator` -> function."""
 

@@ -30,6 +30,7 @@ from covey.algorithms.arrays import (
     row_sum,
     to_library_of,
 )
+from covey.algorithms.config import AlgorithmConfig
 from covey.algorithms.kl import log_softmax
 from covey.errors import ConfigError
 
@@ -80,6 +81,29 @@ def without_surrogate(advantages: Array, base_mask: Array, keep: Mapping[str, Ar
     """
     acting, excluded = combine_masks(base_mask, keep)
     return masked(advantages, acting), excluded
+
+
+def completion_masks(
+    algorithm: AlgorithmConfig,
+    finish_reasons: Sequence[str],
+    texts: Sequence[str],
+    answered: Callable[[], Sequence[bool]],
+) -> dict[str, NDArray[np.bool_]]:
+    """The masks that can be known before the policy is run: reason -> `[N]`, True where a completion is kept.
+
+    Args:
+        algorithm: which masks, and their limits.
+        finish_reasons: of the N completions.
+        texts: of the completions.
+        answered: asked which of them hold an answer at all, if that matters.
+    """
+    keep = {}
+    if algorithm.mask_truncated_completions:
+        keep["mask_truncated_completions"] = truncated_mask(finish_reasons)
+    if algorithm.validity_mask:
+        whole = create_sampling_mask(texts, algorithm.validity_min_length, has_valid_answer=lambda text: True)
+        keep["validity_mask"] = whole & np.array(answered(), np.bool_)
+    return keep
 
 
 class PolicyMaskSettings(Protocol):

@@ -22,7 +22,38 @@ Describe = Callable[[Any], Observation | str]
 Act = Callable[[str], Any]
 
 
-class GymnasiumEnvironment(Environment):
+class _Adapted(Environment):
+    """What the two have in common. Subclasses begin an episode in `reset` and do an action in `_do`."""
+
+    _no_action: tuple[type[Exception], ...] = (ValueError, KeyError)
+    """What `act` raises for a text that is none."""
+
+    def __init__(self, env: Any, actions: tuple[str, ...] | None, describe: Describe, act: Act) -> None:
+        self._env, self._actions, self._describe, self._act = env, actions, describe, act
+
+    def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+        """Do it, if it is an action; else nothing happens and the same is seen again."""
+        try:
+            chosen = self._act(action)
+        except self._no_action:
+            return self._seen, 0.0, False, {"valid": False}
+        return self._do(chosen)
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _do(self, action: Any) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+        raise NotImplementedError
+
+    def _observed(self, observation: Any) -> Observation:
+        said = self._describe(observation)
+        self._seen = said if isinstance(said, Observation) else Observation(said)
+        if self._seen.actions is None:
+            self._seen = Observation(self._seen.text, self._actions)
+        return self._seen
+
+
+class GymnasiumEnvironment(_Adapted):
     """Anything with Gymnasium's `reset(seed=, options=)` and five-valued `step`.
 
     Args:
@@ -33,40 +64,22 @@ class GymnasiumEnvironment(Environment):
     """
 
     def __init__(
-        self,
-        env: Any,
-        actions: Sequence[str] | None = None,
-        describe: Describe | None = None,
-        act: Act | None = None,
+        self, env: Any, actions: Sequence[str] | None = None, describe: Describe | None = None, act: Act | None = None
     ) -> None:
-        self._env, self._actions = env, tuple(actions) if actions else None
-        self._describe: Describe = describe or str
-        self._act: Act = act or (self._actions.index if self._actions else str)
+        names = tuple(actions) if actions else None
+        super().__init__(env, names, describe or str, act or (names.index if names else str))
 
     def reset(self, task: TaskInstance, seed: int) -> Observation:
         """Begin; the instance's own `seed` wins, its `options` are passed on."""
         observation, _ = self._env.reset(seed=task.get("seed", seed), options=task.get("options"))
-        return self._words(observation)
+        return self._observed(observation)
 
-    def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
-        """Do it, if it is an action; else nothing happens and the same is seen again."""
-        try:
-            chosen = self._act(action)
-        except (ValueError, KeyError):
-            return self._seen, 0.0, False, {"valid": False}
-        observation, reward, terminated, truncated, info = self._env.step(chosen)
-        return self._words(observation), float(reward), bool(terminated or truncated), dict(info)
-
-    def close(self) -> None:
-        """Close it."""
-        self._env.close()
-
-    def _words(self, observation: Any) -> Observation:
-        self._seen = _as_observation(self._describe(observation), self._actions)
-        return self._seen
+    def _do(self, action: Any) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        return self._observed(observation), float(reward), bool(terminated or truncated), dict(info)
 
 
-class OpenEnvEnvironment(Environment):
+class OpenEnvEnvironment(_Adapted):
     """Anything with OpenEnv's `reset()` and `step(action)` that return `.observation`, `.reward` and `.done`.
 
     Args:
@@ -75,32 +88,19 @@ class OpenEnvEnvironment(Environment):
         act: text -> action object; None = the text itself.
     """
 
+    _no_action = (ValueError, KeyError, TypeError)
+
     def __init__(self, client: Any, describe: Describe | None = None, act: Act | None = None) -> None:
-        self._client = client
-        self._describe = describe or _text_of
-        self._act: Act = act or str
+        super().__init__(client, None, describe or _text_of, act or str)
 
     def reset(self, task: TaskInstance, seed: int) -> Observation:
         """Begin; the instance's `options` are passed on as keyword arguments."""
-        return self._words(self._client.reset(**task.get("options", {})).observation)
+        return self._observed(self._env.reset(**task.get("options", {})).observation)
 
-    def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
-        """Do it, if it is an action; else nothing happens and the same is seen again."""
-        try:
-            chosen = self._act(action)
-        except (ValueError, KeyError, TypeError):
-            return self._seen, 0.0, False, {"valid": False}
-        result = self._client.step(chosen)
+    def _do(self, action: Any) -> tuple[Observation, float, bool, Mapping[str, Any]]:
+        result = self._env.step(action)
         info = dict(getattr(result, "metadata", None) or {})
-        return self._words(result.observation), float(result.reward or 0.0), bool(result.done), info
-
-    def close(self) -> None:
-        """Close it."""
-        self._client.close()
-
-    def _words(self, observation: Any) -> Observation:
-        self._seen = _as_observation(self._describe(observation), None)
-        return self._seen
+        return self._observed(result.observation), float(result.reward or 0.0), bool(result.done), info
 
 
 class Gymnasium(SeededWorld):
@@ -138,19 +138,14 @@ class Gymnasium(SeededWorld):
         self._env, self._names, self._describe, self._act = env, actions, describe, act
 
     def make(self) -> Environment:
-        """The environment."""
         import gymnasium
 
-        return GymnasiumEnvironment(
-            gymnasium.make(self._env),
-            self._names.split("|") if self._names else None,
-            load_function(self._describe) if self._describe else None,
-            load_function(self._act) if self._act else None,
-        )
+        names = self._names.split("|") if self._names else None
+        return GymnasiumEnvironment(gymnasium.make(self._env), names, _loaded(self._describe), _loaded(self._act))
 
 
 class OpenEnv(SeededWorld):
-    """An OpenEnv environment.
+    """An OpenEnv environment that a function of yours makes a client for.
 
     Args:
         factory: "file.py:function" that returns a client.
@@ -180,18 +175,11 @@ class OpenEnv(SeededWorld):
         self._factory, self._describe, self._act = factory, describe, act
 
     def make(self) -> Environment:
-        """A client."""
-        return OpenEnvEnvironment(
-            load_function(self._factory)(),
-            load_function(self._describe) if self._describe else None,
-            load_function(self._act) if self._act else None,
-        )
+        return OpenEnvEnvironment(load_function(self._factory)(), _loaded(self._describe), _loaded(self._act))
 
 
-def _as_observation(value: Observation | str, actions: tuple[str, ...] | None) -> Observation:
-    if isinstance(value, Observation):
-        return value if value.actions is not None else Observation(value.text, actions)
-    return Observation(value, actions)
+def _loaded(name: str | None) -> Any:
+    return load_function(name) if name else None
 
 
 def _text_of(observation: Any) -> str:

@@ -34,7 +34,7 @@ TASK_TYPES = (
 
 
 class AlfWorld(World):
-    """ALFWorld's text games.
+    """The text games of ALFWorld.
 
     Args:
         data: folder with the games; None = where `alfworld-download` puts them.
@@ -98,7 +98,6 @@ class AlfWorld(World):
         game_logic()
 
     def make(self) -> Environment:
-        """A player of its games."""
         return AlfWorldEnvironment()
 
     def _games(self, split: str) -> list[TaskInstance]:

@@ -52,7 +52,7 @@ def _words(template: str) -> frozenset[str]:
 
 @dataclass(slots=True)
 class Game:
-    """A game under way.
+    """One game that is being played.
 
     Attributes:
         goal: in words.
@@ -67,7 +67,7 @@ class Game:
 
     @classmethod
     def begin(cls, library: Any, problem: str, goal: str) -> Game:
-        """Load a problem.
+        """Loads a problem and begins its game.
 
         Args:
             library: the planner's, from `fast_downward.load_lib`; it holds one game at a time.
@@ -96,7 +96,7 @@ class Game:
 
     @property
     def won(self) -> bool:
-        """The goal is reached."""
+        """Whether the goal is reached."""
         return bool(self._state.check_goal())
 
     def plan(self) -> list[str]:

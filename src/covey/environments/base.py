@@ -26,7 +26,7 @@ TaskInstance = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the agent sees.
+    """What the agent sees at one moment.
 
     Attributes:
         text: in words.
@@ -39,7 +39,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an action led to.
+    """What an action of the agent led to.
 
     Attributes:
         observation: what is seen now.
@@ -80,7 +80,7 @@ class Environment(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
-        """Give everything back."""
+        """Gives back whatever the environment holds: processes, files, memory."""
 
     def expert_action(self) -> str | None:
         """What a perfect player would do now, where the world knows; None otherwise."""

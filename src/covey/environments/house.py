@@ -55,11 +55,9 @@ class House(World):
         return self._draw(random.Random(f"train-{seed}"), self.num_train, held_out)
 
     def eval_tasks(self) -> list[TaskInstance]:
-        """The held-out instances."""
         return self._draw(random.Random(_EVAL_SEED), self.num_eval, set())
 
     def make(self) -> Environment:
-        """A house."""
         return HouseEnvironment()
 
     def _draw(self, draw: random.Random, count: int, without: set[tuple[str, ...]]) -> list[TaskInstance]:
@@ -75,17 +73,15 @@ class House(World):
 
 
 class HouseEnvironment(Environment):
-    """Plays one instance of `House`."""
+    """Plays instances of `House`, one at a time."""
 
     def reset(self, task: TaskInstance, seed: int) -> Observation:
-        """Stand in the hall."""
         self._rooms, self._thing, self._place = list(task["rooms"]), task["thing"], task["place"]
         self._here: str | None = None
         self._knows = False
         return self._look(f"Find the {self._thing}.")
 
     def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
-        """Go, read or take."""
         if action not in self._actions():
             return self._look("That is not possible."), 0.0, False, {"valid": False}
         if action == "read note":
@@ -99,7 +95,6 @@ class HouseEnvironment(Environment):
         return self._look(), 0.0, False, {}
 
     def expert_action(self) -> str:
-        """Read, go, take."""
         if self._here == self._place:
             return f"take {self._thing}"
         if self._here is not None:

@@ -2,8 +2,7 @@
 
 with EnvironmentPool(world, places=16) as pool:
     pool.reset(0, task, seed)            # returns at once
-    for place, found in pool.wait():     # whatever is ready: an Observation, an Outcome, or an EpisodeError
-        ...
+    for place, found in pool.wait():     # whatever is ready: an Observation, an Outcome, or an EpisodeError ...
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World
@@ -58,7 +56,7 @@ class EnvironmentPool:
         weakref.finalize(self, _close, self._places, self._template)
 
     def __len__(self) -> int:
-        """Number of places."""
+        """The number of places."""
         return len(self._places)
 
     def reset(self, place: int, task: TaskInstance, seed: int) -> None:
@@ -111,13 +109,9 @@ class EnvironmentPool:
         _close(self._places, self._template)
 
     def __enter__(self) -> Self:
-        """Return the pool itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _ask(self, number: int, message: dict[str, Any], what: str) -> None:
@@ -135,7 +129,7 @@ class EnvironmentPool:
 
 @dataclass(slots=True)
 class _Place:
-    """One process with one environment.
+    """One process with one environment, and the question that it was asked.
 
     Attributes:
         deadline: when the open question must be answered, 0 when none is open.
@@ -223,10 +217,7 @@ class _Template:
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-        if not select.select([ours], [], [], _START_SECONDS)[0]:
-            ours.close()
-            raise OSError("no process came up")
-        hello = frames.receive(ours.fileno())
+        hello = frames.receive(ours.fileno()) if select.select([ours], [], [], _START_SECONDS)[0] else None
         if hello is None:
             ours.close()
             raise OSError("no process came up")

@@ -10,7 +10,7 @@ from covey.environments.alfworld import AlfWorld
 from covey.environments.base import World
 from covey.environments.house import House
 from covey.environments.textworld import TextWorld
-from covey.named import make_named
+from covey.functions import make_named
 
 _WORLDS: dict[str, Callable[..., World]] = {}
 

@@ -24,10 +24,8 @@ class SeededWorld(World):
         self._num_train, self._num_eval = num_train, num_eval
 
     def train_tasks(self, seed: int) -> list[TaskInstance]:
-        """Seeds drawn with the seed."""
         seeds = random.Random(seed).sample(range(_EVAL_SEEDS), self._num_train)
         return [{"seed": number, "uid": f"seed-{number}"} for number in seeds]
 
     def eval_tasks(self) -> list[TaskInstance]:
-        """The held-out seeds."""
         return [{"seed": _EVAL_SEEDS + i, "uid": f"seed-{_EVAL_SEEDS + i}"} for i in range(self._num_eval)]

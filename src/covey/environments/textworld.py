@@ -29,7 +29,7 @@ _BLANK = re.compile(r"\n\s*\n\s*")
 
 
 class TextWorld(SeededWorld):
-    """Text adventures.
+    """Text adventures that TextWorld makes, one for each seed.
 
     Args:
         rooms: of a game.
@@ -74,11 +74,9 @@ class TextWorld(SeededWorld):
         self._folder = Path(cache) if cache else _cache_folder()
 
     def prepare(self) -> None:
-        """Import TextWorld."""
         import textworld.generator  # noqa: F401
 
     def make(self) -> Environment:
-        """A player of its games."""
         return TextWorldEnvironment(self._folder, self._game, self._instructions, self._reward)
 
 
@@ -115,7 +113,6 @@ class TextWorldEnvironment(Environment):
         return self._seen(f"{self._state.objective.strip()}\n{_tidy(self._state.description)}")
 
     def step(self, action: str) -> tuple[Observation, float, bool, Mapping[str, Any]]:
-        """Do it."""
         known = action in self._state.admissible_commands
         left = len(self._state.policy_commands)
         self._state, _, done = self._env.step(action)
@@ -130,7 +127,6 @@ class TextWorldEnvironment(Environment):
         return str(plan[0]) if plan else None
 
     def close(self) -> None:
-        """End the game."""
         if self._env is not None:
             self._env.close()
             self._env = None

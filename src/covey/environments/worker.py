@@ -119,7 +119,4 @@ def _described(error: BaseException) -> str:
 
 
 def _plain(observation: Observation) -> dict[str, Any]:
-    return {
-        "text": observation.text,
-        "actions": None if observation.actions is None else list(observation.actions),
-    }
+    return {"text": observation.text, "actions": None if observation.actions is None else list(observation.actions)}

@@ -20,8 +20,7 @@ from covey.jax.loading import params_from_tensors
 from covey.jax.model import Transformer
 from covey.jax.policy import Parameters
 from covey.jax.programs import Programs
-from covey.rollout.checks import NO_VERSION, check_call
-from covey.rollout.learning import Weights
+from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import Session
 from covey.types import Completion, Progress, Request, SamplingSettings
 

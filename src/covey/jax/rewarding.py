@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from covey.algorithms import create_sampling_mask
 from covey.errors import ConfigError, RewardError
 from covey.jax.grpo_config import GRPOConfig
-from covey.rollout.returned import as_list, describe_error, read_rewards
+from covey.rollout.calls import as_list, describe_error, read_rewards
 
 Decode = Callable[[list[int]], str]
 """Token ids to text, for example `tokenizer.decode`."""

@@ -11,12 +11,10 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
-    """Folder, seed, logging, checkpoints."""
+    """Where a run is recorded, its seed, how often it logs and when it saves."""
 
     output_dir: str = Field(
-        default="runs/covey",
-        min_length=1,
-        description="Folder of the run: metrics, completions, checkpoints, config.",
+        default="runs/covey", min_length=1, description="Folder of the run: metrics, completions, checkpoints, config."
     )
     run_name: str | None = Field(default=None, description="Name in reports; none = the folder's name.")
     seed: int = Field(
@@ -39,9 +37,7 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
     log_completions: bool = Field(default=True, description="Record sampled completions with their rewards.")
     progress: bool = Field(default=True, description="Show progress on the screen (standard error).")
     num_completions_to_print: int | None = Field(
-        default=None,
-        ge=0,
-        description="Completions shown on the screen each time metrics are; none = no completions.",
+        default=None, ge=0, description="Completions shown on the screen each time metrics are; none = no completions."
     )
 
     @field_validator("output_dir", mode="before")

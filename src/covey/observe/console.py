@@ -9,14 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
 from covey.observe.observers import BaseObserver, Metrics
@@ -26,8 +19,7 @@ _SHOWN = (("reward", "reward"), ("kl", "KL"), ("completions/mean_length", "lengt
 
 
 def visible(text: str, limit: int = 400) -> str:
-    """Completions are untrusted: keep newlines, show other control characters as `?`, cut after `limit`
-    characters.
+    """Completions are untrusted: keep newlines, show other control characters as `?`, cut after `limit` characters.
 
     An escape sequence in a completion could otherwise rewrite the user's terminal.
     """
@@ -145,7 +137,6 @@ class ConsoleProgress(BaseObserver):
                 self._held_out = f"  {what} {format_number(metrics[name])} (step {step})"
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Print the first few."""
         if step % self._every:
             return
         for row in rows[: self._num_completions]:
@@ -158,7 +149,6 @@ class ConsoleProgress(BaseObserver):
             self._bar.update(self._task, activity=f"{activity} {done}/{total}" if done < total else "")
 
     def on_event(self, kind: str, message: str) -> None:
-        """Print it."""
         self._say(f"{kind}: {visible(message, 2000)}")
 
     def on_run_end(self, status: str) -> None:

@@ -43,8 +43,7 @@ def smoothing_half_width(points: Points) -> int:
 
 
 def smooth(points: Points, half_width: int | None = None) -> Points:
-    """Centred moving average. Near the ends the window shrinks on both sides alike, so a straight line stays
-    as it is.
+    """Centred moving average. Near the ends the window shrinks on both sides alike, so a straight line stays as it is.
 
     An exponential average would lag behind a rising curve and make every run look slower than it was. Values
     [0, 3, 0, 3, 6] with `half_width=1` give [0, 1, 2, 3, 6].
@@ -60,8 +59,7 @@ def smooth(points: Points, half_width: int | None = None) -> Points:
 
 
 def draw_learning_curve(records: Records, path: str | Path, *, title: str = "") -> Path:
-    """Draw one run: reward, held-out accuracy with 95 % intervals, completion length, KL; what was not
-    recorded is
+    """Draw one run: reward, held-out accuracy with 95 % intervals, completion length, KL; what was not recorded is
     left out.
 
     Args:
@@ -235,10 +233,7 @@ def _draw_accuracy(axis: Any, records: Records, points: Points) -> None:
 
 
 def _draw_length_range(axis: Any, records: Records) -> None:
-    lows, highs = (
-        dict(series(records, "completions/min_length")),
-        dict(series(records, "completions/max_length")),
-    )
+    lows, highs = (dict(series(records, "completions/min_length")), dict(series(records, "completions/max_length")))
     steps = sorted(set(lows) & set(highs))
     if steps:
         axis.fill_between(

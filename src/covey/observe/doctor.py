@@ -1,8 +1,7 @@
 """Says in words why a run does not learn, from its metrics alone.
 
-`diagnose` is a pure function of recent metrics; `Doctor` follows a run and speaks once for each episode of
-trouble. The thresholds are rules of thumb, gathered in `Thresholds`, and every message names the numbers that
-it judges.
+`diagnose` is a pure function of recent metrics; `Doctor` follows a run and speaks once for each episode of trouble. The
+thresholds are rules of thumb, gathered in `Thresholds`, and every message names the numbers that it judges.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Where trouble begins."""
+    """The values of metrics beyond which a run is taken to be in trouble."""
 
     window: int = 10
     """Steps that are looked at; most checks need `min_steps` of them."""
@@ -157,11 +156,9 @@ def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             yield Diagnosis(
                 "reward_never_nonzero",
                 f"the reward was 0 for every completion of the last {total} steps",
-                "Look at completions/ in the run folder: if right answers are there, the reward function "
-                "does not recognise "
-                "them; if not, start from easier prompts, show an example in data.system_prompt, or add a "
-                "reward for "
-                "partial success",
+                "Look at completions/ in the run folder: if right answers are there, the reward function does not "
+                "recognise them; if not, start from easier prompts, show an example in data.system_prompt, or add a "
+                "reward for partial success",
             )
         else:
             yield Diagnosis(
@@ -185,18 +182,16 @@ def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "groups_all_wrong",
             f"{about}, and the mean reward is {reward:.2f}: the prompts are too hard so far",
-            "Use easier prompts, raise sampling.num_generations so that some completion succeeds, or add a "
-            "reward for "
-            "partial success",
+            "Use easier prompts, raise sampling.num_generations so that some completion succeeds, or add a reward "
+            "for partial success",
         )
     else:
         known = "" if reward is None else f", with a mean reward of {reward:.2f}"
         yield Diagnosis(
             "groups_tied",
             f"{about}{known}: little is left to learn from",
-            "Set algorithm.dynamic_sampling=true, raise sampling.num_generations or sampling.temperature, or "
-            "drop prompts "
-            "that are always or never solved",
+            "Set algorithm.dynamic_sampling=true, raise sampling.num_generations or sampling.temperature, or drop "
+            "prompts that are always or never solved",
         )
 
 
@@ -230,8 +225,7 @@ def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, e
     ):
         yield Diagnosis(
             "policy_does_not_move",
-            f"after {len(steps)} steps the KL from the reference is below {limits.still_kl:g} at a learning "
-            "rate of "
+            f"after {len(steps)} steps the KL from the reference is below {limits.still_kl:g} at a learning rate of "
             f"{rate:.1e}: the policy hardly moves",
             "Raise optim.learning_rate (1e-5 to 1e-4 is usual with LoRA, 1e-6 without)",
         )
@@ -323,8 +317,7 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "entropy_collapse",
             f"the entropy is {entropy:.4f} nats for each token (last {total} steps): all completions of a "
             "group are alike",
-            "Raise sampling.temperature, algorithm.epsilon_high or algorithm.entropy_coef, or go back to an "
-            "earlier "
+            "Raise sampling.temperature, algorithm.epsilon_high or algorithm.entropy_coef, or go back to an earlier "
             "checkpoint with a larger algorithm.beta",
         )
     mismatch = recent.above("sampling/sampling_logp_difference/mean", limits.logp_difference)
@@ -332,8 +325,7 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     if mismatch is not None and not stale:
         yield Diagnosis(
             "sampler_mismatch",
-            f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the "
-            "trained "
+            f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the trained "
             "objective is not that of the sampled completions",
             "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype",
         )
@@ -357,9 +349,7 @@ def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
 
 
 class Doctor:
-    """Follows a run and names each trouble once, when it begins; again only after it has been gone for a
-    while.
-    """
+    """Follows a run and names each trouble once, when it begins; again only after it has been gone for a while."""
 
     def __init__(self, thresholds: Thresholds | None = None, *, history: Iterable[Record] = ()) -> None:
         """Start, or take up a resumed run.

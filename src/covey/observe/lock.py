@@ -29,7 +29,7 @@ class FolderLock:
     NAME = "run.lock"
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock.
+        """Takes the lock.
 
         Raises:
             RunFolderError: another live process, or this one, is writing this run.
@@ -55,18 +55,15 @@ class FolderLock:
                 holder = self._holder()
                 os.close(self._file)
                 raise RunFolderError(
-                    f"{folder} is being written by process {holder.get('pid', '?')} on "
-                    f"{holder.get('host', '?')}; "
-                    "wait for it to end or stop it, or choose another run.output_dir"
+                    f"{folder} is being written by process {holder.get('pid', '?')} on {holder.get('host', '?')}; wait "
+                    "for it to end or stop it, or choose another run.output_dir"
                 )
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         _held.add(self._key)
 
     def release(self) -> None:
-        """Give the lock back; the file stays, empty (deleting it could delete a lock that another process
-        took).
-        """
+        """Give the lock back; the file stays, empty (deleting it could delete a lock that another process took)."""
         if self._key not in _held:
             return
         _held.discard(self._key)

@@ -20,15 +20,6 @@ def peak_rss_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process now, in bytes; the peak where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return peak_rss_bytes()
-    return pages * resource.getpagesize()
-
-
 def forget_peak() -> bool:
     """Let `peak_rss_bytes` and `peak_cuda_bytes` start anew from what is held now. False where the system cannot."""
     torch = sys.modules.get("torch")
@@ -42,9 +33,7 @@ def forget_peak() -> bool:
 
 
 def peak_cuda_bytes() -> int | None:
-    """Largest memory that torch has allocated on the current CUDA device, in bytes; None without torch or
-    CUDA.
-    """
+    """Largest memory that torch has allocated on the current CUDA device, in bytes; None without torch or CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None

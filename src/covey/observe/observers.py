@@ -23,7 +23,7 @@ class Observer(Protocol):
         """The run begins or resumes. `info` may hold `total_steps`, `start_step`, `run_id`, `name`, ..."""
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """A training step is done."""
+        """A training step is done; `metrics` are its numbers by name."""
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
         """An evaluation is done; names begin with `eval/`."""
@@ -47,26 +47,13 @@ class BaseObserver:
     essential = False
     """True: an error of this observer ends the run."""
 
-    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Ignore."""
-
-    def on_step(self, step: int, metrics: Metrics) -> None:
-        """Ignore."""
-
-    def on_eval(self, step: int, metrics: Metrics) -> None:
-        """Ignore."""
-
-    def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Ignore."""
-
-    def on_event(self, kind: str, message: str) -> None:
-        """Ignore."""
-
-    def on_progress(self, activity: str, done: int, total: int) -> None:
-        """Ignore."""
-
-    def on_run_end(self, status: str) -> None:
-        """Ignore."""
+    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None: ...
+    def on_step(self, step: int, metrics: Metrics) -> None: ...
+    def on_eval(self, step: int, metrics: Metrics) -> None: ...
+    def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def on_event(self, kind: str, message: str) -> None: ...
+    def on_progress(self, activity: str, done: int, total: int) -> None: ...
+    def on_run_end(self, status: str) -> None: ...
 
 
 class Observers(BaseObserver):
@@ -75,11 +62,10 @@ class Observers(BaseObserver):
     essential = True
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
-        """Take the observers."""
         self._active: list[Observer] = list(observers)
 
     def add(self, observer: Observer) -> None:
-        """Add one more."""
+        """Tell this observer too from now on."""
         self._active.append(observer)
 
     def __iter__(self) -> Any:
@@ -87,31 +73,24 @@ class Observers(BaseObserver):
         return iter(tuple(self._active))
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Pass on."""
         self._tell("on_run_start", config, info)
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """Pass on."""
         self._tell("on_step", step, metrics)
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
-        """Pass on."""
         self._tell("on_eval", step, metrics)
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Pass on."""
         self._tell("on_completions", step, rows)
 
     def on_event(self, kind: str, message: str) -> None:
-        """Pass on."""
         self._tell("on_event", kind, message)
 
     def on_progress(self, activity: str, done: int, total: int) -> None:
-        """Pass on."""
         self._tell("on_progress", activity, done, total)
 
     def on_run_end(self, status: str) -> None:
-        """Pass on."""
         self._tell("on_run_end", status)
 
     def _tell(self, method: str, *arguments: Any) -> None:
@@ -142,16 +121,13 @@ class RunFolderWriter(BaseObserver):
         self._log_completions = log_completions
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Note it."""
         start = int(info.get("start_step") or 0)
         self._folder.append_event("run", f"resumed at step {start}" if start else "started")
 
     def on_step(self, step: int, metrics: Metrics) -> None:
-        """Append to `metrics.jsonl`."""
         self._folder.append_metrics(step, metrics)
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
-        """Append to `metrics.jsonl`."""
         self._folder.append_metrics(step, metrics)
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -160,10 +136,9 @@ class RunFolderWriter(BaseObserver):
             self._folder.write_completions(step, rows)
 
     def on_event(self, kind: str, message: str) -> None:
-        """Append to `events.jsonl` and `log.txt`."""
         self._folder.append_event(kind, message)
 
     def on_run_end(self, status: str) -> None:
-        """Note it and wait for the disk."""
+        """Record the end, and wait until everything is on the disk."""
         self._folder.append_event("run", status)
         self._folder.sync()

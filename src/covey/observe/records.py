@@ -38,8 +38,7 @@ def plain(value: Any) -> Any:
 class JsonLines:
     """An append-only file of JSON objects, one on each line, that survives a kill and a full disk.
 
-    A line is written whole or, when the disk is full, not at all; a line torn by a kill is removed on the
-    next open.
+    A line is written whole or, when the disk is full, not at all; a line torn by a kill is removed on the next open.
     """
 
     def __init__(self, path: Path, is_record: Callable[[Record], bool] = lambda record: True) -> None:
@@ -91,7 +90,7 @@ class JsonLines:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file; nothing can be appended after that."""
         os.close(self._file)
 
 
@@ -150,9 +149,8 @@ def read_json_lines(path: Path, is_record: Callable[[Record], bool] = lambda rec
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as one Parquet file, atomically.
 
-    A nested mapping becomes columns `outer/inner`. Values that are neither text, number nor bool (chat
-    messages, lists), and columns that mix kinds, are written as JSON text. Text that is no valid Unicode is
-    repaired with `?`.
+    A nested mapping becomes columns `outer/inner`. Values that are neither text, number nor bool (chat messages,
+    lists), and columns that mix kinds, are written as JSON text. Text that is no valid Unicode is repaired with `?`.
 
     Raises:
         RunFolderError: the file cannot be written.

@@ -29,21 +29,12 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from covey import files
 from covey.errors import RunFolderError
 from covey.observe.lock import FolderLock
-from covey.observe.records import (
-    JsonLines,
-    Record,
-    is_answers,
-    is_metrics,
-    read_json_lines,
-    read_table,
-    write_table,
-)
+from covey.observe.records import JsonLines, Record, is_answers, is_metrics, read_json_lines, read_table, write_table
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
@@ -66,12 +57,19 @@ _FRESH = {"versions.json", "metrics.jsonl", "questions.jsonl", "events.jsonl", "
 class RunFolder:
     """A run on disk. Make one with `create` (new run), `open` (resume) or `read` (look only).
 
-    A context manager: leaving the block closes it and gives the lock back.
+    A context manager: leaving the block closes it and gives the lock back. The paths of all that is in it are
+    attributes: `config_path`, `metrics_path`, `completions`, `best` and so on.
     """
 
     def __init__(self, path: Path, *, writable: bool) -> None:
         """Use `create`, `open` or `read` instead."""
         self.path = path
+        self.config_path, self.versions_path = path / "config.toml", path / "versions.json"
+        self.metrics_path, self.questions_path = path / "metrics.jsonl", path / "questions.jsonl"
+        self.events_path, self.log_path = path / "events.jsonl", path / "log.txt"
+        self.curve_path = path / "learning_curve.png"
+        self.completions, self.checkpoints = path / "completions", path / "checkpoints"
+        self.best, self.adapter = path / "best", path / "adapter"
         self._lock: FolderLock | None = None
         for name in _FILES:
             files.require_kind(path / name)
@@ -81,8 +79,9 @@ class RunFolder:
             self._lock = FolderLock(path)
             try:
                 for folder in (path, self.checkpoints, self.completions):
-                    if folder.is_dir():
-                        files.remove_leftovers(folder)
+                    with files.explained(path):
+                        folder.mkdir(exist_ok=True)
+                    files.remove_leftovers(folder)
                 self._metrics = JsonLines(self.metrics_path, is_metrics)
                 self._questions = JsonLines(self.questions_path, is_answers)
                 self._events = JsonLines(self.events_path)
@@ -120,9 +119,6 @@ class RunFolder:
         _probe(folder, needed_bytes)
         run = cls(folder, writable=True)
         try:
-            with files.explained(folder):
-                run.completions.mkdir(exist_ok=True)
-                run.checkpoints.mkdir(exist_ok=True)
             known = {"run_id": uuid.uuid4().hex[:12], "needs_python": needs_python, **collect_versions()}
             files.write_atomically(run.versions_path, _as_json(known))
         except BaseException:
@@ -168,9 +164,6 @@ class RunFolder:
         _probe(folder, needed_bytes)
         run = cls(folder, writable=True)
         try:
-            with files.explained(folder):
-                run.completions.mkdir(exist_ok=True)
-                run.checkpoints.mkdir(exist_ok=True)
             now, before = collect_versions(), run.versions()
             changed = {name: value for name, value in now.items() if before.get(name) != value}
             if changed:
@@ -211,62 +204,6 @@ class RunFolder:
             raise RunFolderError(f"{path} holds no run (it has no versions.json); {fix}")
         return Path(path).expanduser().absolute()
 
-    # ------------------------------------------------------------------ where things are
-    @property
-    def config_path(self) -> Path:
-        """`config.toml`."""
-        return self.path / "config.toml"
-
-    @property
-    def versions_path(self) -> Path:
-        """`versions.json`."""
-        return self.path / "versions.json"
-
-    @property
-    def metrics_path(self) -> Path:
-        """`metrics.jsonl`."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def questions_path(self) -> Path:
-        """Of `questions.jsonl`."""
-        return self.path / "questions.jsonl"
-
-    @property
-    def events_path(self) -> Path:
-        """`events.jsonl`."""
-        return self.path / "events.jsonl"
-
-    @property
-    def log_path(self) -> Path:
-        """`log.txt`."""
-        return self.path / "log.txt"
-
-    @property
-    def curve_path(self) -> Path:
-        """`learning_curve.png`."""
-        return self.path / "learning_curve.png"
-
-    @property
-    def completions(self) -> Path:
-        """Folder of completion tables."""
-        return self.path / "completions"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        """The best policy so far."""
-        return self.path / "best"
-
-    @property
-    def adapter(self) -> Path:
-        """The final policy."""
-        return self.path / "adapter"
-
     @property
     def run_id(self) -> str:
         """Twelve hex digits that name this run for good; a copied folder keeps them."""
@@ -304,7 +241,7 @@ class RunFolder:
 
     # ------------------------------------------------------------------ writing
     def write_config(self, toml: str) -> None:
-        """Write `config.toml`.
+        """Write the settings of the run to `config.toml`.
 
         Raises:
             RunFolderError: it cannot be written. The same holds for every method below.
@@ -324,10 +261,7 @@ class RunFolder:
         now = time.time()
         self._events.append({"time": now, "kind": kind, "message": message})
         stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-        with (
-            files.explained(self.log_path),
-            self.log_path.open("a", encoding="utf-8", errors="replace") as file,
-        ):
+        with files.explained(self.log_path), self.log_path.open("a", encoding="utf-8", errors="replace") as file:
             file.write(f"{stamp} {kind}: {message}\n")
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
@@ -372,18 +306,14 @@ class RunFolder:
             self._lock = None
 
     def __enter__(self) -> RunFolder:
-        """Return the folder itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the folder."""
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ reading
     def versions(self) -> Record:
-        """What `versions.json` holds."""
+        """What `versions.json` holds: run id, programs and machine."""
         with files.explained(self.versions_path, "read"):
             content = self.versions_path.read_bytes()
         try:
@@ -401,11 +331,11 @@ class RunFolder:
         return read_json_lines(self.metrics_path, is_metrics)
 
     def read_answers(self) -> list[Record]:
-        """Lines of `questions.jsonl`."""
+        """All lines of `questions.jsonl`, oldest first."""
         return read_json_lines(self.questions_path, is_answers)
 
     def read_events(self) -> list[Record]:
-        """All lines of `events.jsonl`."""
+        """All lines of `events.jsonl`, oldest first."""
         return read_json_lines(self.events_path)
 
     def read_completions(self, step: int) -> list[Record]:

@@ -1,4 +1,7 @@
-"""Honest statistics for evaluations: how sure is an accuracy, and is "after" really better than "before"?"""
+"""Honest statistics for evaluations: how sure is an accuracy, and is "after" really better than "before"?
+
+Written out here since SciPy and statsmodels, which have them too, are no dependencies of a run.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ import numpy as np
 def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval for a proportion (Wilson 1927, J. Am. Stat. Assoc. 22:209).
 
-    Unlike `p ± 1.96 sqrt(p (1 - p) / n)` it stays within [0, 1] and keeps its coverage for few problems and
-    for accuracies near 0 or 1. It takes the `total` answers as independent: give it one answer for each
-    problem.
+    Unlike `p ± 1.96 sqrt(p (1 - p) / n)` it stays within [0, 1] and keeps its coverage for few problems and for
+    accuracies near 0 or 1. It takes the `total` answers as independent: give it one answer for each problem.
 
     Args:
         correct: right answers.

@@ -73,11 +73,9 @@ class TensorBoardTracker(_Tracker):
             self._writer.add_text("config", f"```json\n{json.dumps(plain(config), indent=1)}\n```", 0)
 
     def on_event(self, kind: str, message: str) -> None:
-        """Record it as text."""
         self._writer.add_text(f"event/{kind}", message)
 
     def on_run_end(self, status: str) -> None:
-        """Close the writer."""
         self._writer.close()
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
@@ -98,14 +96,10 @@ class _RunTracker(_Tracker):
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Begin a run at the tracker, or go on with the same one."""
         self._module.init(
-            project=str(info.get("project") or "covey"),
-            name=self._name,
-            config=plain(config),
-            **self._options(info),
+            project=str(info.get("project") or "covey"), name=self._name, config=plain(config), **self._options(info)
         )
 
     def on_run_end(self, status: str) -> None:
-        """Finish."""
         self._module.finish()
 
     def _options(self, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,8 +148,7 @@ def make_observers(
         run_folder: an open folder to write to; trackers need it.
         run_name: name at the trackers; None = the folder's name.
         console: False = nothing on the screen, True = standard error, or a console of your own.
-        logging_steps: steps between printed lines and between points sent to trackers; the run folder gets
-            every step.
+        logging_steps: steps between printed lines and between points sent to trackers; the run folder gets every step.
         log_completions: write completions to the run folder.
         num_completions_to_print: completions shown on the screen with each line.
 

@@ -21,7 +21,7 @@ class PyTorchBackend:
     """Policy, engine and learner on one device."""
 
     def check(self, config: GRPOConfig) -> None:
-        """Refuse a mesh."""
+        """Refuse a mesh: PyTorch runs on one device."""
         if config.model.mesh is not None:
             raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")
 
@@ -56,7 +56,7 @@ class PyTorchBackend:
         )
 
     def make_sampler(self, config: GRPOConfig, policy: Any) -> Engine:
-        """The engine in this process."""
+        """The engine that samples in this process."""
         chosen = config.sampling
         return Engine(
             cast(Policy, policy).model,

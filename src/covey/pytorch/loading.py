@@ -25,6 +25,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -389,3 +390,21 @@ def _gguf_read_once() -> Iterator[None]:
         mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The transformers model, with adapters inside its layers if `model` is a `PeftModel`."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise ModelError(
+            f"{type(inner).__name__}: is no transformers model; give a causal language model built with transformers"
+        )
+    return inner
+
+
+def transformer(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head, which returns hidden states."""
+    inner = model.base_model
+    if inner is model:
+        raise ModelError(f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM")
+    return inner

@@ -15,8 +15,9 @@ row, every output o is a scalar function of z, with `r = do/dz`:
 
 so `do/dh = (scale / T) (r f) W` with `f = 1 - (a / cap)^2` (1 without a cap): a vector that does not depend
 on the gradient from above. With a frozen head it is computed in the forward, while the chunk is there, and
-the backward is one multiplication; logits are computed once. With a trainable head the backward recomputes
-each chunk and adds `dW`, `db`.
+the backward is one multiplication by the gradient g of o (`_Score.backward`); logits are computed once. With a
+trainable head the backward (`_Score._backward_with_head`) recomputes each chunk and adds `dW = (scale / T) (g r f)' h`
+and `db = (scale / T) sum g r f`. The three r f are `_Chunk.logp_gradient` (negated), `entropy_gradient`, `kl_gradient`.
 
 With a `Support` the softmax runs over the kept ids of each token only (others get z = -1e30, probability 0).
 """
@@ -31,7 +32,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
+from covey.errors import ModelError
 from covey.types import Support
 
 ExactKL = Literal["exact", "exact_weighted"]
@@ -57,6 +60,27 @@ class Head:
     scale: float = 1.0
     softcap: float | None = None
     module: nn.Module | None = None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        """The output head of a causal LM with the model's own factors on the logits.
+
+        `final_logit_softcapping` (Gemma 2), `logit_scale` (Cohere, a factor) and `logits_scaling` (Granite, a divisor)
+        are known; `Policy` checks the result against the model's own logits.
+        """
+        module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if module is None:
+            raise ModelError(f"{type(model).__name__}: has no output head; use a causal language model")
+        config = model.config.get_text_config()
+        scale = 1.0
+        if getattr(config, "logit_scale", None) is not None:
+            scale *= float(config.logit_scale)
+        if getattr(config, "logits_scaling", None) is not None:
+            scale /= float(config.logits_scaling)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        if type(module) is nn.Linear:
+            return cls(module.weight, module.bias, scale, softcap, module)
+        return cls(None, None, scale, softcap, module)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[S, d]` -> `[S, V]` in float32 or wider, by plain autograd operations."""
@@ -138,7 +162,7 @@ def score_tokens(
     temperature = temperature or 1.0
     vocab_size = len(head.weight) if head.weight is not None else _width_of(head, hidden)
     rows = chunk_rows or max(1, _CHUNK_BYTES.get(hidden.device.type, 64 << 20) // (4 * vocab_size))
-    job = _Job(targets, head, temperature, entropy, entropy_grad, _Kept.of(support, targets), reference, rows)
+    job = _Job(targets, head, temperature, entropy, entropy_grad, _DeviceSupport.of(support, targets), reference, rows)
     if head.weight is None:
         logp, ent, kl = _score_by_module(hidden, job)
     else:
@@ -147,7 +171,7 @@ def score_tokens(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Kept:
+class _DeviceSupport:
     """A `Support` on the device, with the row of each id."""
 
     ids: Tensor  # [K]
@@ -155,7 +179,7 @@ class _Kept:
     offsets: list[int]
 
     @classmethod
-    def of(cls, support: Support | None, targets: Tensor) -> _Kept | None:
+    def of(cls, support: Support | None, targets: Tensor) -> _DeviceSupport | None:
         if support is None:
             return None
         if len(support.offsets) != len(targets) + 1:
@@ -181,7 +205,7 @@ class _Job:
     temperature: float
     entropy: bool
     entropy_grad: bool
-    kept: _Kept | None
+    kept: _DeviceSupport | None
     reference: ReferenceDistribution | None
     rows: int
 

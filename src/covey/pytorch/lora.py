@@ -163,9 +163,8 @@ def require_rank(model: nn.Module, r: int) -> None:
     needed = 16 * r * sum(map(sum, sizes))
     if needed > total_memory():
         raise ModelError(
-            f"model.lora_r={r}: adapters of that rank on all linear layers need {needed / 1e9:,.0f} GB with "
-            f"gradients and the optimiser's moments, and this machine has {total_memory() / 1e9:,.0f} GB of memory; "
-            "use 8 to 64"
+            f"model.lora_r={r}: adapters of that rank on all linear layers need {needed / 1e9:,.0f} GB with gradients "
+            f"and the optimiser's moments, and this machine has {total_memory() / 1e9:,.0f} GB of memory; use 8 to 64"
         )
     if sizes and r > max(map(max, sizes)):
         raise ModelError(

@@ -30,8 +30,7 @@ from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
-from covey.pytorch.heads import causal_lm, output_head, transformer
-from covey.pytorch.loading import LoadedModel, load_model
+from covey.pytorch.loading import LoadedModel, causal_lm, load_model, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach_adapter, attach_lora, load_adapter, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
@@ -246,7 +245,7 @@ class Policy:
             with self.reference.active():
                 compared = ReferenceDistribution(
                     self._hidden(pack).detach(),
-                    self._reference_logits(output_head(self._lm).frozen()),
+                    self._reference_logits(Head.of(self._lm).frozen()),
                     exact_kl,
                 )
         return self._score(pack, temperature, entropy, entropy_grad, supports, compared)
@@ -263,7 +262,7 @@ class Policy:
         return score_tokens(
             self._hidden(pack),
             torch.from_numpy(pack.targets).to(self.device),
-            output_head(self._lm),
+            Head.of(self._lm),
             temperature=temperature,
             entropy=entropy,
             entropy_grad=entropy_grad,
@@ -349,7 +348,7 @@ class Policy:
         return self._probe(self._hidden_padded(pack))
 
     def _probe(self, hidden: Tensor) -> Tensor:
-        return output_head(self._lm).logits(hidden).log_softmax(-1)
+        return Head.of(self._lm).logits(hidden).log_softmax(-1)
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Every parameter that is trained, in the model's order."""
@@ -374,7 +373,7 @@ class Policy:
         """
         embeddings = {
             id(parameter)
-            for module in (self._lm.get_input_embeddings(), output_head(self._lm).module)
+            for module in (self._lm.get_input_embeddings(), Head.of(self._lm).module)
             if module is not None
             for parameter in module.parameters()
         }

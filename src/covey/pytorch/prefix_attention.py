@@ -16,7 +16,12 @@ serves all its rows. Prompts and completions of very different lengths go into d
 
 Copying is done by index, and each packed token sits in exactly one slot, so that the backward of a copy is a
 copy through the inverse index. Left to autograd it would be `index_add`, several times slower on CPU and not
-deterministic on CUDA.
+deterministic on CUDA. With g the gradient of the result:
+
+    y = x[gather], x[i] is y[inverse[i]]         d(x) = g[inverse]                         `_ToTiles`
+    y = x[inverse], slots beside it unused       d(x)[inverse] = g, 0 elsewhere            `_FromTiles`
+    y[n] = x[prefix_of_row[n]]                   d(x)[b] = sum over n of b's rows of g[n]  `_RepeatPrefixes`
+                                                      = one_hot g, one_hot[b, n] = (prefix_of_row[n] = b)
 
 Limits: no attention sinks, no position biases, no chunked or linear attention. `probe` finds out by comparing
 numbers whether a model is served; this file only raises `UnsupportedAttentionError` where it knows that it is

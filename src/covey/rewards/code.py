@@ -17,8 +17,10 @@ from typing import Any
 
 from covey.errors import RewardError
 from covey.rewards.extract import completion_text
-from covey.rewards.harness import AssertTests, CallTests, ProgramTests, TestHarness, TestResult, Tests
-from covey.rewards.sandbox import Limits
+from covey.rewards.harness import TestHarness
+from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult, Tests
+from covey.rewards.jail.sandbox import Limits
+from covey.rewards.text import column_of
 from covey.types import Message
 
 _KINDS = ("call", "assert", "program")
@@ -33,7 +35,7 @@ class CodeReward:
         partial_credit: the share of tests that pass instead.
         limits: of each program.
         workers: programs at once; None = the machine's cores.
-        unprotected: run even where the host offers too little protection; see `covey.rewards.sandbox`.
+        unprotected: run even where the host offers too little protection; see `covey.rewards.jail`.
         packages: installed distributions that programs may import, such as "numpy".
     """
 
@@ -78,15 +80,10 @@ class CodeReward:
 
     def results(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[TestResult | None]:
         """What each completion's tests did; a text that was run lately is not run again."""
-        if self._column not in columns:
-            raise RewardError(
-                f"programs are tested by the dataset column {self._column!r}, which is absent (present: "
-                f"{', '.join(sorted(columns)) or 'none'})",
-                function=self.__name__,
-            )
+        specs = column_of(columns, self._column, "programs are tested by", function=self.__name__)
         jobs: dict[tuple[str, str], tuple[str, Tests]] = {}
         keys: list[tuple[str, str] | None] = []
-        for index, (completion, spec) in enumerate(zip(completions, columns[self._column], strict=True)):
+        for index, (completion, spec) in enumerate(zip(completions, specs, strict=True)):
             keys.append(None)
             if spec is not None:
                 text = completion_text(completion)
@@ -106,11 +103,11 @@ class CodeReward:
         return results
 
     def score(self, result: TestResult) -> float:
-        """The reward of a result."""
+        """The reward that a result is worth: 1.0 or 0.0, or the share of tests passed with `partial_credit`."""
         return result.fraction if self._partial else result.score
 
     def close(self) -> None:
-        """End the jail; the next call starts it anew."""
+        """Ends the jail; the next call starts it anew."""
         with self._lock:
             if self._harness is not None:
                 self._harness.close()

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 
 class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
-    """Weights, time limit, length punishment."""
+    """Which rewards there are, their weights, their time limit, and the punishment of overlong answers."""
 
     functions: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(),

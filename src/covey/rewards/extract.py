@@ -4,9 +4,8 @@ Everything here is linear in the text (no pattern can backtrack over it twice), 
 evaluates exponents, and refuses numbers of more than `MAX_NUMBER_LENGTH` characters: a megabyte of digits is
 not an answer. What cannot be read is None, i.e. a wrong answer, never an exception.
 
-Limits: an answer is looked for in the last `MAX_TAIL` characters; a comma between digit groups of three is a
-thousands separator; fractions are read where they are the whole answer (`1/2`, `\frac{1}{2}`), not within
-running text.
+Limits: an answer is looked for in the last `MAX_TAIL` characters; a comma between digit groups of three is a thousands
+separator; fractions are read where they are the whole answer (`1/2`, `\frac{1}{2}`), not within running text.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ def prompt_text(prompt: str | list[Message]) -> str:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Read a text that is one number and nothing else, exactly: `-1,234.5`, `$18`, `18.00`, `1/2`,
-    `\frac{1}{2}`.
+    r"""Read a text that is one number and nothing else, exactly: `-1,234.5`, `$18`, `18.00`, `1/2`, `\frac{1}{2}`.
 
     Surrounding white space, a dollar sign, a percent sign and a full stop at the end do not count. Returns
     None for anything else.
@@ -130,8 +128,7 @@ def final_number(text: str, markers: Iterable[Marker] = ("####", "boxed", "answe
 
     Args:
         text: a completion.
-        markers: `"####"` (GSM8K's), `"boxed"` (`\boxed{7}`), `"answer"` ("the answer is 7", "Answer: 7"),
-            `"="`.
+        markers: `"####"` (GSM8K's), `"boxed"` (`\boxed{7}`), `"answer"` ("the answer is 7", "Answer: 7"), `"="`.
 
     Returns:
         The exact number, or None where there is none.

@@ -105,7 +105,7 @@ def load() -> None:
 
 
 def fits_schema(schema: str, text: str) -> bool:
-    """Runs in a worker."""
+    """Whether a text is JSON that fits the schema. Runs in a process of a `WorkerPool`."""
     return bool(_validator(schema).is_valid(json.loads(text)))
 
 

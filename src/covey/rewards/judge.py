@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import tenacity
 
 from covey.errors import ConfigError
 from covey.files import write_atomically
@@ -44,7 +45,16 @@ Write one line of reasons, then "Score: n" with a whole number n from 0 (useless
 _SCORE = re.compile(r"score\W{0,5}(\d{1,3}(?:\.\d{1,3})?)", re.IGNORECASE)
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _MAX_WAIT = 30.0
+_BACKOFF = tenacity.wait_exponential(multiplier=0.5)
 _MAX_REPLY = 1 << 20
+
+
+class _NoReplyError(Exception):
+    """There is no reply; `wait`: seconds before it may be tried again, None = that would not help."""
+
+    def __init__(self, problem: str, wait: float | None) -> None:
+        super().__init__(problem)
+        self.wait = wait
 
 
 class JudgeReward:
@@ -110,7 +120,7 @@ class JudgeReward:
         return [found[pair] for pair in pairs]
 
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections and ends the threads."""
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
 
@@ -145,35 +155,38 @@ class JudgeReward:
             "temperature": 0.0,
             "max_tokens": 300,
         }
-        problem = ""
-        for number in range(self._retries + 1):
-            wait = 0.5 * 2**number * (1 + random.random() / 4)
-            left = until - time.monotonic()
-            if left <= 0:
-                problem = problem or f"no reply within {self._deadline:g} s"
-                break
-            try:
-                response, text = self._post(body, until)
-                if response.status_code == 200:
-                    content = json.loads(text)["choices"][0]["message"]["content"]
-                    return content if isinstance(content, str) else ""
-                problem = f"status {response.status_code}: {text[:200]!r}"
-                if response.status_code not in _RETRIED:
-                    break
-                wait = max(wait, _retry_after(response))
-            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            if number < self._retries:
-                time.sleep(max(0.0, min(wait, _MAX_WAIT, until - time.monotonic())))
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda error: getattr(error, "wait", None) is not None),
+            wait=_wait,
+            stop=tenacity.stop_after_attempt(self._retries + 1) | tenacity.stop_before_delay(self._deadline),
+            reraise=True,
+        )
+        try:
+            return tries(self._reply, body, until)
+        except _NoReplyError as error:
+            problem = error
         _LOG.warning(
             "the judge %s at %s did not answer, so a completion is not scored: %s", self._model, self._url, problem
         )
         return None
 
+    def _reply(self, body: dict[str, Any], until: float) -> str:
+        try:
+            response, text = self._post(body, until)
+            if response.status_code == 200:
+                content = json.loads(text)["choices"][0]["message"]["content"]
+                return content if isinstance(content, str) else ""
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise _NoReplyError(f"{type(error).__name__}: {error}", 0.0) from error
+        wait = _retry_after(response) if response.status_code in _RETRIED else None
+        raise _NoReplyError(f"status {response.status_code}: {text[:200]!r}", wait)
+
     def _post(self, body: dict[str, Any], until: float) -> tuple[httpx.Response, bytes]:
         """One request. A reply that trickles in ends at the deadline too: a client's time limits are for each read."""
-        left = until - time.monotonic()
         began, text = time.monotonic(), bytearray()
+        left = until - began
+        if left <= 0:
+            raise httpx.ReadTimeout(f"no reply within {self._deadline:g} s")
         with self._client.stream("POST", "chat/completions", json=body, timeout=min(left, self._timeout)) as response:
             for chunk in response.iter_bytes():
                 text += chunk
@@ -190,6 +203,12 @@ def _cached(path: Path | None) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return reply if isinstance(reply, str) else None
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    """Seconds before the next try: longer each time, and as long as the endpoint asks for."""
+    asked = getattr(state.outcome and state.outcome.exception(), "wait", 0.0)
+    return float(min(max(_BACKOFF(state) * (1 + random.random() / 4), asked), _MAX_WAIT))
 
 
 def _retry_after(response: httpx.Response) -> float:

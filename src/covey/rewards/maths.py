@@ -64,7 +64,7 @@ class MathReward:
         return [None if reference is None else self._score(next(found), i) for i, reference in enumerate(references)]
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes; the next call starts them anew."""
         self._pool.close()
 
     def _score(self, found: Any, index: int) -> float:

@@ -138,7 +138,7 @@ class _Worker:
 
 
 def serve(channel: int) -> None:
-    """What a worker's process does."""
+    """Applies the function to one item after another, in a process of its own, until the channel closes."""
     message = frames.receive(channel)
     if message is None:
         return
@@ -195,7 +195,7 @@ class ParallelVerifier(Verifier):
         return scores
 
     def close(self) -> None:
-        """End the processes."""
+        """Ends the processes; the next call starts them anew."""
         self._pool.close()
 
 

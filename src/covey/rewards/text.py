@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
@@ -15,8 +15,7 @@ TextReward = Callable[..., list[float | None]]
 
 
 def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextReward:
-    """Reward 1.0 where the whole completion equals the row's `column`, white space around both aside; else
-    0.0.
+    """Reward 1.0 where the whole completion equals the row's `column`, white space around both aside; else 0.0.
 
     A row whose reference is None is not scored (None).
     """
@@ -83,14 +82,10 @@ def format_reward(
 
 def _against_column(name: str, column: str, compare: Callable[[str, Any], bool]) -> TextReward:
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        if column not in columns:
-            raise RewardError(
-                f"{name} compares with the dataset column {column!r}, which is absent (present: "
-                f"{', '.join(sorted(columns)) or 'none'}); pass the name of the column that holds the answer",
-                function=name,
-            )
+        advice = "; pass the name of the column that holds the answer"
+        references = column_of(columns, column, f"{name} compares with", advice, function=name)
         rewards: list[float | None] = []
-        for index, (completion, reference) in enumerate(zip(completions, columns[column], strict=True)):
+        for index, (completion, reference) in enumerate(zip(completions, references, strict=True)):
             try:
                 rewards.append(None if reference is None else float(compare(completion_text(completion), reference)))
             except ValueError as error:
@@ -98,6 +93,20 @@ def _against_column(name: str, column: str, compare: Callable[[str, Any], bool])
         return rewards
 
     return named(reward, name, (column,))
+
+
+def column_of(columns: Mapping[str, Any], name: str, use: str, advice: str = "", *, function: str) -> Any:
+    """The values of a dataset column that a reward needs.
+
+    Raises:
+        RewardError: it is absent; `use` and `advice` say what needs it and what to do.
+    """
+    if name not in columns:
+        present = ", ".join(sorted(columns)) or "none"
+        raise RewardError(
+            f"{use} the dataset column {name!r}, which is absent (present: {present}){advice}", function=function
+        )
+    return columns[name]
 
 
 def named(function: TextReward, name: str, required_columns: tuple[str, ...]) -> TextReward:

@@ -63,10 +63,7 @@ class Verifier:
         return scores
 
     def __call__(
-        self,
-        prompts: Sequence[str | list[Message]],
-        completions: Sequence[str | list[Message]],
-        **columns: Any,
+        self, prompts: Sequence[str | list[Message]], completions: Sequence[str | list[Message]], **columns: Any
     ) -> Sequence[float | None]:
         """Score as a reward function does; the dataset columns are not used."""
         return self.batch_verify(as_pairs(prompts, completions))

@@ -1,8 +1,7 @@
 """From prompts to scored groups to a training batch. Knows no backend, only a `Generator` and arrays."""
 
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups
-from covey.rollout.dynamic import collect_informative_groups
+from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups
 from covey.rollout.packing import Pack, pack_episodes
 from covey.rollout.scoring import Scorer
 

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
 
@@ -20,11 +20,11 @@ import numpy as np
 
 from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
+from covey.environments.config import EnvironmentConfig
 from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
-from covey.rollout.playing import PlaySettings, PlayStats, TurnGenerator
-from covey.rollout.turns import Session
+from covey.rollout.turns import Session, TurnGenerator
 from covey.types import (
     Completion,
     Episode,
@@ -45,8 +45,48 @@ NO_ACTION = "That is not an action."
 """Said by us, not by the world, to a turn that could not be read as an action."""
 
 
+@dataclass(slots=True)
+class PlayStats:
+    """What playing cost; that of several calls adds up.
+
+    Attributes:
+        seconds: of it all.
+        waiting_seconds: nothing could be sampled, since every live episode waited for its world.
+        turns: turns played.
+        no_actions: turns that were not valid actions.
+        cut_observations: observations that were too long.
+        failures: episodes that an environment's failure ended.
+    """
+
+    seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    turns: int = 0
+    no_actions: int = 0
+    cut_observations: int = 0
+    failures: int = 0
+
+    def __add__(self, other: PlayStats) -> PlayStats:
+        return PlayStats(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
+def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[str, float]:
+    """Defined in `covey.observe.metric_names`."""
+    turns = max(stats.turns, 1)
+    return {
+        "agent/success": float(np.mean([t.success for t in trajectories])),
+        "agent/turns": float(np.mean([len(t.turns) for t in trajectories])),
+        "agent/no_action_ratio": stats.no_actions / turns,
+        "agent/failed_ratio": stats.failures / len(trajectories),
+        "agent/failed_episodes": float(stats.failures),
+        "agent/cut_short_ratio": float(np.mean([t.ended in ("turns", "context") for t in trajectories])),
+        "agent/full_context_ratio": float(np.mean([t.ended == "context" for t in trajectories])),
+        "agent/cut_observations": float(stats.cut_observations),
+        "agent/waiting_share": stats.waiting_seconds / stats.seconds if stats.seconds else 0.0,
+    }
+
+
 @dataclass(slots=True, eq=False)
-class _Live:
+class _LiveEpisode:
     """An episode under way.
 
     Attributes:
@@ -83,7 +123,7 @@ class Player:
         template: writes what the worlds say as tokens.
         decode: token ids -> text without special tokens.
         tokenizer: counts and cuts observations.
-        settings: how.
+        settings: how; without `max_turns` only the world ends an episode.
         eos_token_ids: what ends an action that is chosen among the admissible ones.
     """
 
@@ -93,11 +133,11 @@ class Player:
         template: ConversationTemplate,
         decode: Callable[[Sequence[int]], str],
         tokenizer: Any,
-        settings: PlaySettings,
+        settings: EnvironmentConfig,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._pool, self._template, self._decode = pool, template, decode
-        self._tokenizer, self._settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
+        self._tokenizer, self.settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
         self._longest, self._warned = 1 << 31, False
         self._prepared: list[tuple[str, tuple[int, ...]]] = []  # by place: a task's uid and the episode's stream
@@ -109,7 +149,7 @@ class Player:
             self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
             self._prepared.append((live.prompt.uid, live.stream))
 
-    def begins_at(self, place: int, live: _Live) -> bool:
+    def begins_at(self, place: int, live: _LiveEpisode) -> bool:
         """The world of this episode has been reset at this place. What else was is forgotten."""
         if place >= len(self._prepared):
             return False
@@ -161,7 +201,7 @@ class Player:
         self._longest = sampling.max_tokens
         episodes = _episodes(tasks, num_generations, streams)
         self._settle(len(episodes))
-        game = _Game(self, episodes, generator, sampling, policy_version, num_generations)
+        game = _EpisodeLoop(self, episodes, generator, sampling, policy_version, num_generations)
         finished = game.run(progress)
         self.stats.seconds = time.perf_counter() - began
         return [finished[start : start + num_generations] for start in range(0, len(finished), num_generations)]
@@ -170,7 +210,7 @@ class Player:
         """End the environments' processes."""
         self._pool.close()
 
-    def choices(self, live: _Live) -> tuple[tuple[int, ...], ...] | None:
+    def choices(self, live: _LiveEpisode) -> tuple[tuple[int, ...], ...] | None:
         """The admissible actions as token sequences, where nothing else may be said.
 
         Actions that are too long for a turn are left out, which is warned of once.
@@ -178,7 +218,7 @@ class Player:
         Raises:
             ConfigError: the world does not say what is admissible, or nothing of it fits into a turn.
         """
-        if self._settings.action_format != "choice":
+        if self.settings.action_format != "choice":
             return None
         if not live.seen.actions:
             raise ConfigError(
@@ -208,16 +248,16 @@ class Player:
             log.warning("%s; actions that are longer cannot be chosen: raise it", problem)
             self._warned = True
 
-    def words(self, live: _Live) -> str:
+    def words(self, live: _LiveEpisode) -> str:
         """What the policy reads next: the observation, with what may be done."""
         text = self.shortened(live.seen.text)
         if live.turns and live.turns[-1].action is None:
             text = f"{NO_ACTION} {text}"
-        if self._settings.show_actions and live.seen.actions:
+        if self.settings.show_actions and live.seen.actions:
             text += "\nActions: " + "; ".join(live.seen.actions)
         return text
 
-    def words_with_history(self, live: _Live, history: int) -> str:
+    def words_with_history(self, live: _LiveEpisode, history: int) -> str:
         """The same after the first observation, which tells the task, and the last `history` turns."""
         if not live.turns:
             return self.words(live)
@@ -228,40 +268,41 @@ class Player:
 
     def shortened(self, text: str) -> str:
         """The first `max_observation_tokens` tokens of a text."""
-        limit = self._settings.max_observation_tokens
+        limit = self.settings.max_observation_tokens
         if len(text) <= limit:  # a token has at least one character
             return text
         ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return text if len(ids) <= limit else f"{self._decode(ids[:limit])} [...]"
 
 
-def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[_Live]:
+def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[_LiveEpisode]:
     return [
-        _Live(index * count + sample, task, (*stream, sample))
+        _LiveEpisode(index * count + sample, task, (*stream, sample))
         for index, (task, stream) in enumerate(zip(tasks, streams, strict=True))
         for sample in range(count)
     ]
 
 
-class _Game:
-    """One call of `play`."""
+class _EpisodeLoop:
+    """Plays all episodes of one call of `play` to their ends."""
 
     def __init__(
         self,
         player: Player,
-        episodes: Sequence[_Live],
+        episodes: Sequence[_LiveEpisode],
         generator: TurnGenerator,
         sampling: SamplingSettings,
         policy_version: int,
         group: int,
     ) -> None:
-        self._player, self._settings, self._stats = player, player._settings, player.stats
+        self._player, self._settings, self._stats = player, player.settings, player.stats
         self._pool, self._template, self._decode = player._pool, player._template, player._decode
         self._waiting = deque(episodes)
         self._total = len(episodes)
-        self._at: dict[int, _Live] = {}  # by place
-        self._of: dict[int, _Live] = {}  # by row
+        self._at: dict[int, _LiveEpisode] = {}  # by place
+        self._of: dict[int, _LiveEpisode] = {}  # by row
         self._done: dict[int, Trajectory] = {}
+        self._max_turns = self._settings.max_turns or 1 << 31
         self._conversing = self._settings.context_mode == "conversation"
         self._open = partial(
             generator.session,
@@ -342,7 +383,7 @@ class _Game:
         else:
             self._pool.step(live.place, live.action)
 
-    def _record(self, live: _Live, completion: Completion) -> None:
+    def _record(self, live: _LiveEpisode, completion: Completion) -> None:
         live.ids += completion.token_ids.tolist()
         live.sampled += [True] * len(completion.token_ids)
         live.logprobs += completion.logprobs.tolist()
@@ -352,7 +393,7 @@ class _Game:
         if not self._conversing:
             self._close_episode(live)
 
-    def _take_in(self, live: _Live, outcome: Outcome) -> None:
+    def _take_in(self, live: _LiveEpisode, outcome: Outcome) -> None:
         """The world has answered a turn: note it, and go on or end."""
         self._stats.no_actions += not outcome.valid
         penalty = 0.0 if outcome.valid else self._settings.invalid_action_penalty
@@ -360,17 +401,17 @@ class _Game:
         live.seen = outcome.observation
         if outcome.done:
             self._end(live, "done", success=outcome.success)
-        elif len(live.turns) >= self._settings.max_turns:
+        elif len(live.turns) >= self._max_turns:
             self._end(live, "turns")
         else:
             self._ask(live)
 
-    def _note(self, live: _Live, reward: float, valid: bool) -> None:
+    def _note(self, live: _LiveEpisode, reward: float, valid: bool) -> None:
         row, segment = (0, len(live.turns)) if self._conversing else (len(live.turns), 0)
         live.turns.append(Turn(live.seen.text, live.said, live.action, reward, valid, row, segment))
         live.acting = False
 
-    def _ask(self, live: _Live) -> None:
+    def _ask(self, live: _LiveEpisode) -> None:
         """Let the policy take its next turn."""
         stream, choices = (*live.stream, len(live.turns)), self._player.choices(live)
         self._stats.cut_observations += self._player.shortened(live.seen.text) != live.seen.text
@@ -393,11 +434,11 @@ class _Game:
         live.logprobs += [0.0] * len(ids)
         self._of[id(live.row)] = live
 
-    def _opening(self, live: _Live) -> IntArray:
+    def _opening(self, live: _LiveEpisode) -> IntArray:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
         for history in range(min(self._settings.history_length, len(live.turns)), 0, -1):
             ids = self._template.opening(self._player.words_with_history(live, history))
-            if not live.turns or len(ids) <= self._settings.max_prompt_tokens:
+            if not live.turns or len(ids) <= self._settings.max_turn_prompt_tokens:
                 return ids
         return self._template.opening(self._player.words_with_history(live, 0))
 
@@ -406,7 +447,7 @@ class _Game:
             live = list(self._at.values())
             longest = max(first, *(len(self._template.opening(self._player.words(other))) for other in live))
             # other tasks may begin with more words
-            reserved = 2 * longest if self._conversing else max(longest, self._settings.max_prompt_tokens)
+            reserved = 2 * longest if self._conversing else max(longest, self._settings.max_turn_prompt_tokens)
             # in conversations the episodes of a task share their opening, and one task may be half done
             distinct = -(-len(live) // self._group) + 1 if self._conversing else len(live)
             self._session = self._open(prompt_lengths=[reserved] * distinct)
@@ -414,7 +455,7 @@ class _Game:
 
     def _end(
         self,
-        live: _Live,
+        live: _LiveEpisode,
         how: Literal["done", "turns", "context", "failed"],
         error: str = "",
         *,
@@ -429,7 +470,7 @@ class _Game:
         del self._at[live.place]
         self._begin(live.place)
 
-    def _close_episode(self, live: _Live) -> None:
+    def _close_episode(self, live: _LiveEpisode) -> None:
         """What has been said so far is an episode; a trailing reply that was not answered is left out."""
         last = max(place for place, sampled in enumerate(live.sampled) if sampled) + 1
         support = None

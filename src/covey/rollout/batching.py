@@ -1,22 +1,36 @@
-"""Scored groups -> one training batch: advantages, and the masks that can be known before the policy is run."""
+"""Scored groups -> one training batch: advantages, and the masks that can be known before the policy is run.
+
+Advantages come from the estimator: what it is given is put together here, and what it returns is put on the tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import Estimator, combine_masks, create_sampling_mask, find_estimator, truncated_mask
-from covey.rollout.credit import agent_advantages, completion_advantages, of_failed
-from covey.types import Batch, BoolArray, Group, Prompt
+from covey.algorithms import (
+    Estimator,
+    Outcomes,
+    Turns,
+    combine_masks,
+    combine_rewards,
+    find_estimator,
+    soft_overlong_punishment,
+)
+from covey.algorithms.advantages import discounted_returns
+from covey.algorithms.estimators import gdpo
+from covey.algorithms.masks import completion_masks
+from covey.types import Batch, BoolArray, Group, IntArray, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from covey.algorithms.config import AlgorithmConfig
     from covey.environments.config import EnvironmentConfig
     from covey.rewards.config import RewardConfig
+
 
 HasAnswer = Callable[[Prompt, str], bool]
 """Does this completion of this prompt hold an answer at all, right or wrong?"""
@@ -100,14 +114,12 @@ def _without_advantages(
     """The episodes with their masks."""
     episodes = tuple(episode for group in groups for episode in group.episodes)
     exists = np.arange(max(e.num_sampled for e in episodes))[None, :] < np.array([[e.num_sampled] for e in episodes])
-    keep: dict[str, BoolArray] = {}
-    if algorithm.mask_truncated_completions:
-        keep["mask_truncated_completions"] = truncated_mask([episode.finish_reason for episode in episodes])
-    if algorithm.validity_mask:
-        answered = [has_answer(group.prompt, e.text) for group in groups for e in group.episodes]
-        texts = [episode.text for episode in episodes]
-        whole = create_sampling_mask(texts, algorithm.validity_min_length, has_valid_answer=lambda text: True)
-        keep["validity_mask"] = whole & np.array(answered, np.bool_)
+    keep = completion_masks(
+        algorithm,
+        [episode.finish_reason for episode in episodes],
+        [episode.text for episode in episodes],
+        lambda: [has_answer(group.prompt, e.text) for group in groups for e in group.episodes],
+    )
     failed = of_failed(groups, environment)
     if failed.any():
         keep["failed_episodes"] = ~failed
@@ -123,3 +135,161 @@ def _without_advantages(
         old_logprobs=old,
         excluded={name: np.asarray(tokens) for name, tokens in excluded.items()},
     )
+
+
+def trajectory_rewards(trajectories: Sequence[Trajectory], environment: EnvironmentConfig) -> NDArray[np.float64]:
+    """`[G]` reward of each trajectory; NaN for one that is excluded."""
+    excluded = environment.failed_episodes == "exclude"
+    return np.array([np.nan if excluded and t.ended == "failed" else t.reward for t in trajectories], np.float64)
+
+
+def completion_advantages(
+    groups: Sequence[Group],
+    estimator: Estimator,
+    algorithm: AlgorithmConfig,
+    rewards: RewardConfig,
+    *,
+    reward_weights: Sequence[float],
+    max_completion_length: int,
+    tokens: dict[str, Any],
+) -> NDArray[np.float64]:
+    """`[N, 1]` or `[N, T]` advantages of single answers; the overlong punishment is one more part of weight 1.
+
+    `tokens` are `mask`, `logprobs` and `reference` of `Outcomes`, each `[N, T]`.
+    """
+    parts = [np.concatenate([group.reward_parts[name] for group in groups]) for name in groups[0].reward_parts]
+    weights = list(reward_weights)
+    if rewards.soft_overlong_cache > 0:
+        lengths = tokens["mask"].sum(axis=1)
+        punishment = soft_overlong_punishment(lengths, max_completion_length, rewards.soft_overlong_cache)
+        # A completion that no function could score stays unscored: its length alone says nothing about it.
+        unscored = np.isnan(np.concatenate([group.rewards for group in groups]))
+        parts.append(np.where(unscored, np.nan, punishment))
+        weights.append(1.0)
+    together, sizes = np.stack(parts), [len(group.episodes) for group in groups]
+    if algorithm.multi_objective_aggregation == "normalize_then_sum":
+        estimator = replace(estimator, function=gdpo, parameters={})
+    return estimator.checked(
+        Outcomes(
+            np.asarray(combine_rewards(together, np.array(weights))),
+            np.repeat(np.arange(len(groups)), sizes),
+            **algorithm.scaling,
+            parts=together,
+            weights=np.array(weights),
+            greedy=np.repeat([group.greedy_reward for group in groups], sizes),
+            **tokens,
+        )
+    )
+
+
+def agent_advantages(
+    groups: Sequence[Group],
+    estimator: Estimator,
+    algorithm: AlgorithmConfig,
+    environment: EnvironmentConfig,
+    tokens: dict[str, Any] | None = None,
+) -> NDArray[np.float64]:
+    """`[N, T]` advantage of each sampled token of the groups' episodes, 0 beyond their ends.
+
+    The estimator is given one row for each trajectory that has a turn: the tokens of all its episodes, one after
+    another. A token that belongs to no turn has advantage 0. `tokens` are `logprobs` and `reference` of `Outcomes`,
+    `[N, T]` in the order of the episodes.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    width = max((episode.num_sampled for episode in episodes), default=0)
+    table = _TurnTable(groups, environment)
+    if not table.rows:
+        return np.zeros((len(episodes), width))
+    # where each token of a trajectory is among the batch's: row and column
+    places = [[(row, column) for row in rows for column in range(episodes[row].num_sampled)] for rows in table.rows]
+    length = max(len(own) for own in places)
+    row, column = np.zeros((2, len(places), length), np.int64)
+    of_token = np.full((len(places), length), -1)
+    for number, (rows, own) in enumerate(zip(table.rows, places, strict=True)):
+        row[number, : len(own)], column[number, : len(own)] = np.array(own, np.int64).reshape(-1, 2).T
+        turn = [table.turn_at.get((r, s), -1) for r in rows for s in segment_of_token(episodes[r].sampled).tolist()]
+        of_token[number, : len(own)] = turn
+    mask = of_token >= 0
+    own_tokens: dict[str, Any] = {name: np.where(mask, x[row, column], 0.0) for name, x in (tokens or {}).items()}
+    values = estimator.checked(
+        Outcomes(
+            table.reward,
+            np.array(table.group),
+            **algorithm.scaling,
+            mask=mask,
+            greedy=np.array([groups[index].greedy_reward for index in table.group]),
+            turns=table.turns(of_token),
+            **own_tokens,
+        )
+    )
+    out = np.zeros((len(episodes), width))
+    out[row[mask], column[mask]] = np.broadcast_to(values, mask.shape)[mask]
+    return out
+
+
+def segment_of_token(sampled: NDArray[np.bool_]) -> IntArray:
+    """`[T]` to which sampled segment each sampled token belongs, from 0; mask [0 1 1 0 1] gives [0 0 1]."""
+    begins = sampled & ~np.concatenate([[False], sampled[:-1]])
+    return np.asarray((np.cumsum(begins) - 1)[sampled], dtype=np.int64)
+
+
+def of_failed(groups: Sequence[Group], environment: EnvironmentConfig) -> BoolArray:
+    """`[N]` episodes of trajectories that an environment's failure ended, where these are excluded."""
+    rows: list[bool] = []
+    for group in groups:
+        if not group.trajectories:
+            rows += [False] * len(group.episodes)
+        for trajectory in group.trajectories:
+            excluded = trajectory.ended == "failed" and environment.failed_episodes == "exclude"
+            rows += [excluded] * len(trajectory.episodes)
+    return np.array(rows, np.bool_)
+
+
+class _TurnTable:
+    """All trajectories with turns, and one entry for each of their turns.
+
+    Attributes:
+        rows: of each trajectory, its rows among all episodes.
+        group: of each trajectory.
+        reward: of each trajectory, NaN where it is excluded.
+        turn_at: row among all episodes and segment in it -> turn.
+    """
+
+    def __init__(self, groups: Sequence[Group], environment: EnvironmentConfig) -> None:
+        self._environment = environment
+        self.rows: list[list[int]] = []
+        self.group: list[int] = []
+        self.turn_at: dict[tuple[int, int], int] = {}
+        self._turns: list[tuple[int, str, float, float]] = []  # trajectory, observation, own reward, return
+        reward: list[float] = []
+        row = 0
+        for index, group in enumerate(groups):
+            rewards = trajectory_rewards(group.trajectories, environment)
+            for trajectory, earned in zip(group.trajectories, rewards, strict=True):
+                returns = discounted_returns([turn.reward for turn in trajectory.turns], environment.discount)
+                for turn, to_come in zip(trajectory.turns, returns, strict=True):
+                    self.turn_at[row + turn.row, turn.segment] = len(self._turns)
+                    self._turns.append((len(self.rows), turn.observation, turn.reward, to_come))
+                if trajectory.turns:
+                    self.rows.append(list(range(row, row + len(trajectory.episodes))))
+                    self.group.append(index)
+                    reward.append(earned)
+                row += len(trajectory.episodes)
+        self.reward = np.array(reward, np.float64)
+
+    def turns(self, of_token: IntArray) -> Turns:
+        """The turns, with the turn of each token of the trajectories."""
+        trajectory, anchors, own, returns = zip(*self._turns, strict=True)
+        of = np.array(trajectory)
+        reward = self.reward[of]
+        scores = {"episode": reward, "return": returns, "step": own}[self._environment.step_score]
+        return Turns(
+            completion=of,
+            groups=np.array(self.group)[of],
+            rewards=reward,
+            scores=np.where(np.isnan(reward), np.nan, scores),
+            returns=np.where(np.isnan(reward), np.nan, returns),
+            anchors=list(anchors),
+            step_advantage_weight=self._environment.step_advantage_weight,
+            of_token=of_token,
+        )

@@ -1,14 +1,22 @@
-"""Sample a group of completions for each prompt and score them."""
+"""Sample a group of completions for each prompt and score them, again until enough groups teach something if asked.
+
+`AnswerCollector` asks reward functions for the scores of single answers; `AgentCollector` plays episodes, which their
+worlds score.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
-from covey.rollout.playing import PlayStats, play_metrics
+from covey.errors import EpisodeError
+from covey.rollout.agents import Player, PlayStats, play_metrics
+from covey.rollout.batching import trajectory_rewards
 from covey.rollout.scoring import Scorer
+from covey.rollout.turns import TurnGenerator
 from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
 
 Decode = Callable[[Sequence[int]], str]
@@ -88,7 +96,7 @@ class AnswerCollector:
         )
 
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
-        """Nothing to prepare."""
+        """Single answers need no preparation."""
 
     def close(self) -> None:
         """End the reward functions' threads."""
@@ -188,3 +196,80 @@ def with_greedy_rewards(
         scoring_seconds=rollout.scoring_seconds + found.scoring_seconds,
         sampled_tokens=rollout.sampled_tokens + found.sampled_tokens,
     )
+
+
+def collect_informative_groups(
+    collect: Callable[[int], Rollout], wanted: int, max_tries: int, teaches: Callable[[Group], bool]
+) -> Rollout:
+    """Sample until `wanted` groups teach something, or the tries are used up (DAPO, arXiv 2503.14476).
+
+    A step that stays short trains on the partial batch: the other groups would add nothing to the gradient. When no
+    group at all teaches, the last try's groups are returned so that the step still has rewards to report.
+
+    Args:
+        collect: draws the next k prompts of the data order and returns their scored groups.
+        wanted: number of groups that the step should train on.
+        max_tries: how many times the step may sample in all.
+        teaches: asks the advantage estimator, see `covey.algorithms.Estimator.teaches`.
+    """
+    kept: list[Group] = []
+    tries: list[Rollout] = []
+    while len(kept) < wanted and len(tries) < max_tries:
+        tries.append(collect(wanted - len(kept)))
+        kept.extend(group for group in tries[-1].groups if teaches(group))
+    groups = tuple(kept) or tries[-1].groups
+    trained = {id(group) for group in groups}
+    played = [rollout.played for rollout in tries if rollout.played is not None]
+    return Rollout(
+        groups=groups,
+        sampling_seconds=sum(rollout.sampling_seconds for rollout in tries),
+        scoring_seconds=sum(rollout.scoring_seconds for rollout in tries),
+        sampled_tokens=sum(rollout.sampled_tokens for rollout in tries),
+        discarded=tuple(group for rollout in tries for group in rollout.groups if id(group) not in trained),
+        played=sum(played[1:], played[0]) if played else None,
+    )
+
+
+class AgentCollector:
+    """Plays each task in its world; a `covey.rollout.collect.Collector`.
+
+    Args:
+        generator: samples the turns.
+        player: plays the episodes.
+    """
+
+    def __init__(self, generator: TurnGenerator, player: Player) -> None:
+        self._generator, self._player = generator, player
+
+    def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
+        """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.
+
+        Raises:
+            GenerationError: from the generator.
+            EpisodeError: not a single episode of the step got as far as a turn.
+        """
+        played = self._player.play(prompts, self._generator, settings, **what)
+        groups = tuple(
+            Group(
+                prompt=prompt,
+                episodes=tuple(chain.from_iterable(t.episodes for t in trajectories)),
+                rewards=trajectory_rewards(trajectories, self._player.settings),
+                trajectories=tuple(trajectories),
+            )
+            for prompt, trajectories in zip(prompts, played, strict=True)
+        )
+        everything = list(chain.from_iterable(played))
+        if not any(trajectory.episodes for trajectory in everything):
+            error = next(t.error for t in everything)
+            raise EpisodeError(f"no episode got as far as a turn; the first one: {error}")
+        sampled = sum(episode.num_sampled for group in groups for episode in group.episodes)
+        stats = self._player.stats
+        return Rollout(groups, stats.seconds, 0.0, sampled, played=stats)
+
+    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
+        """Reset the worlds of the next call now, while something else goes on."""
+        self._player.prepare(prompts, num_generations=num_generations, streams=streams)
+
+    def close(self) -> None:
+        """End the environments' processes; they start anew when they are needed."""
+        self._player.close()

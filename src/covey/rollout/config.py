@@ -128,6 +128,11 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         description="Completions that are sampled at the same time; the others wait for a free place.",
     )
 
+    @property
+    def cuts(self) -> bool:
+        """True when some tokens cannot be drawn."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
     @field_validator("stop_strings", mode="before")
     @classmethod
     def _one_is_a_list(cls, value: Any) -> Any:

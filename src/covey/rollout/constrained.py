@@ -51,10 +51,8 @@ def cut_choices(choices: Choices | None, room: int) -> Choices | None:
     return None if choices is None else tuple(dict.fromkeys(choice[:room] for choice in choices))
 
 
-def following(choices: Choices | None, said: Sequence[int]) -> IntArray | None:
-    """Ids that may come next, ascending; None = any."""
-    if choices is None:
-        return None
+def following(choices: Choices, said: Sequence[int]) -> IntArray:
+    """Ids that may come next, ascending."""
     begun, place = tuple(said), len(said)
     found = {choice[place] for choice in choices if len(choice) > place and choice[:place] == begun}
     return np.array(sorted(found), dtype=np.int64)

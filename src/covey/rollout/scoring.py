@@ -24,8 +24,16 @@ from numpy.typing import NDArray
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.verifier import RewardFunction, as_pairs, reward_name
-from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, is_async
-from covey.rollout.returned import as_list, describe_error, read_rewards, shorten
+from covey.rollout.calls import (
+    AsyncRunner,
+    Failure,
+    as_list,
+    call_with_timeout,
+    describe_error,
+    is_async,
+    read_rewards,
+    shorten,
+)
 from covey.types import Episode, Message, Prompt
 
 _log = logging.getLogger(__name__)

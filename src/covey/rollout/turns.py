@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,9 @@ class GenerationStats:
         prefill_seconds: time in forward passes of such tokens.
         sampling_seconds: time in drawing tokens and stop rules.
         cache_bytes: memory held for keys and values.
-        steps: rows of each decode step and seconds of its forward pass; the latest ones of a session that goes on for
-            days. On a GPU, work is counted where it is waited for: in sampling.
+        decode_steps: forward passes of the decode batch.
+        decode_seconds: time in them; on a GPU, work is counted where it is waited for: in sampling.
+        peak_batch: most rows in the decode batch.
     """
 
     prefill_tokens: int = 0
@@ -50,32 +51,9 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     sampling_seconds: float = 0.0
     cache_bytes: int = 0
-    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 16))
-
-    @property
-    def step_rows(self) -> tuple[int, ...]:
-        """Rows of each decode step."""
-        return tuple(rows for rows, _ in self.steps)
-
-    @property
-    def step_seconds(self) -> tuple[float, ...]:
-        """Seconds of each decode step's forward pass."""
-        return tuple(seconds for _, seconds in self.steps)
-
-    @property
-    def decode_steps(self) -> int:
-        """Forward passes of the decode batch."""
-        return len(self.steps)
-
-    @property
-    def decode_seconds(self) -> float:
-        """Time in them."""
-        return sum(self.step_seconds)
-
-    @property
-    def peak_batch(self) -> int:
-        """Most rows in the decode batch."""
-        return max(self.step_rows, default=0)
+    decode_steps: int = 0
+    decode_seconds: float = 0.0
+    peak_batch: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +104,7 @@ class Row:
 
     @property
     def sampled(self) -> int:
-        """Tokens of the present turn."""
+        """How many tokens the present turn has so far."""
         return len(self.own) - self.turn
 
     @property
@@ -136,10 +114,10 @@ class Row:
 
     def allowed(self) -> IntArray | None:
         """Ids that may come next, ascending; None = any."""
-        return following(self.choices, self.own[self.turn :])
+        return None if self.choices is None else following(self.choices, self.own[self.turn :])
 
     def history(self) -> IntArray:
-        """All tokens, prompt first."""
+        """All tokens of the conversation, the prompt first."""
         return np.concatenate([self.prompt_ids, np.array(self.own, dtype=np.int64)])
 
 
@@ -352,7 +330,7 @@ class Session(Generic[D]):
         return [self.completion(row) for row in rows]
 
     def completion(self, row: Row) -> Completion:
-        """The turn that is over."""
+        """The turn of a row that is over, as a completion."""
         assert row.finish_reason is not None
         support = None
         if row.support:
@@ -366,7 +344,7 @@ class Session(Generic[D]):
         )
 
     def stats(self) -> GenerationStats:
-        """The numbers so far."""
+        """What this session has done so far, in numbers."""
         return self.device.stats
 
     # ------------------------------------------------------------------ inside
@@ -442,3 +420,17 @@ class Session(Generic[D]):
             self.device.clear()
             raise row.error
         row.keep, row.finish_reason = False, "length"
+
+
+class TurnGenerator(Protocol):
+    """Opens sessions. An engine that is not one of Covey's gives a `Session` its own `Device`."""
+
+    def session(
+        self,
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        rows: int,
+        own_tokens: int,
+        prompt_lengths: Sequence[int],
+    ) -> Session[Any]: ...

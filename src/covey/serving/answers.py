@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ import numpy as np
 
 from covey.errors import CoveyError
 from covey.serving.batching import Answer, BatchingEngine, Job
-from covey.serving.bodies import Found, Part, answer_body, chat_choice, chat_part, completion_choice, completion_part
+from covey.serving.bodies import Found, Part, answer_body, envelope, stream_choice, usage
 from covey.serving.chat import chat_text
 from covey.serving.neutral import RequestError
 from covey.serving.requests import MAX_COMPLETIONS, Asked, ChatRequest, CompletionRequest, read_request
@@ -39,7 +37,7 @@ class UnknownModelError(CoveyError):
 
 
 class Answering:
-    """Asks the engine.
+    """Turns requests into completions of the engine, and these into answers.
 
     Args:
         engine: samples.
@@ -56,13 +54,13 @@ class Answering:
         self._ends = () if eos is None else (int(eos),)
 
     async def read(self, kind: type[Asked], body: bytes) -> Asked:
-        """A request.
+        """Reads the body of a request.
 
         Raises:
             RequestError: it is none.
             UnknownModelError: it names another model.
         """
-        asked: Asked = await self._beside(read_request, kind, body)
+        asked: Asked = await self._in_thread(read_request, kind, body)
         self.check_model(asked.model)
         return asked
 
@@ -78,7 +76,7 @@ class Answering:
     async def complete(self, asked: CompletionRequest | ChatRequest) -> bytes:
         """The answer to a request, `n` completions for each prompt, as JSON."""
         loop = asyncio.get_running_loop()
-        requests, settings = await self._beside(self._prepared, asked)
+        requests, settings = await self._in_thread(self._prepared, asked)
         futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in requests]
         kept: Counter[str] = Counter()
 
@@ -97,14 +95,14 @@ class Answering:
             for future in futures:
                 future.cancel()
             raise
-        return await self._beside(self._body, asked, requests, answers)
+        return await self._in_thread(self._body, asked, requests, answers)
 
     async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
         """The same as server-sent events. What cannot be served is refused now, not in the stream."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
-        requests, settings = await self._beside(self._prepared, asked)
+        requests, settings = await self._in_thread(self._prepared, asked)
 
         def job(index: int, request: Request) -> Job:
             def put(what: Any) -> None:
@@ -118,19 +116,19 @@ class Answering:
         return self._events(asked, jobs, queue)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stops reading and writing texts; what is under way is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _submit(self, jobs: list[Job]) -> None:
         try:
-            await self._beside(self._engine.submit, jobs)
+            await self._in_thread(self._engine.submit, jobs)
         except asyncio.CancelledError:
             self._engine.cancel(jobs)
             raise
 
     # ------------------------------------------------------------------ beside the event loop
 
-    async def _beside(self, do: Callable[..., Done], *args: Any) -> Done:
+    async def _in_thread(self, do: Callable[..., Done], *args: Any) -> Done:
         return await asyncio.get_running_loop().run_in_executor(self._threads, do, *args)
 
     def _prepared(self, asked: CompletionRequest | ChatRequest) -> tuple[list[Request], SamplingSettings]:
@@ -196,38 +194,24 @@ class Answering:
             tokens = self._texts(ids) if asked.wants_logprobs else []
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
             found.append(Found(request.token_ids, text, tokens, answer))
-        if isinstance(asked, ChatRequest):
-            return answer_body(
-                "chat.completion", "chatcmpl", self._name, asked.n, found, [chat_choice(asked, f) for f in found]
-            )
-        return answer_body(
-            "text_completion", "cmpl", self._name, asked.n, found, [completion_choice(asked, f) for f in found]
-        )
+        return answer_body(asked, self._name, found)
 
     # ------------------------------------------------------------------ streams
 
     async def _events(
         self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]
     ) -> AsyncIterator[str]:
-        chat = isinstance(asked, ChatRequest)
-        common = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion.chunk" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": self._name,
-        }
+        common = envelope(asked, self._name)
         sampled = 0
         try:
             async for part in self._parts(jobs, queue):
                 sampled += len(part.token_ids)
                 tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
-                choice = chat_part(asked, part, tokens) if chat else completion_part(asked, part, tokens)
-                body: dict[str, Any] = common | {"choices": [choice], "policy_version": part.version}
+                body = common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version}
                 yield f"data: {json.dumps(body)}\n\n"
             if asked.stream_options.include_usage:
                 prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
-                usage = {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
-                yield f"data: {json.dumps(common | {'choices': [], 'usage': usage})}\n\n"
+                yield f"data: {json.dumps(common | {'choices': [], 'usage': usage(prompts, sampled)})}\n\n"
         except CoveyError as error:
             yield f"data: {json.dumps({'error': {'message': str(error), 'type': type(error).__name__}})}\n\n"
         yield "data: [DONE]\n\n"

@@ -84,8 +84,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        entry = {"id": settings.model_name, "object": "model", "owned_by": "covey", "policy_version": engine.version}
-        return {"object": "list", "data": [entry]}
+        return {"object": "list", "data": [await model_of("")]}
 
     @app.get("/v1/models/{name:path}")
     async def model_of(name: str) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         if asked.stream:
             events = _timed(await answering.stream(asked), lambda: observe(time.monotonic() - started))
             return StreamingResponse(events, media_type="text/event-stream")
-        response = await _unless_gone(request, answering.complete(asked))
+        response = await _until_disconnected(request, answering.complete(asked))
         observe(time.monotonic() - started)
         return response
 
@@ -149,7 +148,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     return app
 
 
-async def _unless_gone(request: Request, work: Any) -> Response:
+async def _until_disconnected(request: Request, work: Any) -> Response:
     """The answer; when the client goes away first, its completions are cancelled."""
     task = asyncio.ensure_future(work)
     try:

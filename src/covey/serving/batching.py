@@ -21,9 +21,8 @@ from covey.adapters import Adapter
 from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import AdaptedWeights, weights_of
-from covey.rollout.checks import check_settings
 from covey.rollout.constrained import check_choices
-from covey.rollout.learning import Weights
+from covey.rollout.learning import Weights, check_settings
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
 
@@ -39,7 +38,7 @@ _IDLE_SECONDS = 0.5
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One completion.
+    """One completion that was asked for, and how far it is.
 
     Attributes:
         request: prompt and random stream.
@@ -113,7 +112,7 @@ class _Upload:
 
 
 class BatchingEngine:
-    """An engine that serves.
+    """Serves the completions of many clients from one engine.
 
     Args:
         engine: built from `model`; nobody else may use it from now on.
@@ -156,12 +155,12 @@ class BatchingEngine:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and completion."""
+        """The most tokens that prompt and completion may have together."""
         return self._engine.context_length
 
     @property
     def max_completion_length(self) -> int:
-        """Most tokens of a completion."""
+        """The most tokens that a completion may have."""
         return self._max_completion
 
     @property
@@ -352,7 +351,7 @@ class BatchingEngine:
                     self._session = self._open()
                 job.row = self._session.start(job.request, settings=job.settings)
             except Exception as error:
-                self._end(job, _told(error))
+                self._end(job, _as_covey_error(error))
                 continue
             self.latencies.queue.observe(time.monotonic() - job.since)
             self._running[id(job.row)] = job
@@ -365,7 +364,7 @@ class BatchingEngine:
         except Exception as error:
             log.exception("decoding failed")
             self._session = None
-            self._fail_running(_told(error))
+            self._fail_running(_as_covey_error(error))
             return
         self.counts.reused_prompts = self._session.device.reused_prompts
         for row in finished:
@@ -481,7 +480,7 @@ def unheld(asked: int | None, held: int) -> VersionConflictError:
     return VersionConflictError(f"policy_version={asked} was asked for; this server holds {held}")
 
 
-def _told(error: Exception) -> CoveyError:
+def _as_covey_error(error: Exception) -> CoveyError:
     return error if isinstance(error, CoveyError) else GenerationError(f"decoding failed: {error}")
 
 

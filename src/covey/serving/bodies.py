@@ -46,80 +46,78 @@ class Part:
     first: bool
 
 
-def completion_choice(asked: CompletionRequest, one: Found) -> dict[str, Any]:
-    """One of `choices` of `/v1/completions`."""
-    logprobs = None
-    if asked.wants_logprobs:
-        logprobs = _completion_logprobs(one.tokens, one.answer.completion.logprobs.tolist())
-    return {"text": one.text, **_common(asked, one), "logprobs": logprobs}
-
-
-def chat_choice(asked: ChatRequest, one: Found) -> dict[str, Any]:
-    """One of `choices` of `/v1/chat/completions`."""
-    logprobs = _chat_logprobs(one.tokens, one.answer.completion.logprobs.tolist()) if asked.wants_logprobs else None
-    return {"message": {"role": "assistant", "content": one.text}, **_common(asked, one), "logprobs": logprobs}
-
-
-def completion_part(asked: Any, part: Part, tokens: list[str]) -> dict[str, Any]:
-    """One choice of an event of `/v1/completions`."""
-    found = {"index": part.index, "text": part.text, "finish_reason": part.finish_reason}
-    if asked.wants_logprobs:
-        found["logprobs"] = _completion_logprobs(tokens, part.logprobs)
-    return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
-
-
-def chat_part(asked: Any, part: Part, tokens: list[str]) -> dict[str, Any]:
-    """One choice of an event of `/v1/chat/completions`."""
-    delta = ({"role": "assistant"} if part.first else {}) | {"content": part.text}
-    found = {"index": part.index, "delta": delta, "finish_reason": part.finish_reason}
-    if asked.wants_logprobs:
-        found["logprobs"] = _chat_logprobs(tokens, part.logprobs)
-    return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
-
-
-def answer_body(
-    kind: str, prefix: str, name: str, n: int, found: Sequence[Found], choices: Sequence[dict[str, Any]]
-) -> bytes:
-    """A whole answer; each choice gets its index. A prompt counts once for its `n` completions, as with OpenAI."""
-    prompts = sum(len(one.prompt_ids) for one in found[::n])
-    tokens = sum(len(one.answer.completion.token_ids) for one in found)
-    body = {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
-        "object": kind,
+def envelope(asked: CompletionRequest | ChatRequest, model: str) -> dict[str, Any]:
+    """What every answer, and every event of a stream, begins with."""
+    chat = isinstance(asked, ChatRequest)
+    kind = "chat.completion" if chat else "text_completion"
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": f"{kind}.chunk" if chat and asked.stream else kind,
         "created": int(time.time()),
-        "model": name,
-        "choices": [{"index": index, **choice} for index, choice in enumerate(choices)],
+        "model": model,
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The count of tokens at an answer's end."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def answer_body(asked: CompletionRequest | ChatRequest, model: str, found: Sequence[Found]) -> bytes:
+    """A whole answer. A prompt counts once for its `n` completions, as with OpenAI."""
+    body = envelope(asked, model) | {
+        "choices": [{"index": index, **_choice(asked, one)} for index, one in enumerate(found)],
         "policy_version": min(one.answer.versions[0][1] for one in found),
-        "usage": {"prompt_tokens": prompts, "completion_tokens": tokens, "total_tokens": prompts + tokens},
+        "usage": usage(
+            sum(len(one.prompt_ids) for one in found[:: asked.n]),
+            sum(len(one.answer.completion.token_ids) for one in found),
+        ),
     }
     return "".join(_pieces(body)).encode()
 
 
-def _completion_logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
+def stream_choice(asked: CompletionRequest | ChatRequest, part: Part, tokens: list[str]) -> dict[str, Any]:
+    """One choice of an event."""
+    found: dict[str, Any] = {"index": part.index}
+    if isinstance(asked, ChatRequest):
+        found["delta"] = ({"role": "assistant"} if part.first else {}) | {"content": part.text}
+    else:
+        found["text"] = part.text
+    found["finish_reason"] = part.finish_reason
+    if asked.wants_logprobs:
+        found["logprobs"] = _logprobs(asked, tokens, part.logprobs)
+    return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
 
 
-def _chat_logprobs(tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
+def _choice(asked: CompletionRequest | ChatRequest, one: Found) -> dict[str, Any]:
+    chat, completion, versions = isinstance(asked, ChatRequest), one.answer.completion, one.answer.versions
+    found: dict[str, Any] = {"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text}
+    found |= {
+        "finish_reason": completion.finish_reason,
+        "policy_version": versions[0][1],
+        "policy_versions": [list(part) for part in versions],
+    }
+    if asked.return_token_ids:
+        found |= {"token_ids": completion.token_ids, "prompt_token_ids": one.prompt_ids}
+    if asked.return_support and completion.support is not None:
+        found["support"] = {"ids": completion.support.ids, "offsets": completion.support.offsets}
+    wanted = asked.wants_logprobs
+    return found | {"logprobs": _logprobs(asked, one.tokens, completion.logprobs.tolist()) if wanted else None}
+
+
+def _logprobs(asked: CompletionRequest | ChatRequest, tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
+    if not isinstance(asked, ChatRequest):
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
     return {
         "content": [
             {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
             for token, logprob in zip(tokens, logprobs, strict=True)
         ]
     }
-
-
-def _common(asked: CompletionRequest | ChatRequest, one: Found) -> dict[str, Any]:
-    completion, versions = one.answer.completion, one.answer.versions
-    common: dict[str, Any] = {
-        "finish_reason": completion.finish_reason,
-        "policy_version": versions[0][1],
-        "policy_versions": [list(part) for part in versions],
-    }
-    if asked.return_token_ids:
-        common |= {"token_ids": completion.token_ids, "prompt_token_ids": one.prompt_ids}
-    if asked.return_support and completion.support is not None:
-        common["support"] = {"ids": completion.support.ids, "offsets": completion.support.offsets}
-    return common
 
 
 def _pieces(value: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from covey.serving.client import InferenceClient, RefusedError
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that was tried.
+    """One thing that was tried on a server, and its result.
 
     Attributes:
         name: of it.

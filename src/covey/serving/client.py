@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import tenacity
 
 from covey.errors import ConfigError, ServingError
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "COVEY_SERVER_TOKEN"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
+_BACKOFF = tenacity.wait_exponential(multiplier=0.2, max=10.0)
 
 
 class RefusedError(ServingError):
@@ -32,6 +34,10 @@ class RefusedError(ServingError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class _BusyError(Exception):
+    """The server does not answer, or says that the same request may succeed a little later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class InferenceClient:
         weakref.finalize(self, self._http.close)
 
     def health(self, *, retry: bool = False) -> dict[str, Any]:
-        """What `/health` says.
+        """Asks `/health` and returns its answer.
 
         Raises:
             ServingError: the server does not answer.
@@ -101,7 +107,7 @@ class InferenceClient:
         trainer: str = "",
         restart: bool = False,
     ) -> UploadAnswer:
-        """Upload an adapter.
+        """Uploads an adapter.
 
         Args:
             weights: safetensors.
@@ -133,7 +139,7 @@ class InferenceClient:
             self.ask("POST", "/release_trainer", retry=False, data={"trainer": trainer})
 
     def completions(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`/v1/completions`.
+        """Asks `/v1/completions` and returns its answer.
 
         Raises:
             RefusedError: the request is refused.
@@ -142,11 +148,11 @@ class InferenceClient:
         return self.ask("POST", "/v1/completions", json=dict(body))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Any other path."""
+        """Posts a JSON body to any path; see `ask`."""
         return self.ask("POST", path, json=dict(body))
 
     def close(self) -> None:
-        """Close the connections."""
+        """Closes the connections."""
         self._http.close()
 
     def ask(self, method: str, path: str, *, retry: bool = True, **content: Any) -> dict[str, Any]:
@@ -156,26 +162,35 @@ class InferenceClient:
             RefusedError: the server refuses it.
             ServingError: the server does not answer.
         """
-        until = time.monotonic() + (self._retry_seconds if retry else 0.0)
-        wait = 0.2
-        while True:
-            try:
-                response = self._http.request(method, path, **content)
-                if response.status_code < 400:
-                    return _json_of(response)
-                if response.status_code not in _AGAIN:
-                    raise RefusedError(f"{self.url}{path}: {_message(response)}", response.status_code)
-                trouble = f"{response.status_code}: {_message(response)}"
-            except httpx.HTTPError as error:
-                trouble = f"{type(error).__name__}: {error}"
-            if time.monotonic() + wait > until:
-                raise ServingError(
-                    f"{self.url}{path} does not answer ({trouble}); is the server running? Start it with covey serve, "
-                    "or correct server.inference_server_url"
-                )
-            log.warning("%s%s: %s; trying again in %.1f s", self.url, path, trouble, wait)
-            self._sleep(wait * random.uniform(0.5, 1.0))
-            wait = min(2 * wait, 10.0)
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_BusyError),
+            wait=lambda state: _BACKOFF(state) * random.uniform(0.5, 1.0),
+            stop=tenacity.stop_before_delay(self._retry_seconds if retry else 0.0),
+            before_sleep=lambda state: log.warning(
+                "%s%s: %s; trying again in %.1f s",
+                *(self.url, path, state.outcome and state.outcome.exception(), state.upcoming_sleep),
+            ),
+            sleep=self._sleep,
+            reraise=True,
+        )
+        try:
+            return tries(self._once, method, path, content)
+        except _BusyError as trouble:
+            raise ServingError(
+                f"{self.url}{path} does not answer ({trouble}); is the server running? Start it with covey serve, or "
+                "correct server.inference_server_url"
+            ) from None
+
+    def _once(self, method: str, path: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, **content)
+        except httpx.HTTPError as error:
+            raise _BusyError(f"{type(error).__name__}: {error}") from error
+        if response.status_code < 400:
+            return _json_of(response)
+        if response.status_code in _AGAIN:
+            raise _BusyError(f"{response.status_code}: {_message(response)}")
+        raise RefusedError(f"{self.url}{path}: {_message(response)}", response.status_code)
 
 
 def check_token(token: str | None) -> None:

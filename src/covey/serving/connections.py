@@ -46,7 +46,7 @@ class Connections:
     """All that are open. `protocol` is what uvicorn makes one of: `uvicorn.Config(app, http=connections.protocol)`."""
 
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-    _open: dict[_Guarded, None] = field(default_factory=dict)  # the oldest first
+    _open: dict[_Connection, None] = field(default_factory=dict)  # the oldest first
     _most: int = 0
     _sweeping: asyncio.TimerHandle | None = None
 
@@ -55,9 +55,9 @@ class Connections:
 
     def protocol(self, *args: Any, **kwargs: Any) -> asyncio.Protocol:
         """A new connection's protocol; arguments are uvicorn's."""
-        return _Guarded(self, *args, **kwargs)
+        return _Connection(self, *args, **kwargs)
 
-    def enter(self, new: _Guarded) -> None:
+    def enter(self, new: _Connection) -> None:
         """A connection was opened: it, or another one, goes if there are too many."""
         self._open[new] = None
         same = [one for one in self._open if one.address == new.address]
@@ -68,11 +68,11 @@ class Connections:
         if self._sweeping is None:
             self._sweep()
 
-    def leave(self, one: _Guarded) -> None:
-        """It is closed."""
+    def leave(self, one: _Connection) -> None:
+        """A connection was closed."""
         self._open.pop(one, None)
 
-    def _make_room(self, among: Iterable[_Guarded], new: _Guarded) -> None:
+    def _make_room(self, among: Iterable[_Connection], new: _Connection) -> None:
         waiting = [one for one in among if one is not new and one.owing is not None]
         if waiting:
             min(waiting, key=lambda one: (one.owing == "body", one.since)).drop()
@@ -95,7 +95,7 @@ class Connections:
         self._sweeping = running.call_later(_SWEEP_SECONDS, self._sweep) if self._open else None
 
 
-class _Guarded(H11Protocol):
+class _Connection(H11Protocol):
     """A connection that knows what its client owes it, and since when.
 
     Attributes:

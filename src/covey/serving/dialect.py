@@ -63,7 +63,7 @@ class Upload:
 
     @property
     def adapter_files(self) -> tuple[bytes, Mapping[str, Any]]:
-        """The adapter.
+        """The adapter as PEFT's two files, the second one read.
 
         Raises:
             AdapterError: there is none.
@@ -136,7 +136,7 @@ class Dialect:
         self.client, self.trainer, self.folder = client, trainer, folder
 
     def limits(self) -> Limits:
-        """Asked once, before training.
+        """What the server can do; asked once, before training.
 
         Raises:
             ServingError: the server cannot be reached.
@@ -157,7 +157,7 @@ class Dialect:
         raise NotImplementedError
 
     def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
-        """The completions in order.
+        """The completions of an answer, in the order of the requests.
 
         Raises:
             ServingError: they are of other weights than those published last.
@@ -170,7 +170,7 @@ class Dialect:
         return False
 
     def close(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
 
 
 def choices_of(answer: Mapping[str, Any], count: int, url: str) -> list[Mapping[str, Any]]:

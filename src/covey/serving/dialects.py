@@ -11,7 +11,7 @@ DIALECTS: dict[str, type[Dialect]] = {"covey": CoveyDialect, "vllm": VLLMDialect
 
 
 def find_dialect(kind: str) -> type[Dialect]:
-    """The dialect that `server.inference_server_kind` names.
+    """Returns the class that `server.inference_server_kind` names.
 
     Raises:
         ConfigError: no such file or class.

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 
 from covey.serving.client import check_token
-from covey.serving.pages import trouble_with_page
+from covey.serving.origins import origin_problem
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -26,12 +26,12 @@ _UPLOADS = 8
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """What a server allows.
+    """What a server allows its clients.
 
     Attributes:
         model_name: that `/v1/models` lists.
         token: bearer token that every request but `/health` must carry; None = none, and then web pages of others are
-            kept out (`covey.serving.pages`).
+            kept out (`covey.serving.origins`).
         max_upload_bytes: of an adapter.
         max_body_bytes: of any other request.
         body_seconds: within which a request's body must arrive.
@@ -62,16 +62,16 @@ class Gate:
         self._uploads = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Lets a request through to the application, or refuses it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if scope["path"] != "/health" and not self._may_enter(headers.get("authorization", "")):
+        if scope["path"] != "/health" and not self._authorized(headers.get("authorization", "")):
             await _refuse(send, 401, "this server wants a bearer token: Authorization: Bearer TOKEN")
             return
         listening = (scope.get("server") or ("", None))[0]
-        if self._settings.token is None and (trouble := trouble_with_page(headers, listening)):
+        if self._settings.token is None and (trouble := origin_problem(headers, listening)):
             await _refuse(send, 403, trouble)
             return
         upload = scope["path"] == "/upload_adapter"
@@ -94,7 +94,7 @@ class Gate:
         finally:
             self._uploads -= upload
 
-    def _may_enter(self, authorization: str) -> bool:
+    def _authorized(self, authorization: str) -> bool:
         token = self._settings.token
         return token is None or hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode())
 

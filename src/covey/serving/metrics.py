@@ -35,7 +35,7 @@ class Latencies:
         self.request = self._histogram("request_seconds", "seconds until a request is answered whole")
 
     def text(self) -> str:
-        """In Prometheus' format."""
+        """The histograms in Prometheus' text format."""
         return generate_latest(self._registry).decode()
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
@@ -43,7 +43,7 @@ class Latencies:
 
 
 def prometheus_text(engine: Any) -> str:
-    """The counts of a `BatchingEngine`."""
+    """The counts and latencies of a `BatchingEngine` in Prometheus' text format."""
     registry = CollectorRegistry()
     for name, meaning in _COUNTERS.items():
         Counter(f"covey_{name}", meaning, registry=registry).inc(getattr(engine.counts, name))

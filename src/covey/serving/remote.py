@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from covey.errors import GenerationError, ServingError
-from covey.rollout.checks import NO_VERSION, version_in_words
 from covey.rollout.constrained import cut_choices
-from covey.rollout.learning import Weights
+from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Device, Drawn, Row, Session
 from covey.serving.client import InferenceClient, RefusedError, warn_of_mismatch
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
@@ -43,7 +42,7 @@ class CoveyDialect(Dialect):
         self.server_version = NO_VERSION
 
     def limits(self) -> Limits:
-        """What `/health` says."""
+        """The limits that `/health` tells."""
         health = self.client.health()
         self._instance = str(health.get("instance", ""))
         return Limits(
@@ -52,7 +51,7 @@ class CoveyDialect(Dialect):
         )
 
     def publish(self, upload: Upload) -> None:
-        """Upload the adapter."""
+        """Uploads the adapter, and checks that the server applied the same numbers."""
         number = upload.version + self._ahead
         if number <= self._number and upload.sha256 != self._sha256:
             # other weights under a version that was used already, such as the best ones at a run's end
@@ -127,7 +126,7 @@ class CoveyDialect(Dialect):
         return True
 
     def close(self) -> None:
-        """Another trainer may have the server."""
+        """Tells the server that another trainer may have it."""
         self.client.release(self.trainer)
 
 
@@ -181,7 +180,7 @@ class RemoteEngine:
         self._version = weights.version
 
     def release(self) -> None:
-        """Nothing: the server keeps its memory."""
+        """Does nothing: the server keeps its memory."""
 
     def __call__(
         self,
@@ -235,7 +234,7 @@ class RemoteEngine:
     # ------------------------------------------------------------------ inside
 
     def submit(self, request: Request, settings: SamplingSettings, version: int) -> Future[list[Completion]]:
-        """Ask for one completion."""
+        """Asks for one completion in a thread."""
         return self._pool.submit(self._complete, [request], settings, version)
 
     def _check(self, settings: SamplingSettings, policy_version: int) -> None:
@@ -288,7 +287,7 @@ class RemoteDevice(Device):
         self._asked: dict[Future[list[Completion]], Row] = {}
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        """Ask for the first turns."""
+        """Asks for the first turns."""
         while queue:
             self._ask(queue.popleft())
         return iter(())

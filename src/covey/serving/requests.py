@@ -32,7 +32,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class StreamOptions(BaseModel):
-    """What else a stream says."""
+    """The options of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -86,7 +86,7 @@ class _Sampling(BaseModel):
         return self
 
     def settings(self, max_tokens: int, eos_token_ids: tuple[int, ...], vocabulary: int) -> SamplingSettings:
-        """As the engine understands it."""
+        """The settings as the engine understands them."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         ends = () if self.ignore_eos else eos_token_ids
         if self.stop_token_ids is not None:  # they stop, whether the model's own end is ignored or not
@@ -104,7 +104,7 @@ class _Sampling(BaseModel):
 
 
 class CompletionRequest(_Sampling):
-    """`/v1/completions`."""
+    """The body of a request to `/v1/completions`."""
 
     prompt: str | list[Any]
     max_tokens: int = Field(default=16, ge=1)
@@ -112,7 +112,7 @@ class CompletionRequest(_Sampling):
 
     @property
     def wants_logprobs(self) -> bool:
-        """0 asks for them too: of the sampled tokens, and of no others."""
+        """Whether log-probabilities of the sampled tokens are asked for; 0 asks for these too."""
         return self.logprobs is not None
 
     def prompts(self) -> list[str | list[int]]:
@@ -135,7 +135,7 @@ class CompletionRequest(_Sampling):
 
 
 class ChatRequest(_Sampling):
-    """`/v1/chat/completions`."""
+    """The body of a request to `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -145,7 +145,7 @@ class ChatRequest(_Sampling):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Of the sampled tokens."""
+        """Whether log-probabilities of the sampled tokens are asked for."""
         return self.logprobs
 
     @model_validator(mode="after")
@@ -171,7 +171,7 @@ Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
 
 
 def read_request(kind: type[Asked], body: bytes) -> Asked:
-    """A request's body.
+    """Reads and checks a request's body.
 
     Raises:
         RequestError: it says which field, and what is wrong with it.

@@ -47,10 +47,7 @@ def open_server(
     loaded = load_model(model, dtype=options.dtype, device=options.device or "auto")
     bare = bare_model(loaded.model)
     engine = Engine(
-        bare,
-        loaded.tokenizer,
-        kv_cache_bytes=int(options.kv_cache_gb * 2**30),
-        max_batch_size=options.max_batch_size,
+        bare, loaded.tokenizer, kv_cache_bytes=int(options.kv_cache_gb * 2**30), max_batch_size=options.max_batch_size
     )
     batching = BatchingEngine(
         engine,

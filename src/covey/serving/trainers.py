@@ -17,7 +17,7 @@ class TwoTrainersError(CoveyError):
 
 
 class TrainerLease:
-    """Who may upload.
+    """Decides who may upload.
 
     Args:
         seconds: after which a trainer that is heard of no more may be replaced.
@@ -48,7 +48,7 @@ class TrainerLease:
             self._holder = None
 
     def take(self, trainer: str, *, takeover: bool = False) -> None:
-        """The same, and it is this trainer's from now on."""
+        """Checks likewise, and gives the server to this trainer."""
         self.check(trainer, takeover=takeover)
         if trainer:
             self._holder, self._heard = trainer, self._clock()

@@ -22,21 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ServingError
-from covey.serving.client import InferenceClient, RefusedError
+from covey.serving.client import RefusedError
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
-from covey.serving.remote import RemoteEngine
 from covey.types import Request, SamplingSettings
 
 log = logging.getLogger(__name__)
 
 
 class VLLMDialect(Dialect):
-    """See the module docstring."""
+    """How vLLM is spoken to; see the top of this module."""
 
     name = "vLLM"
 
     def limits(self) -> Limits:
-        """The context of the served model."""
+        """The context length of the served model."""
         self.client.health()
         models = self.client.ask("GET", "/v1/models").get("data") or [{}]
         self._loaded = str(models[0].get("id", ""))
@@ -86,7 +85,7 @@ class VLLMDialect(Dialect):
         }
 
     def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
-        """The answer names its adapter."""
+        """The completions; the answer must name the adapter that was asked for."""
         choices = choices_of(answer, count, self.client.url)
         if answer.get("model") != self._loaded:
             raise ServingError(f"{self.client.url} answered {answer!r:.200} to {count} prompts")
@@ -108,14 +107,3 @@ class VLLMDialect(Dialect):
             if error.status == 404 and "lora" not in str(error).partition(": ")[2].lower():  # the path has it too
                 raise ServingError(f"{self.client.url} {start}") from error
             raise
-
-
-def VLLMEngine(client: InferenceClient, *, trainer: str, folder: str | Path) -> RemoteEngine:  # noqa: N802
-    """A `RemoteEngine` that speaks to vLLM.
-
-    Args:
-        client: the server.
-        trainer: name of this run.
-        folder: for adapters; vLLM reads them there.
-    """
-    return RemoteEngine(client, trainer=trainer, dialect=VLLMDialect, folder=folder)

@@ -10,21 +10,20 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError, RewardError
 from covey.rewards.code import CodeReward, read_tests
 from covey.rewards.harness import split_check
-from covey.rewards.sandbox import Limits
+from covey.rewards.jail.sandbox import Limits
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt
+from covey.tasks.base import as_prompt
 from covey.tasks.dataset import Row, load_rows
 from covey.tasks.functions import make_problems
-from covey.tasks.split import hold_out, without_held_out
+from covey.tasks.split import FileTask
 
 
-class Code(Task):
+class Code(FileTask):
     """Problems whose answers are programs: `{"prompt": [...], "tests": {...}, "uid": ...}`.
 
     Args:
@@ -73,16 +72,10 @@ class Code(Task):
         return [self._reward]
 
     def train_rows(self, seed: int) -> list[Row]:
-        """The problems that are not held out."""
-        rows = without_held_out(
-            self._problems, self._eval, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
-        )
+        """The problems that are not held out, in an order drawn with the seed."""
+        rows = super().train_rows(seed)
         random.Random(seed).shuffle(rows)
         return rows
-
-    def eval_rows(self) -> list[Row]:
-        """The held-out problems."""
-        return list(self._eval)
 
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """Does the program pass every test?"""
@@ -93,15 +86,11 @@ class Code(Task):
         """Is there something that may be code?"""
         return "def " in text or "```" in text or "print(" in text
 
-    @cached_property
-    def _problems(self) -> list[Row]:
-        return _rows(make_problems(), "functions") if self.path is None else _rows(load_rows(self.path), str(self.path))
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        if self.eval_path is not None:
-            return _rows(load_rows(self.eval_path, split="test"), str(self.eval_path))[: self.num_eval]
-        return hold_out(self._problems, self.num_eval)
+    def read(self, source: Any, split: str) -> list[Row]:
+        """The problems of a file, or the tiny functions where there is none."""
+        if source is None:
+            return _rows(make_problems(), "functions")
+        return _rows(load_rows(source, split=split), str(source))
 
 
 def _rows(entries: list[Row], where: str) -> list[Row]:

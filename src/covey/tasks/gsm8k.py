@@ -3,16 +3,15 @@ r"""GSM8K: grade-school word problems (Cobbe et al. 2021, arXiv 2110.14168), ans
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any, ClassVar
 
 from covey.errors import ConfigError, DataError
 from covey.rewards.extract import final_number, parse_number
 from covey.rewards.text import numeric_match
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt
+from covey.tasks.base import as_prompt
 from covey.tasks.dataset import Row, load_rows
-from covey.tasks.split import hold_out, some_rows, without_held_out
+from covey.tasks.split import FileTask
 
 
 def reference_answer(solution: str) -> str | None:
@@ -32,7 +31,7 @@ def is_correct_answer(text: str, answer: str) -> bool:
     return expected is not None and final_number(text) == expected
 
 
-class GSM8K(Task):
+class GSM8K(FileTask):
     """Word problems: `{"prompt": [...], "answer": "72", "question": "...", "uid": ...}`.
 
     Args:
@@ -60,10 +59,7 @@ class GSM8K(Task):
     ) -> None:
         if num_eval < 1 or (num_train is not None and num_train < 1):
             raise ConfigError(f"num_train={num_train}, num_eval={num_eval}: both must be 1 or more")
-        self.path = path
-        self.eval_path = eval_path
-        self.num_train = num_train
-        self.num_eval = num_eval
+        self.path, self.eval_path, self.num_train, self.num_eval = path, eval_path, num_train, num_eval
         self.system_prompt = system_prompt
         self.max_completion_length = 256
         self._reward = numeric_match("answer")
@@ -73,30 +69,13 @@ class GSM8K(Task):
         """1.0 for the exact number, else 0.0."""
         return [self._reward]
 
-    def train_rows(self, seed: int) -> list[Row]:
-        """The problems that are not held out, in the order of the file, or `num_train` of them."""
-        rows = without_held_out(
-            self._problems, self._eval, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
-        )
-        return some_rows(rows, self.num_train, seed)
-
-    def eval_rows(self) -> list[Row]:
-        """The held-out problems."""
-        return list(self._eval)
-
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
-        """True where the reward is 1."""
+        """True where the reward is 1, that is where the final number is the answer."""
         return is_correct_answer(text, row["answer"])
 
-    @cached_property
-    def _problems(self) -> list[Row]:
-        return _problems(self.path, "train")
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        if self.eval_path is not None:
-            return _problems(self.eval_path, "test")[: self.num_eval]
-        return hold_out(self._problems, self.num_eval)
+    def read(self, source: Any, split: str) -> list[Row]:
+        """The rows of a GSM8K file, their answers as numbers."""
+        return _problems(source, split)
 
 
 def _problems(path: Any, split: str) -> list[Row]:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import random
 import re
+from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from covey.errors import DataError
+from covey.tasks.base import Task
 from covey.tasks.dataset import Row
 
 _NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
@@ -102,3 +105,52 @@ def some_rows(rows: Sequence[Row], number: int | None, seed: int) -> list[Row]:
     if number is None or number >= len(rows):
         return list(rows)
     return [rows[index] for index in sorted(random.Random(seed).sample(range(len(rows)), number))]
+
+
+class FileTask(Task):
+    """A task whose problems stand in one file or two.
+
+    Attributes:
+        path: of the problems; what `read` takes.
+        eval_path: of held-out problems; None = `num_eval` of `path` are held out, those with the lowest hash.
+        num_train: use so many training problems, drawn with the seed; None = all.
+        num_eval: number of held-out problems; None = all of `eval_path`.
+    """
+
+    path: Any = None
+    eval_path: Any = None
+    num_train: int | None = None
+    num_eval: int | None = None
+
+    @abstractmethod
+    def read(self, source: Any, split: str) -> list[Row]:
+        """All problems of a source, `split` being "train" or "test".
+
+        Raises:
+            DataError: it cannot be read, or an entry is no problem.
+        """
+
+    def train_rows(self, seed: int) -> list[Row]:
+        """The problems that are not held out, in the order of the file, or `num_train` of them.
+
+        Raises:
+            DataError: nothing is left, or a question stands in the training file and in a held-out file of its own.
+        """
+        rows = without_held_out(
+            self._problems, self._held_out, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
+        )
+        return some_rows(rows, self.num_train, seed)
+
+    def eval_rows(self) -> list[Row]:
+        """The held-out problems."""
+        return list(self._held_out)
+
+    @cached_property
+    def _problems(self) -> list[Row]:
+        return self.read(self.path, "train")
+
+    @cached_property
+    def _held_out(self) -> list[Row]:
+        if self.eval_path is not None:
+            return self.read(self.eval_path, "test")[: self.num_eval]
+        return hold_out(self._problems, self.num_eval or len(self._problems))

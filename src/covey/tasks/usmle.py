@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 from covey.errors import ConfigError, DataError
-from covey.rewards.choice import extract_choice
 from covey.rewards.extract import completion_text
+from covey.rewards.option_letter import extract_choice
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt
+from covey.tasks.base import as_prompt
 from covey.tasks.dataset import Row, load_rows
-from covey.tasks.split import hold_out, question_key, some_rows, without_held_out
+from covey.tasks.split import FileTask, question_key
 from covey.types import Message
 
 Wording = Literal["document", "brief"]
@@ -175,7 +174,7 @@ _correct_letter.__name__ = "correct_letter"
 _correct_letter.required_columns = ("answer", "options")  # type: ignore[attr-defined]
 
 
-class USMLE(Task):
+class USMLE(FileTask):
     """Multiple-choice questions: `{"prompt": [...], "question", "options", "answer", "uid"}`.
 
     Args:
@@ -227,17 +226,6 @@ class USMLE(Task):
         """1.0 for the right letter, or the reward model's number."""
         return [self._reward]
 
-    def train_rows(self, seed: int) -> list[Row]:
-        """The questions that are not held out."""
-        rows = without_held_out(
-            self._questions, self._eval, path=self.path, eval_path=self.eval_path, num_eval=self.num_eval
-        )
-        return some_rows(rows, self.num_train, seed)
-
-    def eval_rows(self) -> list[Row]:
-        """The held-out questions."""
-        return list(self._eval)
-
     def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
         """Does the text choose the right letter?"""
         return compute_reward(row, text)[0] == 1.0
@@ -258,17 +246,8 @@ class USMLE(Task):
         new = {**row, "options": options, "answer": turned[row["answer"]], "uid": f"{row['uid']}-rotated-{shift}"}
         return {**new, "prompt": as_prompt(format_usmle_prompt(new, self.wording))}
 
-    @cached_property
-    def _questions(self) -> list[Row]:
-        return self._rows(self.path, "train")
-
-    @cached_property
-    def _eval(self) -> list[Row]:
-        if self.eval_path is not None:
-            return self._rows(self.eval_path, "test")[: self.num_eval]
-        return hold_out(self._questions, self.num_eval or len(self._questions))
-
-    def _rows(self, source: Any, split: str) -> list[Row]:
+    def read(self, source: Any, split: str) -> list[Row]:
+        """The questions with their prompts."""
         rows = []
         for row in load_questions(source, split):
             prompt = as_prompt(format_usmle_prompt(row, self.wording))

@@ -12,12 +12,11 @@ from covey.environments.base import World
 from covey.environments.pool import EnvironmentPool
 from covey.environments.registry import get_world
 from covey.errors import ConfigError, DataError
-from covey.rollout.agent_collect import AgentCollector
 from covey.rollout.agents import Player
 from covey.rollout.batching import has_text
+from covey.rollout.collect import AgentCollector
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.learning import Sampler, TrainedPolicy
-from covey.rollout.playing import PlaySettings
 from covey.rollout.scoring import Scorer
 from covey.training import setup
 from covey.types import Prompt
@@ -110,19 +109,12 @@ def make_collector(
     pool = EnvironmentPool(
         world, chosen.parallel_episodes, reset_seconds=chosen.reset_seconds, step_seconds=chosen.step_seconds
     )
-    settings = PlaySettings(
-        max_turns=chosen.max_turns or world.max_turns,
-        context_mode=chosen.context_mode,
-        history_length=chosen.history_length,
-        action_format=chosen.action_format,
-        show_actions=chosen.show_actions,
-        invalid_action_penalty=chosen.invalid_action_penalty,
-        max_observation_tokens=chosen.max_observation_tokens,
-        max_conversation_tokens=min(chosen.max_conversation_tokens, engine.context_length),
-        max_prompt_tokens=chosen.max_turn_prompt_tokens,
-    )
-    player = Player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids)
-    return AgentCollector(engine, player, config.environment)
+    limits = {
+        "max_turns": chosen.max_turns or world.max_turns,
+        "max_conversation_tokens": min(chosen.max_conversation_tokens, engine.context_length),
+    }
+    settings = chosen.model_copy(update=limits)
+    return AgentCollector(engine, Player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids))
 
 
 def _by_the_world(prompts: Any, completions: Any, **columns: Any) -> list[float]:

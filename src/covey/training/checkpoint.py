@@ -15,21 +15,23 @@ import base64
 import json
 import logging
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from covey.errors import CheckpointError, ConfigError
 from covey.files import folder_error, folder_problem, publishing, remove_folder, require_free_space
 
-TensorGroups = Mapping[str, Mapping[str, torch.Tensor | NDArray[Any]]]
+if TYPE_CHECKING:
+    import torch
+
+TensorGroups = Mapping[str, Mapping[str, "torch.Tensor | NDArray[Any]"]]
 _FORMAT = 1
 _NAME = re.compile(r"^step_(\d{6,})$")
 _log = logging.getLogger("covey.checkpoint")
@@ -117,9 +119,8 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
         document = json.loads((folder / "state.json").read_text(encoding="utf-8"), object_hook=_from_json)
         if document["format"] != _FORMAT:
             raise CheckpointError(
-                f"checkpoint {folder} has format {document['format']}, this version of Covey reads "
-                f"{_FORMAT}; "
-                "resume with the version named in the run's versions.json"
+                f"checkpoint {folder} has format {document['format']}, this version of Covey reads {_FORMAT}; resume "
+                "with the version named in the run's versions.json"
             )
         if not isinstance(document.get("state"), dict):
             raise ValueError("its state.json holds no state")
@@ -128,8 +129,7 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
         if _NAME.match(folder.name) and folder.name != checkpoint_name(step):
             raise CheckpointError(
                 f"checkpoint {folder} is of step {step}, not of that in its name; give it its own name back, or move "
-                "it "
-                "away"
+                "it away"
             )
         if run_id is not None and found != run_id:
             raise CheckpointError(
@@ -207,7 +207,10 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
 
 
 def random_state() -> dict[str, Any]:
-    """States of torch's generators: dropout draws from them."""
+    """States of torch's generators, from which dropout draws; nothing where nobody has imported torch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
     state: dict[str, Any] = {"cpu": torch.get_rng_state().numpy()}
     if torch.cuda.is_available():
         state["cuda"] = [device_state.numpy() for device_state in torch.cuda.get_rng_state_all()]
@@ -216,6 +219,10 @@ def random_state() -> dict[str, Any]:
 
 def restore_random(state: Mapping[str, Any]) -> None:
     """Take up what `random_state` returned."""
+    if not state:
+        return
+    import torch
+
     torch.set_rng_state(torch.from_numpy(np.asarray(state["cpu"], np.uint8)))
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state_all([torch.from_numpy(np.asarray(entry, np.uint8)) for entry in state["cuda"]])
@@ -232,6 +239,9 @@ def _save_group(path: Path, group: Mapping[str, torch.Tensor | NDArray[Any]]) ->
     """One safetensors file. It forbids shared memory: equal tensors become aliases, other overlaps become
     copies.
     """
+    import torch
+    from safetensors.torch import save_file
+
     stored: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first_with: dict[tuple[Any, ...], str] = {}

@@ -1,13 +1,16 @@
-"""What is measured: of a policy on held-out problems, with a 95 % interval, and of a step; and the rows to read."""
+"""What is measured: of a policy on held-out problems, with a 95 % interval, of a step, and of each training question
+over the run; and the rows to read.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from covey.algorithms import Estimator
 from covey.errors import RewardError
@@ -46,7 +49,7 @@ class Evaluation:
 
     @property
     def judged(self) -> BoolArray:
-        """See `judged_completions`."""
+        """`[N]` which completions say something of the policy; see `judged_completions`."""
         return judged_completions(self.rollout)
 
 
@@ -183,7 +186,7 @@ def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:
     return float(np.mean([not has_answer(g.prompt, e.text) for g in rollout.groups for e in g.episodes]))
 
 
-def rollout_metrics(rollout: Rollout, estimator: Estimator, std_correction: int) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> dict[str, float]:
     """Rewards and completion lengths of a step, named and defined as in `covey.observe.metric_names`.
 
     Groups that dynamic sampling discarded are counted: without them every number would be of the groups that were
@@ -197,7 +200,7 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, std_correction: int)
     ended = lengths[[episode.finish_reason != "length" for episode in episodes]]
     metrics: dict[str, float] = {
         "reward": float(scored.mean()) if len(scored) else float("nan"),
-        "reward_std": float(np.mean([_std(group.rewards, std_correction) for group in groups])),
+        "reward_std": float(np.mean([_std(group.rewards, correction) for group in groups])),
         "frac_reward_zero_std": float(np.mean([not estimator.teaches(group) for group in groups])),
         "frac_reward_none": float(np.isnan(rewards).mean()),
         "completions/mean_length": float(lengths.mean()),
@@ -218,7 +221,7 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, std_correction: int)
         values = np.concatenate([group.reward_parts[name] for group in groups])
         found = values[~np.isnan(values)]
         metrics[f"rewards/{name}/mean"] = float(found.mean()) if len(found) else float("nan")
-        metrics[f"rewards/{name}/std"] = _std(values, std_correction)
+        metrics[f"rewards/{name}/std"] = _std(values, correction)
         metrics[f"rewards/{name}/none"] = float(np.isnan(values).mean())
     return metrics
 
@@ -308,3 +311,117 @@ def transcript(trajectory: Trajectory) -> str:
 def _std(values: np.ndarray, correction: int) -> float:
     scored = values[~np.isnan(values)]
     return float(scored.std(ddof=correction)) if len(scored) > correction else 0.0
+
+
+Answers = dict[str, list[int]]
+"""uid of a question -> [right completions, all completions] in one step."""
+
+_FORGET = 0.5
+"""Each visit halves what earlier visits count: the policy has changed since."""
+
+
+def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
+    """Right and all completions of each question of a step, or episodes of agents; empty if nothing says what is right.
+
+    What is not judged counts as little as a question that was not asked.
+
+    Args:
+        rollout: all groups that were sampled, those that dynamic sampling discarded included (`Rollout.whole`).
+        correct: one entry for each of their rewards.
+    """
+    answers: Answers = {}
+    if correct is None:
+        return answers
+    judged = judged_completions(rollout)
+    row = 0
+    for group in rollout.groups:
+        rows = slice(row, row + len(group.rewards))
+        right = correct[rows][judged[rows]]
+        if len(right):
+            entry = answers.setdefault(group.prompt.uid, [0, 0])
+            entry[0] += int(right.sum())
+            entry[1] += len(right)
+        row = rows.stop
+    return answers
+
+
+class QuestionHistory:
+    """What is known about every training question.
+
+    Args:
+        uids: of the questions, in the order of the dataset.
+        group_relative: advantages are differences within a question's group; else between all questions of a step.
+    """
+
+    def __init__(self, uids: Sequence[str], group_relative: bool = True) -> None:
+        self._group_relative = group_relative
+        self._row = {uid: row for row, uid in enumerate(uids)}
+        self._right = np.zeros(len(uids))
+        self._wrong = np.zeros(len(uids))
+
+    def add(self, answers: Mapping[str, Sequence[int]]) -> None:
+        """Take in one step. Questions that the dataset no longer has are passed over."""
+        for uid, (right, total) in answers.items():
+            row = self._row.get(uid)
+            if row is not None:
+                self._right[row] = _FORGET * self._right[row] + right
+                self._wrong[row] = _FORGET * self._wrong[row] + total - right
+
+    def restore(self, steps: Iterable[Mapping[str, Any]]) -> None:
+        """Begin anew from the lines of `questions.jsonl`."""
+        self._right[:] = self._wrong[:] = 0.0
+        for step in steps:
+            self.add(step["answers"])
+
+    def weights(self) -> NDArray[np.float64]:
+        """`[n]` how much each question can teach: 1 for one never asked, towards 0 for one always right or wrong.
+
+        Six times the expected `p (1 - p)`, the variance of a right/wrong reward and so the size of a group's
+        advantages, where p has the posterior Beta(1 + right, 1 + wrong).
+
+        Where advantages are not differences within the group, the reward's square distance from the mean m over all
+        questions takes the variance's place, `p (1 - m)^2 + (1 - p) m^2`: what is always right teaches, too.
+        """
+        a, b = 1.0 + self._right, 1.0 + self._wrong
+        if not self._group_relative:
+            p = a / (a + b)
+            m = p.mean()
+            return np.asarray((p * (1 - m) ** 2 + (1 - p) * m**2) / (0.5 * (1 - m) ** 2 + 0.5 * m**2))
+        return np.asarray(6.0 * a * b / ((a + b) * (a + b + 1.0)))
+
+
+@dataclass(slots=True)
+class Question:
+    """One question over the run.
+
+    Attributes:
+        uid: its name.
+        visits: (step, right completions, all completions), oldest first.
+    """
+
+    uid: str
+    visits: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right completions, all visits together."""
+        return sum(right for _, right, _ in self.visits) / sum(total for _, _, total in self.visits)
+
+    @property
+    def first(self) -> float:
+        """Share of right completions at the first visit."""
+        return self.visits[0][1] / self.visits[0][2]
+
+    @property
+    def last(self) -> float:
+        """Share of right completions at the last visit."""
+        return self.visits[-1][1] / self.visits[-1][2]
+
+
+def questions_of(steps: Iterable[Mapping[str, Any]]) -> list[Question]:
+    """The lines of `questions.jsonl` by question, the hardest first."""
+    found: dict[str, Question] = {}
+    for step in steps:
+        for uid, (right, total) in step["answers"].items():
+            found.setdefault(uid, Question(uid)).visits.append((int(step["step"]), int(right), int(total)))
+    return sorted(found.values(), key=lambda question: (question.accuracy, question.uid))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import ConfigError
-from covey.observe.choices import Answered
+from covey.observe.answer_statistics import Answered
 from covey.training.trainer import GRPOTrainer
 from covey.types import Batch, Completion, Episode, Progress, Prompt
 

@@ -64,12 +64,12 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step."""
+        """What a step takes, in seconds."""
         return sum(part.amount for part in self.seconds)
 
     @property
     def peak_bytes(self) -> float:
-        """Peak memory."""
+        """The peak of the memory, in bytes."""
         return sum(part.amount for part in self.memory)
 
     @property

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from covey.config import GRPOConfig
 from covey.errors import CheckpointError, CoveyError, ModelError
@@ -29,11 +28,10 @@ from covey.training.checkpoint import (
     restore_random,
     save_checkpoint,
 )
-from covey.training.checks import require_measured
-from covey.training.evaluate import NOTHING_JUDGED, Evaluation, completion_rows
-from covey.training.questions import Answers, QuestionHistory
+from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, completion_rows
 from covey.training.restoring import changed_settings, checked_state, damage_explained, find_checkpoint, lost_lines
 from covey.training.schedule import PhasePlan
+from covey.training.setup import RunLength, require_measured
 from covey.training.state import Callbacks, TrainerState
 
 log = logging.getLogger(__name__)
@@ -44,33 +42,20 @@ _PLACE = re.compile(r" at \S+:\d+, in ")
 _MOST_FAILURES = 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """What a run is written from, and what a checkpoint is restored into.
-
-    Attributes:
-        args: the settings.
-        state: counters and history.
-        policy: whose weights are saved.
-        learner: whose tensors a checkpoint holds.
-        plan: the walk through the phases.
-        questions: how each training question was answered.
-        total_steps: of the run, None where minutes or tokens decide.
-        best_metric: that says which evaluation is the best.
-        only_in_memory: its settings do not say all of it.
-        publish: gives the policy's weights to the sampler.
-    """
+class Run(Protocol):
+    """What a run is written from and a checkpoint is restored into: a `GRPOTrainer`, which describes these."""
 
     args: GRPOConfig
     state: TrainerState
     policy: TrainedPolicy
     learner: Learner
-    plan: PhasePlan
+    phases: PhasePlan
     questions: QuestionHistory
-    total_steps: int | None
+    length: RunLength
     best_metric: str
     only_in_memory: bool
-    publish: Callable[[], None]
+
+    def publish(self) -> None: ...
 
 
 class Recorder:
@@ -119,7 +104,7 @@ class Recorder:
             self._observers.on_run_start(
                 run.args.to_dict(),
                 {
-                    "total_steps": run.total_steps,
+                    "total_steps": run.length.total_steps,
                     "start_step": run.state.global_step,
                     "run_id": folder.run_id,
                     "name": self._settings.run_name or folder.path.name,
@@ -199,11 +184,11 @@ class Recorder:
     # ------------------------------------------------------------------ what happens
 
     def event(self, kind: str, message: str) -> None:
-        """Something worth a sentence."""
+        """Tell the observers of something worth a sentence."""
         self._observers.on_event(kind, message)
 
     def progress(self, activity: str, done: int, total: int) -> None:
-        """Something long moves on."""
+        """Tell the observers that something long moves on."""
         self._observers.on_progress(activity, done, total)
 
     def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]], answers: Answers) -> None:
@@ -285,7 +270,7 @@ class Recorder:
             run.learner.tensors(),
             {
                 "trainer": state.to_dict(),
-                "plan": run.plan.state(),
+                "plan": run.phases.state(),
                 "random": random_state(),
                 "tokens_per_micro_batch": run.learner.tokens_per_micro_batch,
                 "settings": run.args.to_dict(),
@@ -315,13 +300,13 @@ class Recorder:
         self._notes += changed_settings(checkpoint, run.args)
         self._notes += lost_lines(folder, checkpoint, run.args)
         with damage_explained(checkpoint):
-            run.plan.restore(checkpoint.state["plan"])
+            run.phases.restore(checkpoint.state["plan"])
             restore_random(checkpoint.state["random"])
             run.learner.restore(checkpoint.tensors, state.updates)
             run.learner.tokens_per_micro_batch = int(checkpoint.state["tokens_per_micro_batch"])
         folder.truncate_after(checkpoint.step)
         state.log_history = folder.read_metrics()
-        state.max_steps = run.total_steps or -1
+        state.max_steps = run.length.total_steps or -1
         run.state.take(state)
         run.questions.restore(folder.read_answers())
         evaluated = [record["step"] for record in run.state.log_history if "eval/reward" in record]

@@ -8,8 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from covey.config import GRPOConfig
 from covey.errors import CheckpointError, ConfigError, CoveyError
 from covey.files import NAMES_NOTHING
@@ -126,6 +124,8 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
             raise ValueError(f"best_step={state.best_step} after global_step={state.global_step}")
     if state.updates > 0 and own["policy"] and not checkpoint.tensors["optimizer"]:
         raise CheckpointError(f"{where}: {state.updates} optimiser steps, and the optimiser's moments are empty; {fix}")
+    import torch  # tensors of a checkpoint are torch's, whatever the backend
+
     moments = {torch.float32, *(tensor.dtype for tensor in checkpoint.tensors["policy"].values())}
     for group, tensors in checkpoint.tensors.items():
         for name, tensor in tensors.items():
@@ -219,7 +219,6 @@ def damage_explained(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path}: its state is damaged ({type(error).__name__}: {str(error)[:200]}); "
-            "delete it to "
-            "resume from the one before"
+            f"checkpoint {checkpoint.path}: its state is damaged ({type(error).__name__}: {str(error)[:200]}); delete "
+            "it to resume from the one before"
         ) from error

@@ -28,24 +28,24 @@ from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
-from covey.rollout.collect import AnswerCollector, Rollout, with_greedy_rewards
-from covey.rollout.dynamic import collect_informative_groups
+from covey.rollout.batching import make_batch
+from covey.rollout.collect import AnswerCollector, Rollout, collect_informative_groups, with_greedy_rewards
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
-from covey.training.ahead import Sampled, Samples, SamplesAhead, SamplesNow, Source
-from covey.training.checks import best_metric, require_memory
 from covey.training.evaluate import (
     Evaluation,
+    QuestionHistory,
     completion_rows,
     correct_completions,
     evaluate,
     no_answer_ratio,
     rollout_metrics,
 )
-from covey.training.questions import QuestionHistory
-from covey.training.recorder import Recorder, Run
+from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
+from covey.training.recorder import Recorder
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
+from covey.training.setup import best_metric, require_memory
 from covey.training.state import Callbacks, TrainerState, check_callbacks
 from covey.training.stepwise import StepByStep
 from covey.training.update import Update, update
@@ -204,28 +204,24 @@ class GRPOTrainer(StepByStep):
     def _sampling(self, recorder: Recorder) -> Iterator[Samples]:
         """Where the steps' groups come from; no thread is left when it ends."""
         schedule = self.args.schedule
-        source = Source(
-            sample=self.sample_step,
-            phase=lambda: self.phases.at(self._elapsed()),
-            steps_ahead=self._steps_ahead,
-            state=self.state,
-            sync=self.publish,
-            release=lambda: self.engine.release(),
-        )
         samples: Samples
         if schedule.max_staleness > 0:
-            samples = SamplesAhead(source, schedule.max_staleness, drop=schedule.stale_groups == "drop")
+            samples = PrefetchedSamples(self, schedule.max_staleness, drop=schedule.stale_groups == "drop")
         else:
-            samples = SamplesNow(source, partial(recorder.progress, "sampling"))
+            samples = DirectSamples(self, partial(recorder.progress, "sampling"))
         self._samples = samples
         try:
             yield samples
-            samples.quiet()
+            samples.pause()
         finally:
             self._samples = None
             samples.close()
 
-    def _steps_ahead(self) -> int:
+    def next_phase(self) -> ResolvedPhase:
+        """The phase in force for the next step."""
+        return self.phases.at(self._elapsed())
+
+    def steps_ahead(self) -> int:
         """Nothing is sampled ahead over the end of the run or of a phase, or over a checkpoint.
 
         What follows a checkpoint is then sampled from its weights, and a resumed run has the numbers of the unbroken
@@ -235,8 +231,7 @@ class GRPOTrainer(StepByStep):
         ends = [self.length.total_steps, self.phases.ends_at]
         if every > 0 and self.args.schedule.stale_groups == "wait":
             ends.append((step // every + 1) * every)
-        longest = self.args.schedule.max_staleness // self.length.optimizer_steps
-        return max(0, min([longest, *(end - step - 1 for end in ends if end is not None)]))
+        return max(0, min([self.args.max_steps_ahead, *(end - step - 1 for end in ends if end is not None)]))
 
     def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
         """Groups for one step, from a position in the data on."""
@@ -291,7 +286,17 @@ class GRPOTrainer(StepByStep):
             rows = np.arange(len(batch.episodes))
             return self.learner.scores(batch, rows, temperature=phase.temperature, reference=True)[0]
 
-        return setup.batch_maker(self.args, self.data)(groups, score_reference=score_reference)
+        args = self.args
+        return make_batch(
+            groups,
+            args.algorithm,
+            args.rewards,
+            args.environment,
+            reward_weights=self.data.scorer.weights.tolist(),
+            max_completion_length=args.sampling.max_completion_length,
+            has_answer=self.data.has_answer,
+            score_reference=score_reference,
+        )
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         """The update of a step at the learning rates that are due."""
@@ -366,7 +371,7 @@ class GRPOTrainer(StepByStep):
             "num_tokens": state.num_tokens,
             "policy_version": min(episode.policy_version for episode in done.batch.episodes),
             "phase": phase.index,
-            **rollout_metrics(rollout, self.estimator, self.args.algorithm.std_correction),
+            **rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"]),
             **done.metrics,
             **memory_metrics(),
             "step_time": seconds,
@@ -407,7 +412,7 @@ class GRPOTrainer(StepByStep):
         if not prompts:
             raise DataError("no held-out prompts: pass eval_dataset, or set data.eval_dataset or data.task")
         if self._samples is not None:
-            self._samples.quiet()
+            self._samples.pause()
         if progress is None and self._recorder is not None:
             progress = partial(self._recorder.progress, "evaluating")
         return evaluate(
@@ -452,19 +457,7 @@ class GRPOTrainer(StepByStep):
     @contextmanager
     def _recording(self, resume: bool | str | Path | None) -> Iterator[Recorder]:
         """The run folder is open inside; an error leaves a checkpoint of the last consistent moment behind."""
-        run = Run(
-            args=self.args,
-            state=self.state,
-            policy=self.policy,
-            learner=self.learner,
-            plan=self.phases,
-            questions=self.questions,
-            total_steps=self.length.total_steps,
-            best_metric=self.best_metric,
-            only_in_memory=self.only_in_memory,
-            publish=self.publish,
-        )
-        recorder = Recorder(run, self._callbacks)
+        recorder = Recorder(self, self._callbacks)
         self.data.scorer.trainer_state = self.state
         try:
             with recorder.running(resume):

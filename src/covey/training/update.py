@@ -156,7 +156,7 @@ def update(
 
 def _rates(learning_rates: float | Sequence[float], algorithm: AlgorithmConfig) -> Sequence[float]:
     """One learning rate for each optimiser step."""
-    steps = algorithm.num_iterations * algorithm.num_minibatches
+    steps = algorithm.optimizer_steps
     return [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
 
 

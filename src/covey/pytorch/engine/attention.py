@@ -116,6 +116,7 @@ class ExtendAttention:
     Args:
         cache: where prompts and rows are stored.
         places: for each row its prompt block, its slot, the tokens that the slot holds, and the number of new ones.
+        device: where the cache is.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class DecodeAttention:
     Args:
         cache: where prompts and rows are stored.
         blocks: the prompt block of each row.
+        device: where the cache is.
     """
 
     def __init__(self, cache: KVCache, blocks: Sequence[PromptBlock], device: torch.device) -> None:

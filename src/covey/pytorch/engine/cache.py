@@ -1,5 +1,8 @@
 """Memory for keys and values: one block for each distinct prompt, one slot for each running completion.
 
+`KVCache` is the memory, `Prompts` says which block belongs to whom, and `lay_out_for_...` shares the memory out between
+rows and prompts for each kind of session.
+
     tokens of a layer's memory   | slot 0 | slot 1 | ... | prompt block | prompt block | free ...
                                  |<- slot_tokens each  ->|<-        prompt region          ->
 
@@ -15,11 +18,16 @@ because masked positions are still multiplied with (zero) weights: they must be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from covey.errors import GenerationError
+from covey.rollout.turns import Row
+from covey.types import IntArray
 
 _SMALLEST_BLOCK = 32
 
@@ -83,7 +91,7 @@ class KVCache:
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory held now."""
+        """Memory that is held now, in bytes."""
         return self._tokens * self.bytes_per_token
 
     def open(self, slots: int, slot_tokens: int, prompt_tokens: int) -> None:
@@ -104,13 +112,13 @@ class KVCache:
             values.zero_()
 
     def clear_slot(self, slot: int) -> None:
-        """The same for one slot."""
+        """Overwrite one slot with zeros."""
         for layer in range(len(self.shapes)):
             for store in self._view(layer, slot * self.slot_tokens, 1, self.slot_tokens):
                 store.zero_()
 
     def clear_block(self, block: PromptBlock) -> None:
-        """The same for one prompt."""
+        """Overwrite one prompt's block with zeros."""
         for layer in range(len(self.shapes)):
             for store in self._view(layer, block.start, 1, block.capacity):
                 store.zero_()
@@ -133,7 +141,7 @@ class KVCache:
         return None
 
     def release(self, block: PromptBlock) -> None:
-        """Give a block back."""
+        """Give a block back, so that another prompt can have its memory."""
         merged: list[tuple[int, int]] = []
         for start, size in sorted([*self._free, (block.start, block.capacity)]):
             if merged and sum(merged[-1]) == start:
@@ -175,3 +183,162 @@ class KVCache:
             keys[place, first * shape.key_dim : last * shape.key_dim].view(count, heads, tokens, -1),
             values[place, first * shape.value_dim : last * shape.value_dim].view(count, heads, tokens, -1),
         )
+
+
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """A distinct first prompt, which all rows that begin with it share."""
+
+    token_ids: IntArray
+    users: int = 0  # rows that still need it
+    block: PromptBlock | None = None
+    logits: Tensor | None = None  # [V] after its last token, while rows wait for it
+    broken: bool = False  # its logits are not finite
+
+
+class Prompts:
+    """The prompts of one version of the weights: each has a block while a row uses it, and longer if asked.
+
+    Args:
+        cache: where their keys and values are.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._known: dict[bytes, SharedPrompt] = {}
+        self._unused: dict[bytes, SharedPrompt] = {}  # the longest unused first
+        self.remembered = 0
+        self.reused = 0
+
+    def take(self, token_ids: IntArray) -> SharedPrompt:
+        """The prompt, for one more row."""
+        key = token_ids.tobytes()
+        self.reused += self._unused.pop(key, None) is not None
+        prompt = self._known.setdefault(key, SharedPrompt(token_ids))
+        prompt.users += 1
+        return prompt
+
+    def release(self, prompt: SharedPrompt) -> None:
+        """Note that one row less needs the prompt."""
+        prompt.users -= 1
+        if prompt.users:
+            return
+        key = prompt.token_ids.tobytes()
+        if self._known.get(key) is not prompt:
+            self._free(prompt)  # of older weights
+        elif self.remembered and not prompt.broken and prompt.block is not None and prompt.logits is not None:
+            self._unused[key] = prompt
+            while len(self._unused) > self.remembered:
+                self._evict()
+        else:
+            del self._known[key]
+            self._free(prompt)
+
+    def allocate(self, prompt: SharedPrompt) -> bool:
+        """Give a prompt a block, of prompts that nothing uses if need be; False while there is no room."""
+        prompt.block = self._cache.allocate(len(prompt.token_ids))
+        while prompt.block is None and self._unused:
+            self._evict()
+            prompt.block = self._cache.allocate(len(prompt.token_ids))
+        return prompt.block is not None
+
+    def renew(self) -> None:
+        """The weights are new: rows that run keep the prompts that they have, nobody else gets them."""
+        while self._unused:
+            self._evict()
+        self._known.clear()
+
+    def _evict(self) -> None:
+        key = next(iter(self._unused))
+        del self._known[key]
+        self._free(self._unused.pop(key))
+
+    def _free(self, prompt: SharedPrompt) -> None:
+        if prompt.block is not None:
+            self._cache.release(prompt.block)
+            prompt.block = None
+
+
+def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> list[Row]:
+    """The most rows for which any stretch of the queue fits, prompts and all.
+
+    Returns:
+        The queue in the order that this is for: rows of one prompt come together, so that it is prefilled once; equal
+        capacities too: they batch.
+
+    Raises:
+        GenerationError: not even one completion fits.
+    """
+    waiting = list(waiting)
+    order: dict[int, int] = {}
+    for place, row in enumerate(waiting):
+        order.setdefault(id(row.place), place)
+    in_turn = sorted(waiting, key=lambda row: (-block_capacity(len(row.prompt_ids)), order[id(row.place)]))
+    slot_tokens = max(1, max(row.limit for row in in_turn) - 1)  # the last token is never fed back
+
+    def needed(rows: int) -> int:
+        return rows * slot_tokens + _widest_stretch(in_turn, rows)
+
+    rows = bisect.bisect_right(range(1, min(max_rows, len(in_turn)) + 1), cache.capacity, key=needed)
+    if rows == 0:
+        prompt = max(len(row.prompt_ids) for row in in_turn)
+        raise _too_small(cache, slot_tokens, prompt, needed(1))
+    # room for a quarter more prompts than run at once: freed blocks do not always fit the next prompt
+    everything, running = _widest_stretch(in_turn, len(in_turn)), _widest_stretch(in_turn, rows)
+    cache.open(rows, slot_tokens, min(everything, running + running // 4, cache.capacity - rows * slot_tokens))
+    return in_turn
+
+
+def lay_out_for_conversations(cache: KVCache, rows: int, own_tokens: int, prompt_lengths: Sequence[int]) -> None:
+    """`rows` conversations of `own_tokens` after first prompts of these lengths; fewer rows if they do not fit.
+
+    Raises:
+        GenerationError: not even one conversation fits.
+    """
+    slot_tokens = max(1, own_tokens - 1)
+    prompt_tokens = sum(block_capacity(length) for length in prompt_lengths)
+    fit = (cache.capacity - prompt_tokens) // slot_tokens
+    if fit < 1:
+        raise _too_small(cache, slot_tokens, prompt_tokens, slot_tokens + prompt_tokens)
+    cache.open(min(rows, fit), slot_tokens, prompt_tokens)
+
+
+def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int, context: int) -> None:
+    """`rows` completions of `own_tokens`, in three fifths of the cache at most; the rest is for their prompts.
+
+    Raises:
+        GenerationError: not even one completion fits.
+    """
+    slot_tokens, capacity = max(1, own_tokens - 1), cache.capacity
+    rows = min(rows, 3 * capacity // 5 // slot_tokens)
+    if rows < 1:
+        raise _too_small(cache, slot_tokens, 2 * slot_tokens // 3, 5 * slot_tokens // 3 + 1)
+    longest = block_capacity(min(context, capacity))
+    cache.open(rows, slot_tokens, min(capacity - rows * slot_tokens, 2 * rows * longest))
+
+
+def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int) -> GenerationError:
+    size = cache.bytes_per_token
+    return GenerationError(
+        f"kv_cache_bytes={cache.budget_bytes}: one completion of {slot_tokens + 1} tokens after a prompt of {prompt} "
+        f"needs {needed * size} bytes ({size} a token); raise sampling.kv_cache_gb to at least "
+        f"{needed * size / 2**30:.3g}, or lower sampling.max_completion_length"
+    )
+
+
+def _widest_stretch(in_turn: Sequence[Row], rows: int) -> int:
+    """Most prompt tokens that any `rows` consecutive rows need."""
+    window: dict[int, int] = {}
+    tokens = widest = 0
+    for i, row in enumerate(in_turn):
+        prompt = id(row.place)
+        if window.setdefault(prompt, 0) == 0:
+            tokens += block_capacity(len(row.prompt_ids))
+        window[prompt] += 1
+        if i >= rows:
+            left = in_turn[i - rows].place
+            window[id(left)] -= 1
+            if window[id(left)] == 0:
+                tokens -= block_capacity(len(left.token_ids))
+        widest = max(widest, tokens)
+    return widest

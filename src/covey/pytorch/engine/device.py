@@ -17,11 +17,17 @@ from torch import Tensor
 
 from covey.errors import GenerationError
 from covey.pytorch.engine.attention import DecodeAttention, ExtendAttention, PrefillAttention
-from covey.pytorch.engine.cache import KVCache, block_capacity
-from covey.pytorch.engine.drawing import draw_tokens
-from covey.pytorch.engine.layout import lay_out_for_clients, lay_out_for_conversations, lay_out_for_queue
-from covey.pytorch.engine.prompts import Prompts, SharedPrompt
+from covey.pytorch.engine.cache import (
+    KVCache,
+    Prompts,
+    SharedPrompt,
+    block_capacity,
+    lay_out_for_clients,
+    lay_out_for_conversations,
+    lay_out_for_queue,
+)
 from covey.pytorch.engine.runner import Runner, Step
+from covey.pytorch.engine.sampling import draw_tokens
 from covey.rollout.turns import Device, Drawn, Row
 
 _PREFILL_TOKENS = 2048
@@ -143,7 +149,9 @@ class TorchDevice(Device):
             histories=lambda: [row.history() for row in rows],
         )
         logits = self._runner.forward(step)
-        self.stats.steps.append((len(rows), time.perf_counter() - started))
+        self.stats.decode_steps += 1
+        self.stats.decode_seconds += time.perf_counter() - started
+        self.stats.peak_batch = max(self.stats.peak_batch, len(rows))
         yield self._draw(rows, logits)
 
     @torch.inference_mode()

@@ -20,8 +20,7 @@ from covey.pytorch.engine.cache import KVCache
 from covey.pytorch.engine.choose import choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
-from covey.rollout.checks import NO_VERSION, check_call
-from covey.rollout.learning import Weights
+from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
 from covey.types import Completion, Progress, Request, SamplingSettings
 

@@ -7,10 +7,20 @@ Three attentions for each prompt of P tokens that is followed by G completions o
     own       each completion over itself, causal                                [G, R] x [G, R]
 
 A completion's token attends to both its prompt and its own past, so the last two are merged by their log-sum-exps:
-with `out_i`, `lse_i` of the parts, `out = sum_i exp(lse_i - lse) out_i` and `lse = log sum_i exp(lse_i)`. A kernel's
-backward rebuilds the probabilities as `exp(score - lse)`; given the merged `lse` and `out` it returns the gradient of
-the merged softmax for its part of the keys. So a prompt's keys and values are never repeated for its completions, and
-their gradients come out summed.
+with `out_i`, `lse_i` of the parts, `out = sum_i exp(lse_i - lse) out_i` and `lse = log sum_i exp(lse_i)`. For two parts
+the weights are `sigmoid(lse_own - lse_across)` and its complement.
+
+The backward of one query q with score s_j = scale q k_j, p_j = exp(s_j - lse) and out = sum_j p_j v_j, where j runs
+over the keys of all parts and g is the gradient of out:
+
+    d(v_j) = p_j g        d(s_j) = p_j (g v_j - sum_i p_i g v_i) = p_j (g v_j - g out)
+    d(q) = scale sum_j d(s_j) k_j        d(k_j) = scale d(s_j) q
+
+Other keys than j enter only through `lse` and `out`. So a kernel that is given one part's keys with the *merged* `lse`
+and `out` returns the merged softmax's d(k_j) and d(v_j) for its keys and its share of d(q), and the shares are added
+(`CpuAttention.backward`: the prompt's own queries, then each completion over itself, then all completions over the
+prompt, which adds to all three). A prompt's keys and values are never repeated for its completions, and their
+gradients come out summed. The queries in a tile's padding have g = 0, and so add nothing.
 
 Nothing but the output and its log-sum-exp `[M, heads]` is kept for the backward. On devices without this kernel the
 packed attention of `prefix_attention` is run again in the backward under autograd.
@@ -43,7 +53,7 @@ class HeadShape:
 
     @property
     def width(self) -> int:
-        """Elements of a packed row."""
+        """How many elements a packed row has."""
         return (self.heads + 2 * self.kv_heads) * self.dim
 
 
@@ -65,7 +75,7 @@ class AnyAttention:
         return self._run(qkv), None
 
     def backward(self, grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor | None) -> Tensor:
-        """The gradient of `qkv`."""
+        """The gradient of `qkv`, `[M, width]`, from that of the output."""
         with torch.enable_grad():
             leaf = qkv.detach().requires_grad_()
             (found,) = torch.autograd.grad(self._run(leaf), leaf, grad)
@@ -86,7 +96,7 @@ class CpuAttention:
 
     def __init__(self, blocks: Sequence[Block], shape: HeadShape) -> None:
         self._shape = shape
-        self._blocks = [_Rows(block) for block in blocks]
+        self._blocks = [_BlockRows(block) for block in blocks]
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """`[M, width]` -> the output `[M, heads * dim]` and its log-sum-exp `[M, heads]`."""
@@ -112,7 +122,7 @@ class CpuAttention:
         return out.view(len(qkv), -1), lse
 
     def backward(self, grad: Tensor, qkv: Tensor, out: Tensor, lse: Tensor | None) -> Tensor:
-        """The gradient of `qkv`."""
+        """The gradient of `qkv`, `[M, width]`, from that of the output."""
         assert lse is not None
         shape = self._shape
         found = torch.empty_like(qkv)
@@ -138,7 +148,9 @@ class CpuAttention:
                 )
                 for part, g in zip(parts, back, strict=True):
                     tile.put(tile.unpad(g), grads[here, part])
-            if block.own:
+            if (
+                block.own
+            ):  # their queries over the prompt: the other share of d(q), and a share of the prompt's d(k), d(v)
                 q = _tile(rows[here, : shape.heads])
                 back = self._back(_tile(grad[here]), q, k, v, _tile(out[here]), lse[here].T[None], causal=False)
                 grads[here, : shape.heads] += back[0][0].transpose(0, 1)
@@ -172,7 +184,7 @@ def _tile(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1)[None]
 
 
-class _Rows:
+class _BlockRows:
     """Where a block's prompt and completions lie in the pack."""
 
     def __init__(self, block: Block) -> None:

@@ -9,14 +9,31 @@ Here a layer keeps what is dear to compute and computes the rest again:
 which is half as much, and each gradient is written once, in place where it can be. With `checkpoint` only x is kept and
 a layer's forward runs again before its backward.
 
+The backward, by the chain rule from a layer's last line to its first; d(.) is the gradient of the loss with respect to
+a value, F' the backward of F, and `*` is element by element:
+
+    forward                                     backward
+    y = m + D(p),  p = silu(g) * u              d(p) = D'(d(y));  d(u) = d(p) * silu(g);  d(g) = d(p) * u * silu'(g)
+    [g | u] = G(N(m))                           d(m) = d(y) + N'(G'([d(g) | d(u)]))
+    m = x + O(a)                                d(a) = O'(d(m))
+    a = attention(q, k, v)                      d(q), d(k), d(v): see `covey.pytorch.fused.attention`
+    [q | k] = R N([q0 | k0])                    d([q0 | k0]) = N'(R^-1 d([q | k]));  R^-1 turns back: sin becomes -sin
+    [q0 | k0 | v] = Q(N(x))                     d(x) = d(m) + N'(Q'([d(q0) | d(k0) | d(v)]))
+
+    y = x W^T + c (x A^T) B^T                   l = c d(y) B;  d(x) = d(y) W + l A;  d(A) = l^T x;
+                                                d(B) = c d(y)^T (x A^T)          (a projection with its adapters)
+    y = w * s x,  s = (mean(x^2) + eps)^(-1/2)  h = w * d(y);  d(x) = s h - s^3 x mean(h x), as ds/dx = -s^3 x / dim
+                                                                                 (a norm)
+
 Served: what `covey.pytorch.llama` knows, with nothing trained but plain LoRA on the layers' linear maps. Anything else
 (dropout, DoRA, trained embeddings, full fine-tuning, short sliding windows) goes through the model's own code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -26,8 +43,8 @@ from torch.nn import functional
 
 from covey.errors import ModelError
 from covey.pytorch.fused.attention import AnyAttention, CpuAttention, HeadShape, attention_for
-from covey.pytorch.fused.projection import Adapters, Projection
 from covey.pytorch.llama import Rotary, check_llama, rotate, window_of
+from covey.pytorch.lora import LeanLoraLinear
 from covey.rollout.packing import Pack
 
 
@@ -80,7 +97,7 @@ class FusedDecoder:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _Activations:
     """What one layer keeps of its forward."""
 
     x: Tensor  # [M, d]
@@ -138,11 +155,11 @@ class _Layer:
     def can_run(self) -> bool:
         return all(projection.can_run() for projection in self._projections)
 
-    def begin(self, x: Tensor) -> _Kept:
+    def begin(self, x: Tensor) -> _Activations:
         qkv, out, mlp, down = (projection.adapters() for projection in self._projections)
-        return _Kept(x, qkv, out, mlp, down)
+        return _Activations(x, qkv, out, mlp, down)
 
-    def forward(self, kept: _Kept, context: _Context) -> Tensor:
+    def forward(self, kept: _Activations, context: _Context) -> Tensor:
         """`[M, d]` -> `[M, d]`; fills `kept`."""
         shape = self.shape
         kept.scale = _norm_scale(kept.x, context.eps)
@@ -164,7 +181,7 @@ class _Layer:
         y, kept.down_low = self._down.forward(functional.silu(gate).mul_(up), kept.down_adapters)
         return y.add_(middle)
 
-    def backward(self, kept: _Kept, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
+    def backward(self, kept: _Activations, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
         """Turn `grad` `[M, d]` of the layer's output into that of its input, in place; return those of `parameters`.
 
         The `first` layer's input needs none.
@@ -174,23 +191,25 @@ class _Layer:
         assert kept.middle_scale is not None
         gate, up = kept.gate_up.chunk(2, dim=1)
         active = functional.silu(gate)
+        # d(p) = D'(d(y)), with p = silu(g) * u made again
         product, down_grads = self._down.backward(grad, active * up, kept.down_low, kept.down_adapters)
         assert product is not None
         grad_gate_up = torch.empty_like(kept.gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=1)
-        torch.mul(product, active, out=grad_up)
+        torch.mul(product, active, out=grad_up)  # d(u) = d(p) * silu(g), and below d(g) = d(p) * u * silu'(g)
         torch.ops.aten.silu_backward.grad_input(product.mul_(up), gate, grad_input=grad_gate)
         kept.gate_up = None
         del active, product, gate, up
         normed = _normed(kept.middle, kept.middle_scale, self._mlp_norm)
         grad_normed, mlp_grads = self._gate_up.backward(grad_gate_up, normed, kept.mlp_low, kept.mlp_adapters)
         assert grad_normed is not None
+        # d(m) = d(y) + N'(...): from here on `grad` is d(m)
         _add_norm_gradient(grad, grad_normed, kept.middle, kept.middle_scale, self._mlp_norm)
         del grad_gate_up, grad_gate, grad_up, normed, grad_normed
         attention_grads = self._attention_backward(kept, grad, context, first=first)
         return attention_grads + mlp_grads + down_grads
 
-    def _attention_backward(self, kept: _Kept, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
+    def _attention_backward(self, kept: _Activations, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
         assert kept.attended is not None
         assert kept.qkv is not None
         assert kept.scale is not None
@@ -199,7 +218,7 @@ class _Layer:
         assert grad_attended is not None
         grad_qkv = context.attention.backward(grad_attended, kept.qkv, kept.attended, kept.lse)
         heads = grad_qkv.view(len(grad_qkv), -1, shape.dim)[:, : shape.heads + shape.kv_heads]
-        rotated_back = rotate(heads, context.cos, -context.sin)
+        rotated_back = rotate(heads, context.cos, -context.sin)  # R^-1
         if kept.raw is None:
             heads.copy_(rotated_back)
         else:
@@ -211,7 +230,7 @@ class _Layer:
             grad_qkv, normed, kept.qkv_low, kept.qkv_adapters, needs_input=not first
         )
         if grad_normed is not None:
-            _add_norm_gradient(grad, grad_normed, kept.x, kept.scale, self._norm)
+            _add_norm_gradient(grad, grad_normed, kept.x, kept.scale, self._norm)  # d(x) = d(m) + N'(...)
         return qkv_grads + out_grads
 
     def _head_weight(self) -> Tensor:
@@ -293,3 +312,138 @@ def _add_norm_gradient(into: Tensor, grad: Tensor, x: Tensor, scale: Tensor, wei
     g = grad.mul_(weight).to(scale.dtype)
     factor = (g * x).sum(-1, keepdim=True).mul_(scale**3).div_(x.shape[-1])
     into.add_(g.mul_(scale).addcmul_(x.to(scale.dtype), factor, value=-1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Adapter:
+    """One layer's adapter: `scaling * B A` on the outputs `columns`."""
+
+    columns: slice
+    rank: int
+    b: Tensor  # [out, r]
+    scaling: float
+    dtypes: tuple[torch.dtype, torch.dtype]  # of the parameters A and B
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """The adapters of a projection during one pass, in its layers' dtype.
+
+    The tensors are detached when the pass begins, so that a later exchange of data does not reach its backward.
+    """
+
+    a: Tensor  # [sum r, in]
+    parts: list[_Adapter]
+
+    def split(self, low: Tensor) -> list[Tensor]:
+        """`x A'` `[M, sum r]` of all adapters -> `[M, r]` of each."""
+        return list(torch.split(low, [part.rank for part in self.parts], dim=1))
+
+
+class Projection:
+    """Frozen linear layers that read the same input as one matrix product, with their LoRA adapters beside it.
+
+    `x` `[M, in]` -> `[M, out]`, where `out` joins the outputs of all layers in their order. The layers' weights become
+    views of one matrix, so no memory is added and their owner keeps them. Nothing is kept for the backward but `x A'`,
+    `[M, r]` a layer; the caller keeps or recomputes `x`.
+
+    Args:
+        layers: `nn.Linear` or PEFT's LoRA layers around one, all with a bias or all without.
+
+    Raises:
+        ModelError: a layer is of another kind.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = list(layers)
+        bases = [_base(layer) for layer in layers]
+        biases = [base.bias for base in bases if base.bias is not None]
+        if biases and len(biases) < len(bases):
+            raise ModelError("some of the joined layers have a bias and some have none")
+        self.parameters = [p for layer in layers for p in _adapter_parameters(layer)]
+        starts = [0]
+        for base in bases:
+            starts.append(starts[-1] + base.out_features)
+        self._columns = [slice(start, stop) for start, stop in pairwise(starts)]
+        self._bases = bases
+
+    def join(self) -> None:
+        """Make the layers' weights views of one matrix. Until this is called nothing has been changed."""
+        self._weight = self._bases[0].weight.detach()
+        self._bias = None if self._bases[0].bias is None else self._bases[0].bias.detach()
+        if len(self._bases) == 1:
+            return
+        self._weight = torch.cat([base.weight.detach() for base in self._bases])
+        if self._bias is not None:
+            self._bias = torch.cat([base.bias.detach() for base in self._bases])
+        for base, columns in zip(self._bases, self._columns, strict=True):
+            base.weight.data = self._weight[columns]
+            if self._bias is not None:
+                base.bias.data = self._bias[columns]
+
+    def can_run(self) -> bool:
+        """Whether every layer is now exactly `base + scaling * B A`, or its base alone."""
+        return all(_is_plain(layer) for layer in self._layers)
+
+    def adapters(self) -> Adapters | None:
+        """The adapters that are switched on, None where there are none."""
+        dtype, rows, parts = self._weight.dtype, [], []
+        for layer, columns in zip(self._layers, self._columns, strict=True):
+            if isinstance(layer, LeanLoraLinear) and not layer.disable_adapters:
+                name = layer.active_adapters[0]
+                a, b = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
+                rows.append(a.to(dtype))
+                parts.append(_Adapter(columns, len(a), b.to(dtype), layer.scaling[name], (a.dtype, b.dtype)))
+        return Adapters(torch.cat(rows), parts) if parts else None
+
+    def forward(self, x: Tensor, adapters: Adapters | None) -> tuple[Tensor, Tensor | None]:
+        """The outputs `[M, out]`, and `x A'` of all adapters side by side."""
+        y = functional.linear(x, self._weight, self._bias)
+        if adapters is None:
+            return y, None
+        low = functional.linear(x, adapters.a)
+        for adapter, part in zip(adapters.parts, adapters.split(low), strict=True):
+            y[:, adapter.columns].addmm_(part, adapter.b.T, alpha=adapter.scaling)
+        return y, low
+
+    def backward(
+        self, grad: Tensor, x: Tensor, low: Tensor | None, adapters: Adapters | None, *, needs_input: bool = True
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """From `grad` `[M, out]` the gradient of `x`, if it is needed, and those of `parameters` in their order."""
+        grad_x = grad @ self._weight if needs_input else None
+        if adapters is None or low is None:
+            return grad_x, []
+        grad_low = torch.empty_like(low)
+        grads_b = []
+        for adapter, part, into in zip(adapters.parts, adapters.split(low), adapters.split(grad_low), strict=True):
+            mine = grad[:, adapter.columns]
+            torch.mm(mine, adapter.b, out=into).mul_(adapter.scaling)  # l = c d(y) B
+            # d(B), as ((x A^T)^T d(y))^T and not d(y)^T (x A^T): half the time for wide layers
+            grads_b.append((part.T @ mine).T.contiguous().mul_(adapter.scaling).to(adapter.dtypes[1]))
+        if grad_x is not None:
+            grad_x.addmm_(grad_low, adapters.a)  # d(x) = d(y) W + l A
+        grads_a = torch.split(grad_low.T @ x, [adapter.rank for adapter in adapters.parts])
+        grads: list[Tensor] = []
+        for adapter, grad_a, grad_b in zip(adapters.parts, grads_a, grads_b, strict=True):
+            grads += [grad_a.to(adapter.dtypes[0]), grad_b]
+        return grad_x, grads
+
+
+def _base(layer: Any) -> nn.Linear:
+    base = layer.base_layer if isinstance(layer, LeanLoraLinear) else layer
+    if type(base) is not nn.Linear:
+        raise ModelError(f"a layer of type {type(layer).__name__}")
+    return base
+
+
+def _adapter_parameters(layer: Any) -> list[nn.Parameter]:
+    if not isinstance(layer, LeanLoraLinear):
+        return []
+    if len(layer.active_adapters) != 1:
+        raise ModelError(f"{len(layer.active_adapters)} adapters at once")
+    name = layer.active_adapters[0]
+    return [layer.lora_A[name].weight, layer.lora_B[name].weight]
+
+
+def _is_plain(layer: Any) -> bool:
+    return not isinstance(layer, LeanLoraLinear) or layer.disable_adapters or layer.plain_adapter() is not None

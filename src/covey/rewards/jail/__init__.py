@@ -1,9 +1,8 @@
-"""Runs hostile Python. The modules here need nothing but the standard library: they also run without Covey around them.
+"""Runs hostile Python. Needs nothing but the standard library, and nothing of Covey: see the README in this folder.
 
-codec      plain values <-> JSON; whatever else is no value
-confine    what the kernel can forbid a process, and doing it
-seccomp    which system calls a confined process may make
-inside     what a confined process does: answer calls, run a program, run tests
-frames     messages between a confined process and whoever asked for it
-zygote     a small process that forks confined ones and ends them
+On this side: `harness` (does a program pass its tests?) over `sandbox` (confined processes), with `supervisor`,
+`packages`, `programs`, `errors`. On the other: `zygote` forks the confined ones, `inside` is what they do, `confine`
+and `seccomp` are what they cannot do. On both: `codec` and `frames`, values and messages.
+
+This file imports nothing, since the process that forks the confined ones loads it too.
 """

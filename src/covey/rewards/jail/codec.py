@@ -27,7 +27,7 @@ class CodecError(Exception):
 
 
 class Encoder:
-    """Values -> JSON-able trees.
+    """Turns values into trees that JSON can hold.
 
     Args:
         handle: gives a number for an object that is no plain value.
@@ -39,7 +39,7 @@ class Encoder:
         self._left = MAX_ITEMS
 
     def __call__(self, value: Any) -> Any:
-        """Encode one value."""
+        """Encodes one value, counting its items anew."""
         self._left = MAX_ITEMS
         return self._encode(value, 0)
 
@@ -79,7 +79,7 @@ class Encoder:
 
 
 class Decoder:
-    """JSON-able trees -> values.
+    """Turns trees that JSON can hold into values.
 
     Args:
         handle: gives the object for a number of the other side.
@@ -89,7 +89,7 @@ class Decoder:
         self._handle = handle
 
     def __call__(self, tree: Any) -> Any:
-        """Decode one value.
+        """Decodes one value.
 
         Raises:
             CodecError: the tree is not what an encoder makes.

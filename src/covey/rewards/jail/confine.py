@@ -22,16 +22,8 @@ from collections.abc import Callable, Iterable
 from . import seccomp
 
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x20000, *(1 << bit for bit in range(25, 31))
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = (
-    1,
-    2,
-    4,
-    8,
-    32,
-    4096,
-    16384,
-    1 << 18,
-)
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 _MOUNT_SETATTR = 442
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -243,9 +235,8 @@ def _bind(source: str, target: str) -> None:
     # A device can be written to all the same, but its mode and its times are kept.
     kept = _MS_NOEXEC if source.startswith("/dev/") else _MS_NODEV
     attributes = struct.pack("QQQQ", _MS_RDONLY | _MS_NOSUID | kept, 0, 0, 0)  # these have the flags' numbers
-    if (
-        _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), 0x8000, attributes, len(attributes)) < 0
-    ):  # with what is below
+    below = 0x8000  # with what is below
+    if _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), below, attributes, len(attributes)) < 0:
         _mount(None, target, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | kept)
 
 

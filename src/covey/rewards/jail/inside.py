@@ -194,7 +194,7 @@ class RemoteError(Exception):
 
 
 class _Ended(BaseException):
-    """The candidate is gone."""
+    """The candidate has ended or closed its channel."""
 
 
 class _Forged(BaseException):
@@ -259,7 +259,7 @@ class _Caller:
             text = str(answer.get("text"))[:_MAX_TEXT]
             said = answer.get("said")
             error = _kind(answer.get("kind"))(said[:_MAX_TEXT] if isinstance(said, str) else text)
-            self.failure = (error, _told(answer["failed"]), text)
+            self.failure = (error, _failure_status(answer["failed"]), text)
             raise error
         return answer
 
@@ -287,7 +287,7 @@ def _kind(name: Any) -> type[Exception]:
     return kind
 
 
-def _told(status: Any) -> str:
+def _failure_status(status: Any) -> str:
     """How a candidate may say that a call failed; never that a test passed."""
     return status if status in ("syntax", "memory") else "error"
 

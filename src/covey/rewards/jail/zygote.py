@@ -43,7 +43,7 @@ _FOLDER = "covey-jail-"
 
 
 def main(fd: int, order: dict[str, Any]) -> None:
-    """Serve until the channel closes.
+    """Serves requests until the channel closes.
 
     Args:
         fd: of the channel.

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.observe.choice_html import choice_html, write_choice_report
-from covey.observe.choices import (
+from covey.observe.answer_report import choice_html, write_choice_report
+from covey.observe.answer_statistics import (
     Answered,
     accuracy_by_length,
     accuracy_by_topic,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 
-def trouble_with_page(headers: Mapping[str, str], listening: str) -> str:
+def origin_problem(headers: Mapping[str, str], listening: str) -> str:
     """Why a request seems to come from a web page of somebody else; "" if it does not.
 
     A browser sends any page's forms without asking, and says in `Origin` whose they are. A page may also let its own

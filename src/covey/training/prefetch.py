@@ -1,4 +1,4 @@
-"""Where the groups of a step come from: sampled when they are needed, or ahead of time beside the update.
+"""Where the groups of a step come from: sampled when they are needed, or prefetched in a thread beside the update.
 
 With `schedule.max_staleness=1` and `stale_groups="wait"` (v0, v1, ... are the weights after 0, 1, ... updates):
 
@@ -14,20 +14,21 @@ Limits: one thread samples, in this process or through the client of a server, o
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from covey.rollout.collect import Rollout
+from covey.rollout.learning import Sampler
 from covey.rollout.scoring import Logged
-from covey.training.evaluate import judged_completions
-from covey.training.questions import Answers, count_answers
+from covey.training.evaluate import Answers, count_answers, judged_completions
 from covey.training.schedule import ResolvedPhase
 from covey.training.state import TrainerState
 from covey.types import BoolArray, Progress
@@ -74,26 +75,32 @@ class Sampled:
         ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """What samples come from.
+class Source(Protocol):
+    """What samples come from: a `GRPOTrainer`.
 
     Attributes:
-        sample: phase, position in the data, version of the weights, progress -> groups for one step; may be called
-            from another thread.
-        phase: the one in force for the next step.
-        steps_ahead: how many steps after the next one may be sampled before it is trained on.
         state: of the run; the version of the policy's weights and the position in the data are read from it.
-        sync: gives the policy's weights to the sampler.
-        release: lets the sampler give its memory back until the next `sync`.
+        engine: the sampler.
     """
 
-    sample: Callable[[ResolvedPhase, int, int, Progress], Sampled]
-    phase: Callable[[], ResolvedPhase]
-    steps_ahead: Callable[[], int]
     state: TrainerState
-    sync: Callable[[], None]
-    release: Callable[[], None]
+    engine: Sampler
+
+    def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
+        """Groups for one step from a position in the data on; may be called from another thread."""
+        ...
+
+    def next_phase(self) -> ResolvedPhase:
+        """The phase in force for the next step."""
+        ...
+
+    def steps_ahead(self) -> int:
+        """How many steps after the next one may be sampled before it is trained on."""
+        ...
+
+    def publish(self) -> None:
+        """Give the policy's weights to the sampler."""
+        ...
 
 
 class Samples(Protocol):
@@ -119,7 +126,7 @@ class Samples(Protocol):
         """Let what is sampled from now on have the new weights."""
         ...
 
-    def quiet(self) -> None:
+    def pause(self) -> None:
         """Return when nothing is being sampled and the sampler has the policy's weights, as an evaluation needs it."""
         ...
 
@@ -132,40 +139,40 @@ class Samples(Protocol):
         ...
 
 
-class SamplesNow:
+class DirectSamples:
     """Each step's groups are sampled when they are asked for, from the weights that are then trained."""
 
     def __init__(self, source: Source, progress: Progress) -> None:
         self._source, self._progress = source, progress
 
     def next(self) -> Sampled:
-        """Sample."""
+        """The groups are sampled now."""
         source, state = self._source, self._source.state
-        return source.sample(source.phase(), state.data_position, state.policy_version, self._progress)
+        return source.sample_step(source.next_phase(), state.data_position, state.policy_version, self._progress)
 
     def before_update(self) -> None:
         """The update may have the sampler's memory."""
-        self._source.release()
+        self._source.engine.release()
 
     def after_update(self) -> None:
-        """Nothing to wait for."""
+        """There is nothing to wait for."""
 
     def publish(self) -> None:
-        """At once."""
-        self._source.sync()
+        """The sampler has the new weights at once."""
+        self._source.publish()
 
-    def quiet(self) -> None:
-        """It is."""
+    def pause(self) -> None:
+        """Nothing is ever under way between two steps, and the sampler has the newest weights."""
 
     def metrics(self) -> dict[str, float]:
-        """None."""
+        """There are none besides those of the groups."""
         return {}
 
     def close(self) -> None:
-        """Nothing to end."""
+        """There is no thread to end."""
 
 
-class SamplesAhead:
+class PrefetchedSamples:
     """Groups are sampled in a thread, at most `source.steps_ahead()` steps before they are trained on.
 
     Args:
@@ -189,10 +196,10 @@ class SamplesAhead:
         """The oldest groups that may still be trained on."""
         began = time.perf_counter()
         source, dropped = self._source, 0
-        self._phase = source.phase()
+        self._phase = source.next_phase()
         while True:
             if dropped or not self._thread.ready:
-                self.quiet()  # what is sampled from now on has the newest weights
+                self.pause()  # what is sampled from now on has the newest weights
             sampled = self._thread.take(ahead=source.steps_ahead())
             ages = sampled.ages(source.state.policy_version)
             if max(ages) <= self._max_staleness:
@@ -213,11 +220,11 @@ class SamplesAhead:
         self._waited += time.perf_counter() - began
 
     def publish(self) -> None:
-        """Now, or with `drop` later if the sampler is busy."""
+        """The sampler has the new weights at once, or with `drop` later if it is busy."""
         if self._thread.idle:
             self._sync()
 
-    def quiet(self) -> None:
+    def pause(self) -> None:
         """Nothing further is begun until `next`."""
         self._thread.hold()
         if self._published != self._source.state.policy_version:
@@ -232,7 +239,7 @@ class SamplesAhead:
         self._thread.close()
 
     def _sync(self) -> None:
-        self._source.sync()
+        self._source.publish()
         self._published = self._source.state.policy_version
 
     def _sample(self) -> Sampled:
@@ -243,7 +250,7 @@ class SamplesAhead:
         def progress(done: int, total: int) -> None:
             self._thread.check()
 
-        sampled = self._source.sample(self._phase, self._position, self._published, progress)
+        sampled = self._source.sample_step(self._phase, self._position, self._published, progress)
         self._position = sampled.position
         return sampled
 
@@ -277,7 +284,8 @@ class Worker(Generic[T]):
         self._begun = self._allowed = self._taken = 0
         self._running = self._closing = False
         # A new thread has torch's number of threads from whoever set it last; results must not depend on that.
-        self._threads = torch.get_num_threads()
+        torch = sys.modules.get("torch")
+        self._same_threads = None if torch is None else partial(torch.set_num_threads, torch.get_num_threads())
         self._thread = threading.Thread(target=self._run, name="covey-sampling", daemon=True)
         self._thread.start()
 
@@ -340,7 +348,8 @@ class Worker(Generic[T]):
         return not self._running and (self._begun >= self._allowed or self._error is not None)
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)
+        if self._same_threads is not None:
+            self._same_threads()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closing or not self._is_idle())

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from covey.errors import RewardError
+from .errors import JailError
 
 
 def modules_of(packages: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -16,7 +16,7 @@ def modules_of(packages: Sequence[str]) -> tuple[list[str], list[str], list[str]
         packages: their names, such as "numpy"; what they need besides must be named too.
 
     Raises:
-        RewardError: one is not installed, or is no folder of Python modules.
+        JailError: one is not installed, or is no folder of Python modules.
     """
     modules: list[str] = []
     folders: set[str] = set()
@@ -25,12 +25,12 @@ def modules_of(packages: Sequence[str]) -> tuple[list[str], list[str], list[str]
         try:
             distribution = metadata.distribution(name)
         except (metadata.PackageNotFoundError, ValueError):
-            raise RewardError(f"packages={name!r}: it is not installed; pip install it, or leave it out") from None
+            raise JailError(f"packages={name!r}: it is not installed; pip install it, or leave it out") from None
         place = Path(str(distribution.locate_file(""))).resolve()
         tops = {Path(str(file)).parts[0] for file in distribution.files or ()} - {".."}
         found = sorted(top for top in tops if (place / top / "__init__.py").exists())
         if not found:
-            raise RewardError(f"packages={name!r}: it holds no package of Python modules that could be offered")
+            raise JailError(f"packages={name!r}: it holds no package of Python modules that could be offered")
         modules += found
         folders.add(str(place))
         readable |= {str(place / top) for top in tops if (place / top).is_dir() and not top.endswith(".dist-info")}

@@ -14,7 +14,7 @@ import select
 import struct
 from pathlib import Path
 
-from covey.rewards.jail import seccomp
+from . import seccomp
 
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _QUESTION = struct.Struct("QIIiI")  # id, thread, flags, number of the call, architecture; more follows
@@ -66,7 +66,7 @@ class Supervisor:
         return True
 
     def close(self) -> None:
-        """Whoever still asks is refused."""
+        """Closes the listener, so that whoever still asks is refused."""
         os.close(self.listener)
 
     def _refusal(self, thread: int, call: int) -> int:

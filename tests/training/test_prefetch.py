@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from covey.rollout.collect import AnswerCollector, Rollout, collect_groups
 from covey.rollout.learning import Correction
 from covey.rollout.scoring import Logged
 from covey.training import setup
-from covey.training.ahead import Sampled, SamplesAhead, Source, Worker, staleness_metrics
+from covey.training.prefetch import PrefetchedSamples, Sampled, Worker, staleness_metrics
 from covey.training.schedule import Elapsed, PhasePlan
 from covey.training.state import TrainerState
 from covey.training.update import update
@@ -105,18 +106,13 @@ class FakeRun:
         self.gate = threading.Semaphore(0)
         self.synced: list[int] = []
         plan = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2)
-        self.phase = plan.at(Elapsed())
-        source = Source(
-            sample=self.sample,
-            phase=lambda: self.phase,
-            steps_ahead=lambda: max_staleness,
-            state=self.state,
-            sync=lambda: self.synced.append(self.state.policy_version),
-            release=lambda: pytest.fail("the sampler's memory is in use"),
-        )
-        self.samples = SamplesAhead(source, max_staleness, drop=drop)
+        self.next_phase = lambda: plan.at(Elapsed())
+        self.steps_ahead = lambda: max_staleness
+        self.publish = lambda: self.synced.append(self.state.policy_version)
+        self.engine: Any = SimpleNamespace(release=lambda: pytest.fail("the sampler's memory is in use"))
+        self.samples = PrefetchedSamples(self, max_staleness, drop=drop)
 
-    def sample(self, phase: Any, position: int, version: int, progress: Any) -> Sampled:
+    def sample_step(self, phase: Any, position: int, version: int, progress: Any) -> Sampled:
         while not self.gate.acquire(timeout=0.01):
             progress(0, 1)
         return Sampled(
@@ -176,7 +172,7 @@ def test_an_evaluation_finds_the_sampler_quiet_and_up_to_date() -> None:
     fake.step()
     assert fake.synced == []
     fake.gate.release(100)
-    fake.samples.quiet()
+    fake.samples.pause()
     assert fake.synced == [1]
     assert fake.samples._thread.idle
     fake.samples.close()

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from covey.errors import ConfigError
-from covey.rewards.choice import extract_choice
+from covey.rewards.option_letter import extract_choice
 
 OPTIONS = "A. Fever\nB. Cough\nC. Rash\nD. Gout"
 

@@ -13,8 +13,7 @@ import torch
 from learner_cases import make_batch, make_learner
 
 from covey.algorithms import make_objective
-from covey.pytorch.lanes import in_lanes
-from covey.pytorch.learner import Learner
+from covey.pytorch.learner import Learner, map_in_threads
 from covey.rollout.learning import Gradients
 
 
@@ -41,14 +40,14 @@ def test_results_come_in_order_from_at_most_two_at_a_time_with_their_share_of_th
         return item * item
 
     with torch.no_grad():
-        assert list(in_lanes(work, range(9), 2)) == [n * n for n in range(9)]
+        assert list(map_in_threads(work, range(9), 2)) == [n * n for n in range(9)]
     assert most == 2
     assert shares == {1}
     assert torch.get_num_threads() == 2
 
 
 def test_one_lane_is_the_callers_own_thread() -> None:
-    assert set(in_lanes(lambda _: threading.get_ident(), range(3), 1)) == {threading.get_ident()}
+    assert set(map_in_threads(lambda _: threading.get_ident(), range(3), 1)) == {threading.get_ident()}
 
 
 def test_an_error_arrives_when_nothing_is_under_way_any_more() -> None:
@@ -62,7 +61,7 @@ def test_an_error_arrives_when_nothing_is_under_way_any_more() -> None:
         return item
 
     with pytest.raises(MemoryError, match="no room"):
-        list(in_lanes(work, range(50), 2))
+        list(map_in_threads(work, range(50), 2))
     now = len(ended)
     assert now < 10
     time.sleep(0.1)

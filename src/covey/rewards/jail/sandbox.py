@@ -1,4 +1,4 @@
-"""Confined processes for code that nobody vouches for; see `covey.rewards.jail` for what runs inside.
+"""Confined processes for code that nobody vouches for; see `inside` for what they do.
 
     with Sandbox() as sandbox:
         print(sandbox.protections)
@@ -6,7 +6,7 @@
             process.send({"role": "candidate", "code": "def f(x): return x + 1"})
             process.receive()                                        # {"names": ["f"]}
 
-A `Sandbox` is one small process (`jail.zygote`) that forks the confined ones, in about 3 ms each. It and all that it
+A `Sandbox` is one small process (`zygote`) that forks the confined ones, in about 3 ms each. It and all that it
 has started end with this process. Nothing that a confined process does can raise anything here but `ProcessEndedError`.
 """
 
@@ -28,15 +28,14 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from covey.errors import RewardError
-from covey.rewards.jail import frames
-from covey.rewards.packages import modules_of
-from covey.rewards.supervisor import Supervisor
+from . import frames
+from .errors import JailEndedError, JailError, ProcessEndedError
+from .packages import modules_of
+from .supervisor import Supervisor
 
-_JAIL = Path(__file__).parent / "jail"
+_JAIL = Path(__file__).parent
 _START = """
 import importlib.util, sys
 place = sys.argv[1]
@@ -107,31 +106,15 @@ class Protections:
         return ", ".join(parts) + (f" ({self.missing})" if self.missing else "")
 
 
-class ProcessEndedError(Exception):
-    """A confined process is gone or was stopped.
-
-    Attributes:
-        reason: "timeout", "output", "forbidden", "protocol" or "exit".
-    """
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-class JailEndedError(RewardError):
-    """The process that forks confined ones is gone, and with it all that it has started; start another `Sandbox`."""
-
-
 class Sandbox:
-    """See the module docstring.
+    """Starts confined processes; see the top of this module.
 
     Args:
         unprotected: run even where the minimum of protections is missing. Code can then read and change files.
         packages: installed distributions that programs may import besides the standard library, such as "numpy".
 
     Raises:
-        RewardError: the host does not offer the minimum, or the zygote does not start.
+        JailError: the host does not offer the minimum, or the zygote does not start.
     """
 
     def __init__(self, *, unprotected: bool = False, packages: Sequence[str] = ()) -> None:
@@ -162,11 +145,11 @@ class Sandbox:
                 self.close()
                 errors.seek(0)
                 said = errors.read().decode("utf-8", "replace").strip()[-500:]
-                raise RewardError(f"the jail did not start: {said or error}") from None
+                raise JailError(f"the jail did not start: {said or error}") from None
         self.protections = _protections(found)
         if not self.protections.enough and not unprotected:
             self.close()
-            raise RewardError(
+            raise JailError(
                 f"code cannot be run safely on this host: {self.protections}; allow user namespaces or Landlock, "
                 "or accept the risk by name with unprotected=True"
             )
@@ -176,7 +159,7 @@ class Sandbox:
 
         Raises:
             JailEndedError: see there.
-            RewardError: the host cannot start or confine another process.
+            JailError: the host cannot start or confine another process.
         """
         mine, channel = socket.socketpair()
         output, printed = os.pipe()
@@ -194,7 +177,7 @@ class Sandbox:
         if "refused" in reply:
             mine.close()
             os.close(output)
-            raise RewardError(f"the jail cannot start a process: {reply['refused']}")
+            raise JailError(f"the jail cannot start a process: {reply['refused']}")
         return Confined(self, int(reply["number"]), mine, output, limits)
 
     def end(self, number: int) -> tuple[int, int]:
@@ -213,9 +196,7 @@ class Sandbox:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _ask(
@@ -257,7 +238,7 @@ class Confined:
         try:
             self._await_confinement()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         channel.setblocking(False)
         self._deadline = time.monotonic() + limits.seconds
@@ -275,7 +256,7 @@ class Confined:
         return bytes(self._printed)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message.
+        """Sends a JSON object as a message.
 
         Raises:
             ProcessEndedError: the process does not take it.
@@ -337,9 +318,7 @@ class Confined:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         try:
             self.stop()
         except JailEndedError:
@@ -364,7 +343,7 @@ class Confined:
             raise JailEndedError(f"a process that was started does not answer: {error}") from None
         if word != b"R":
             self.stop()  # raises where it is the jail that has ended
-            raise RewardError(f"the jail cannot confine a process: {self.printed.strip()[-500:] or 'it is gone'}")
+            raise JailError(f"the jail cannot confine a process: {self.printed.strip()[-500:] or 'it is gone'}")
 
     def _wait(self, events: int) -> None:
         """Until the channel is ready; meanwhile reads what is printed and answers for what may be had too often."""

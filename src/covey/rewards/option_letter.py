@@ -128,7 +128,7 @@ class _Reader:
         self._subject = re.compile(
             rf"{subject}{_CLOSES}?[.):,]?(?: [^.;:?!\n]{{0,60}}?)? ?"
             rf"\b(?:is|seems|would be|must be|should be|appears) {_HEDGE}"
-            rf"(?:the |to be the |an? )?(?P<verdict>(?:not |in)?{_BEST})",
+            rf"(?:the |to be the |an? )?(?P<verdict>(?:not |in)?{_BEST})"
         )
         self._label = re.compile(rf"(?<![\w'’-])\(?([{letters}])(?:[.):]|\)) ?(?=\S)")
         self._line = re.compile(

@@ -1,0 +1,446 @@
+r"""Does a completion's program pass its tests? Hostile programs are expected; see `sandbox`.
+
+    harness = TestHarness()
+    tests = AssertTests(("assert add(1, 2) == 3", "assert add(0, 0) == 0"))
+    harness.run("```python\ndef add(a, b):\n    return a + b\n```", tests).score          # 1.0
+
+Tests and expected results never enter the process that runs the program. What it returns crosses as plain values and is
+compared in the harness (`CallTests`, `ProgramTests`) or in a second confined process that runs the test code
+(`AssertTests`). So patching `assert`, `==` or `unittest`, leaving early, printing or forging a message of success, and
+reading memory, files or the stack find nothing to work on.
+
+Whatever a program does, it is worth 0 at worst and the others are scored. A value is read here only if it is not much
+longer than the expected one; longer ones are wrong unread.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Literal, Self
+
+from . import codec, frames
+from .errors import JailEndedError, JailError, ProcessEndedError
+from .programs import extract_code, same_output, same_value
+from .sandbox import Confined, Limits, Sandbox, parse_message
+
+Status = Literal["passed", "wrong_answer", "error", "timeout", "memory", "syntax", "cheat"]
+_REASONS: Mapping[str, Status] = {
+    "timeout": "timeout",
+    "forbidden": "cheat",
+    "protocol": "cheat",
+    "output": "error",
+    "exit": "error",
+}
+_LONGEST_PROGRAM = 500_000
+_MOST_OF_ANSWER = 16 << 10
+_TIMES_EXPECTED = 8
+"""A right answer's text is at most this many times as long as the expected one: 1.0000001 for 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallTests:
+    """Call a function and compare what it returns.
+
+    Attributes:
+        entry_point: the function's name.
+        cases: `(arguments, expected)` pairs.
+        tolerance: relative and absolute, between floats. Lists and tuples of equal items are equal.
+    """
+
+    entry_point: str
+    cases: tuple[tuple[tuple[Any, ...], Any], ...]
+    tolerance: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class AssertTests:
+    """Run test code, such as the assert statements of MBPP or the `check` function of HumanEval.
+
+    Attributes:
+        tests: statements; each counts as one test.
+        setup: trusted code that runs first, in the process of the tests: imports, helper functions.
+        entry_points: names that are the program's even where a builtin has the same one. Other names that nothing
+            trusted defines are looked for in the program too.
+        aliases: further names for what the program defines, e.g. `{"candidate": "add"}`.
+        prefix: put before the program, e.g. HumanEval's prompt.
+    """
+
+    tests: tuple[str, ...]
+    setup: str = ""
+    entry_points: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTests:
+    """Run the program on inputs and compare what it prints, line by line, white space at the end of lines aside.
+
+    Attributes:
+        cases: `(stdin, expected stdout)` pairs.
+        tolerance: between numbers where the texts differ; 0 = texts must be equal.
+    """
+
+    cases: tuple[tuple[str, str], ...]
+    tolerance: float = 0.0
+
+
+Tests = CallTests | AssertTests | ProgramTests
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one test.
+
+    Attributes:
+        status: what happened.
+        text: in words, "" where it passed.
+    """
+
+    status: Status
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TestResult:
+    """What came of all tests of one completion.
+
+    Attributes:
+        outcomes: of each test, in order.
+        printed: the beginning of what the program printed.
+    """
+
+    __test__: ClassVar[bool] = False
+
+    outcomes: tuple[Outcome, ...]
+    printed: str = ""
+
+    @property
+    def status(self) -> Status:
+        """The status of the first test that did not pass, else "passed"."""
+        return next((o.status for o in self.outcomes if o.status != "passed"), "passed")
+
+    @property
+    def passed(self) -> int:
+        """How many tests passed."""
+        return sum(outcome.status == "passed" for outcome in self.outcomes)
+
+    @property
+    def score(self) -> float:
+        """1.0 if every test passed, else 0.0; see `fraction`."""
+        return float(bool(self.outcomes) and self.passed == len(self.outcomes))
+
+    @property
+    def fraction(self) -> float:
+        """Share of tests that passed; 0 for a program that tried to cheat."""
+        cheated = any(outcome.status == "cheat" for outcome in self.outcomes)
+        return 0.0 if cheated or not self.outcomes else self.passed / len(self.outcomes)
+
+    def __str__(self) -> str:
+        failed = [f"test {i + 1}: {o.status}: {o.text}" for i, o in enumerate(self.outcomes) if o.status != "passed"]
+        return f"{self.passed} of {len(self.outcomes)} tests passed" + "".join(f"; {line}" for line in failed[:3])
+
+
+class TestHarness:
+    """Runs programs against tests, several at once.
+
+    Args:
+        limits: of each program, all of its tests together; of each case of `ProgramTests`, where what follows a case
+            that took too long is not run.
+        workers: programs at once; None = the machine's cores.
+        unprotected: see `Sandbox`.
+        packages: that programs may import; see `Sandbox`.
+
+    Raises:
+        JailError: the host does not offer the minimum of protections, or a package is not installed.
+    """
+
+    __test__: ClassVar[bool] = False  # its name begins as those that pytest collects
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        workers: int | None = None,
+        unprotected: bool = False,
+        packages: Sequence[str] = (),
+    ) -> None:
+        self._limits = limits or Limits()
+        self._start = partial(Sandbox, unprotected=unprotected, packages=packages)
+        self._sandbox = self._start()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="covey-harness")
+
+    @property
+    def protections(self) -> str:
+        """What is in force on this host, in words."""
+        return str(self._sandbox.protections)
+
+    def run(self, completion: str, tests: Tests) -> TestResult:
+        """Extract the program from a completion and test it.
+
+        Raises:
+            JailError: the tests themselves are broken, or the jail does not run.
+        """
+        code = extract_code(completion)
+        count = len(tests.tests if isinstance(tests, AssertTests) else tests.cases)
+        if len(code) > _LONGEST_PROGRAM:
+            return TestResult((Outcome("error", f"a program of {len(code)} characters"),) * count)
+        ended = ""
+        for _ in range(
+            2
+        ):  # the jail may have been killed from outside; a program in whose time it ends twice is worth 0
+            sandbox = self._sandbox
+            try:
+                return self._run(sandbox, code, tests)
+            except JailEndedError as error:
+                ended = str(error)
+                self._replace(sandbox)
+        return TestResult((Outcome("error", ended),) * count)
+
+    def run_all(self, jobs: Sequence[tuple[str, Tests]]) -> list[TestResult]:
+        """`run` for each (completion, tests), in order."""
+        return list(self._pool.map(lambda job: self.run(*job), jobs))
+
+    def close(self) -> None:
+        """Ends the jail and everything in it."""
+        self._pool.shutdown(cancel_futures=True)
+        self._sandbox.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _replace(self, ended: Sandbox) -> None:
+        """Start the jail anew, unless another thread has done so."""
+        with self._lock:
+            if self._sandbox is ended:
+                ended.close()
+                self._sandbox = self._start()
+
+    def _run(self, sandbox: Sandbox, code: str, tests: Tests) -> TestResult:
+        match tests:
+            case CallTests():
+                return self._run_calls(sandbox, code, tests)
+            case AssertTests():
+                return self._run_asserts(sandbox, code, tests)
+            case ProgramTests():
+                return self._run_program(sandbox, code, tests)
+
+    def _run_calls(self, sandbox: Sandbox, code: str, tests: CallTests) -> TestResult:
+        requests = [(_call(tests.entry_point, arguments), expected) for arguments, expected in tests.cases]
+        with sandbox.spawn(self._limits) as process:
+            outcomes: list[Outcome] = []
+            try:
+                failed = _load(process, code)
+                for request, expected in requests if failed is None else ():
+                    process.send_bytes(request)
+                    outcomes.append(_judge(process.receive_bytes(), expected, tests.tolerance))
+            except ProcessEndedError as ended:
+                failed = _outcome(ended)
+            return TestResult(_filled(outcomes, len(tests.cases), failed), process.printed)
+
+    def _run_asserts(self, sandbox: Sandbox, code: str, tests: AssertTests) -> TestResult:
+        names = (*_free_names(tests.setup, tests.tests), *tests.entry_points)
+        remote = {name: name for name in names} | dict(tests.aliases)
+        with ExitStack() as stack:
+            candidate = stack.enter_context(sandbox.spawn(self._limits))
+            outcomes: list[Outcome] = []
+            try:
+                failed = _load(candidate, tests.prefix + code)
+                if failed is None:
+                    tester = stack.enter_context(sandbox.spawn(self._limits))
+                    failed = _relay(tester, candidate, tests, remote, outcomes)
+            except ProcessEndedError as ended:
+                failed = _outcome(ended)
+            return TestResult(_filled(outcomes, len(tests.tests), failed), candidate.printed)
+
+    def _run_program(self, sandbox: Sandbox, code: str, tests: ProgramTests) -> TestResult:
+        outcomes: list[Outcome] = []
+        failed: Outcome | None = None
+        printed = ""
+        for stdin, expected in tests.cases:
+            with sandbox.spawn(self._limits) as process:
+                try:
+                    _send_program(process, code, stdin)
+                    answer = process.receive()
+                    failed = _failure(answer)
+                    if failed is None and answer.get("exit") != 0:
+                        failed = Outcome("error", f"exit code {codec.shown(answer.get('exit'))[:20]}")
+                except ProcessEndedError as ended:
+                    # leaving by os._exit(0) is the program's right: what it printed counts
+                    failed = None if ended.reason == "exit" and process.stop() == (0, 0) else _outcome(ended)
+                output = process.all_printed.decode("utf-8", "replace")
+                printed = printed or process.printed
+            if failed is None and not same_output(output, expected, tests.tolerance):
+                failed = Outcome("wrong_answer", f"printed {output[:200]!r:.200}, not {expected[:200]!r:.200}")
+            outcomes.append(failed or Outcome("passed"))
+            if failed is not None and failed.status == "timeout":
+                break
+        return TestResult(_filled(outcomes, len(tests.cases), failed), printed)
+
+
+def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, ...], str]:
+    """HumanEval's test module as `(setup, tests, argument)`: each statement of the function's body is a test.
+
+    Raises:
+        JailError: there is no such function of one argument.
+    """
+    tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function and len(node.args.args) == 1:
+            setup = "\n".join(ast.unparse(other) for other in tree.body if other is not node)
+            return setup, tuple(ast.unparse(statement) for statement in node.body), node.args.args[0].arg
+    raise JailError(f"the test code defines no {function}(candidate)")
+
+
+def _call(name: str, arguments: Sequence[Any]) -> bytes:
+    try:
+        tree = codec.Encoder(_no_handle)((list(arguments), {}))
+    except codec.CodecError as error:
+        raise JailError(f"the arguments of a call are {error}") from None
+    request = json.dumps({"name": name, "arguments": tree, "changed": False}).encode("utf-8", "surrogatepass")
+    if len(request) > frames.MAX_BYTES:
+        raise JailError(f"the arguments of a call are {len(request)} bytes, at most {frames.MAX_BYTES} are passed on")
+    return request
+
+
+def _send_program(process: Confined, code: str, stdin: str) -> None:
+    try:
+        process.send({"role": "program", "code": code, "stdin": stdin})
+    except ValueError as error:
+        raise JailError(f"a program and its standard input are {error}") from None
+
+
+def _load(process: Confined, code: str) -> Outcome | None:
+    process.send({"role": "candidate", "code": code})
+    return _failure(process.receive())
+
+
+def _relay(
+    tester: Confined, candidate: Confined, tests: AssertTests, remote: Mapping[str, str], outcomes: list[Outcome]
+) -> Outcome | None:
+    """Pass the tests' calls to the candidate and its answers back, until the tests are done."""
+    named = [*tests.entry_points, *tests.aliases]
+    order = {"role": "tester", "setup": tests.setup, "tests": list(tests.tests), "remote": dict(remote), "named": named}
+    try:
+        tester.send(order)
+    except ValueError as error:
+        raise JailError(f"the test code is {error}") from None
+    ready = False
+    while True:
+        try:
+            message = tester.receive_bytes()
+        except ProcessEndedError as ended:
+            if ready or ended.reason != "exit":  # what a program answered may be too much for the tester
+                raise
+            raise JailError(f"the test code does not run: {tester.printed[-300:] or ended}") from None
+        kind, body = message[:1], message[1:]
+        if kind == b"C":
+            candidate.send_bytes(body)
+            tester.send_bytes(candidate.receive_bytes())
+        elif kind == b"R":
+            result = parse_message(body)
+            outcomes.append(Outcome(result["result"], _clean(result["text"])))
+        elif kind == b"D":
+            return None
+        ready = True
+
+
+def _failure(answer: Mapping[str, Any]) -> Outcome | None:
+    """What a confined process says went wrong."""
+    status = answer.get("failed")
+    if status is None:
+        return None
+    known: Status = status if status in ("syntax", "memory", "error") else "error"
+    return Outcome(known, _clean(str(answer.get("text"))[:500]))
+
+
+def _clean(text: str) -> str:
+    """Text that any file can hold: a program can name half of a character."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _judge(body: bytes, expected: Any, tolerance: float) -> Outcome:
+    try:
+        length = len(json.dumps(codec.Encoder(lambda value: 0, materialise=False)(expected)))
+    except codec.CodecError as error:
+        raise JailError(f"an expected result is {error}") from None
+    if len(body) > _MOST_OF_ANSWER + _TIMES_EXPECTED * length:
+        return Outcome("wrong_answer", f"returned {len(body)} bytes, the expected value has {length}")
+    answer = parse_message(body)
+    failed = _failure(answer)
+    if failed is not None:
+        return failed
+    try:
+        found = codec.Decoder(_Handle)(answer.get("value"))
+        if isinstance(found, type(iter([]))):
+            found = list(found)
+        if same_value(found, expected, tolerance):
+            return Outcome("passed")
+    except Exception as error:  # whatever a value does that nobody vouches for, it is not the expected one
+        return Outcome("wrong_answer", _clean(f"returned what cannot be compared: {error}"[:500]))
+    return Outcome("wrong_answer", _clean(f"returned {codec.shown(found)}, not {codec.shown(expected)}"))
+
+
+def _outcome(ended: ProcessEndedError) -> Outcome:
+    return Outcome(_REASONS[ended.reason], str(ended))
+
+
+def _filled(outcomes: list[Outcome], count: int, failed: Outcome | None) -> tuple[Outcome, ...]:
+    """All outcomes: where the process ended early, the tests that are left failed as it did."""
+    missing = count - len(outcomes)
+    return (*outcomes, *([failed or Outcome("error", "not run")] * missing))
+
+
+class _Handle:
+    """Something that stayed in the jail; equal to nothing."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __repr__(self) -> str:
+        return "an object that is no plain value"
+
+
+def _no_handle(value: Any) -> int:
+    raise JailError(f"an argument of type {type(value).__name__} is no plain value")
+
+
+@lru_cache(maxsize=4096)
+def _free_names(setup: str, tests: tuple[str, ...]) -> frozenset[str]:
+    """Names that the tests use and nothing trusted defines: these are the candidate's."""
+    used: set[str] = set()
+    bound: set[str] = set(dir(builtins))
+    for source in (setup, *tests):
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise JailError(f"the test code is no Python: {error}: {source!r:.200}") from None
+        for name, is_use in _names(tree):
+            (used if is_use else bound).add(name)
+    return frozenset(used - bound)
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=context):
+                yield name, isinstance(context, ast.Load)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name, False
+            case ast.alias(name=name, asname=other):
+                yield (other or name).split(".")[0], False
+            case ast.ExceptHandler(name=str(name)):
+                yield name, False
