@@ -103,7 +103,10 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
     @field_validator("eos_token_ids", mode="before")
     @classmethod
     def _plain_integers(cls, value: Any) -> Any:
-        return tuple(int(token) for token in value) if isinstance(value, Iterable) else value
+        """NumPy's and JAX's integers are no integers to pydantic."""
+        if not isinstance(value, Iterable):
+            return value
+        return tuple(int(token) if hasattr(token, "__index__") else token for token in value)
 
     @classmethod
     def of(cls, settings: GRPOConfig | Mapping[str, Any]) -> GRPOConfig:

@@ -30,7 +30,7 @@ from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
 from covey.jax.grpo_config import GRPOConfig
 from covey.jax.rewarding import Decode, HostRewards, call_jax_reward, is_jax_reward
-from covey.jax.sampling import Samples, join, sample, score
+from covey.jax.sampling import sample, score
 from covey.jax.scoring import Scores, loss_terms
 from covey.jax.sharding import check_mesh, keep_placed, place, place_rows, variables_sharding
 from covey.jax.trainer import Metrics, Trainer, TrainState
@@ -298,24 +298,25 @@ class GRPOTrainer(Trainer):
         lengths = jnp.full(prompts.shape[0], prompts.shape[1]) if lengths is None else jnp.asarray(lengths)
         lengths = lengths.astype(jnp.int32)
         params = jax.lax.stop_gradient(params)
-        samples = self._sample(params, given, prompts, lengths, key)
-        traced = isinstance(samples.responses, jax.core.Tracer)
-        rewards, valid = self._rewards(prompts, lengths, samples, batch.get("columns", {}), traced)
-        return {**self._record(params, given, prompts, lengths, samples, rewards, valid), "constants": given}
+        sampled = self._sample(params, given, prompts, lengths, key)
+        rewards, valid = self._rewards(prompts, lengths, sampled, batch.get("columns", {}))
+        return {**self._record(params, given, sampled, rewards, valid), "constants": given}
 
-    def _sample_rows(self, params: Any, given: Any, prompts: jax.Array, lengths: jax.Array, key: jax.Array) -> Samples:
+    def _sample_rows(
+        self, params: Any, given: Any, prompts: jax.Array, lengths: jax.Array, key: jax.Array
+    ) -> dict[str, jax.Array]:
         return sample(self.policy_model, {**given["frozen"], **params}, prompts, lengths, key, self.grpo_config)
 
     def _rewards(
-        self, prompts: jax.Array, lengths: jax.Array, samples: Samples, columns: Mapping[str, Any], traced: bool
+        self, prompts: jax.Array, lengths: jax.Array, sampled: Mapping[str, jax.Array], columns: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """Rewards `[R]`, NaN where there is none, and what the validity mask keeps `[R]`."""
-        group, count = self.grpo_config.sampling.num_generations, samples.mask.shape[0]
-        every = np.ones(count, np.bool_)
+        group, responses, mask = self.grpo_config.sampling.num_generations, sampled["responses"], sampled["mask"]
+        count = len(mask)
         if self._host_rewards is None:
             shared = {**columns, "prompts": prompts, "prompt_lengths": lengths}
             repeated = {name: jnp.repeat(jnp.asarray(value), group, axis=0) for name, value in shared.items()}
-            return call_jax_reward(self.reward_fn, samples.responses, samples.mask, repeated), every
+            return call_jax_reward(self.reward_fn, responses, mask, repeated), np.ones(count, np.bool_)
         dtype = np.float32  # whatever the model's: a callback's thread does not know of JAX's 64-bit mode
 
         def host(
@@ -331,9 +332,9 @@ class GRPOTrainer(Trainer):
                 raise
             return rewards.astype(dtype), valid
 
-        if not traced:
+        if not isinstance(mask, jax.core.Tracer):
             self._reward_failure = None
-            return host(prompts, lengths, samples.responses, samples.mask, columns)
+            return host(prompts, lengths, responses, mask, columns)
         for name, value in columns.items():
             if not is_numeric(value):
                 raise ConfigError(
@@ -341,43 +342,19 @@ class GRPOTrainer(Trainer):
                     "first and compute_loss on what it returns, or train_step, which does so"
                 )
         shapes = (jax.ShapeDtypeStruct((count,), dtype), jax.ShapeDtypeStruct((count,), np.bool_))
-        return jax.pure_callback(host, shapes, prompts, lengths, samples.responses, samples.mask, dict(columns))
+        return jax.pure_callback(host, shapes, prompts, lengths, responses, mask, dict(columns))
 
     def _record_rows(
-        self,
-        params: Any,
-        given: Any,
-        prompts: jax.Array,
-        lengths: jax.Array,
-        samples: Samples,
-        rewards: jax.Array,
-        valid: jax.Array,
+        self, params: Any, given: Any, sampled: Mapping[str, jax.Array], rewards: jax.Array, valid: jax.Array
     ) -> dict[str, Any]:
         algorithm, group = self.grpo_config.algorithm, self.grpo_config.sampling.num_generations
-        rewards = jax.lax.stop_gradient(jnp.asarray(rewards, samples.logprobs.dtype))
-        step = Outcomes(
-            rewards,
-            jnp.repeat(jnp.arange(prompts.shape[0]), group),
-            algorithm.scale_rewards,
-            algorithm.std_correction,
-            mask=samples.mask,
-            logprobs=samples.logprobs,
-        )
-        lengths = jnp.repeat(lengths, group)
-        record = {
-            "tokens": join(jnp.repeat(prompts, group, axis=0), lengths, samples.responses),
-            "lengths": lengths,
-            "responses": samples.responses,
-            "mask": samples.mask,
-            "old_logprobs": samples.logprobs,
-            "finished": samples.finished,
-            "steps": samples.steps,
-            "valid": jnp.asarray(valid),
-            "rewards": rewards,
-            "advantages": self.grpo_config.estimator(step),
-        }
-        if samples.support is not None:
-            record["support"] = samples.support
+        logprobs = sampled["old_logprobs"]
+        rewards = jax.lax.stop_gradient(jnp.asarray(rewards, logprobs.dtype))
+        groups = jnp.arange(len(rewards)) // group
+        scaling = algorithm.scale_rewards, algorithm.std_correction
+        step = Outcomes(rewards, groups, *scaling, mask=sampled["mask"], logprobs=logprobs)
+        advantages = self.grpo_config.estimator(step)
+        record = {**sampled, "valid": jnp.asarray(valid), "rewards": rewards, "advantages": advantages}
         if self._reads_reference:
             model, variables = self._reference(given)
             record["ref_logprobs"] = self._scores(model, variables, record).logp

@@ -10,7 +10,7 @@ model that maps tokens to logits will do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,29 +20,9 @@ from covey.jax.grpo_config import GRPOConfig
 from covey.jax.scoring import Scores, token_scores
 
 
-class Samples(NamedTuple):
-    """Responses of R rows.
-
-    Attributes:
-        responses: `[R, T]` ids, the padding token after the end.
-        mask: `[R, T]` True on sampled tokens, the end-of-sequence token included.
-        logprobs: `[R, T]` under the sampling distribution, 0 where masked.
-        finished: `[R]` True where an end-of-sequence token was sampled.
-        support: `[R, T, ceil(V / 8)]` bits of the tokens that could be drawn, or None.
-        steps: scalar, forward passes of the model after that of the prompts.
-    """
-
-    responses: jax.Array
-    mask: jax.Array
-    logprobs: jax.Array
-    finished: jax.Array
-    support: jax.Array | None
-    steps: jax.Array
-
-
 def sample(
     model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, key: jax.Array, config: GRPOConfig
-) -> Samples:
+) -> dict[str, jax.Array]:
     """`num_samples_per_prompt` responses to each prompt, those of a prompt next to each other.
 
     The prompts run once each, their keys and values are repeated for the group where the model has a cache. The loop
@@ -56,6 +36,13 @@ def sample(
         lengths: `[B]` tokens of each prompt.
         key: random key.
         config: how to draw.
+
+    Returns:
+        `responses` `[R, T]`, the padding token after the end. `mask` `[R, T]`, True on sampled tokens, the
+        end-of-sequence token included. `old_logprobs` `[R, T]` under the sampling distribution, 0 where masked.
+        `finished` `[R]`, True where an end-of-sequence token was sampled. `tokens` `[R, P + T]` and `lengths` `[R]`:
+        each prompt with its response, and the tokens before that. `steps`: forward passes after that of the prompts.
+        With `keep_sampling_mask` `support` `[R, T, ceil(V / 8)]`, bits of the tokens that could be drawn.
     """
     group, limit = config.sampling.num_generations, config.sampling.max_completion_length
     variables = jax.lax.stop_gradient(variables)
@@ -63,7 +50,9 @@ def sample(
         config.temperature, config.top_k, config.top_p, config.min_p, config.keep_sampling_mask, config.eos_token_ids
     )
     logits, state = _start(model, variables, prompts, lengths, limit)
-    logits, state = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), (logits, state))
+    logits, state, prompts, lengths = jax.tree.map(
+        lambda x: jnp.repeat(x, group, axis=0), (logits, state, prompts, lengths)
+    )
     rows, vocabulary = logits.shape
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
@@ -73,7 +62,7 @@ def sample(
         _advance(model, variables),
         state,
         first.tokens,
-        jnp.repeat(lengths, group),
+        lengths,
         jnp.where(sampling.ends(first.tokens), 0, limit - 1).astype(jnp.int32),
         u[:, 1:],  # one number more than is needed: no loop over an array of no columns
         sampling,
@@ -86,11 +75,21 @@ def sample(
 
     tokens = whole(first.tokens, found.tokens)
     mask = tokens >= 0
-    logprobs = jnp.where(mask, whole(first.logprobs, found.logprobs), 0.0)
-    support = None if first.support is None or found.support is None else whole(first.support, found.support)
     responses = jnp.where(mask, tokens, config.pad_token_id).astype(prompts.dtype)
-    finished = jnp.any(sampling.ends(tokens), axis=1)
-    return Samples(responses, mask, logprobs, finished, support, found.steps)
+    columns = lengths[:, None] + jnp.arange(limit)
+    joined = jnp.pad(prompts, ((0, 0), (0, limit))).at[jnp.arange(rows)[:, None], columns].set(responses)
+    record = {
+        "tokens": joined,
+        "lengths": lengths,
+        "responses": responses,
+        "mask": mask,
+        "old_logprobs": jnp.where(mask, whole(first.logprobs, found.logprobs), 0.0),
+        "finished": jnp.any(sampling.ends(tokens), axis=1),
+        "steps": found.steps,
+    }
+    if first.support is not None and found.support is not None:
+        record["support"] = whole(first.support, found.support)
+    return record
 
 
 def _start(model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, limit: int) -> tuple[jax.Array, Any]:
@@ -120,13 +119,6 @@ def _advance(model: Any, variables: Any) -> Advance:
     return with_cache if hasattr(model, "init_cache") else whole_rows
 
 
-def join(prompts: jax.Array, lengths: jax.Array, responses: jax.Array) -> jax.Array:
-    """Rows `[R, P + T]`: each prompt of `lengths` tokens, its response right after it."""
-    rows = jnp.pad(prompts, ((0, 0), (0, responses.shape[1])))
-    columns = lengths[:, None] + jnp.arange(responses.shape[1])
-    return rows.at[jnp.arange(rows.shape[0])[:, None], columns].set(responses)
-
-
 def score(
     model: Any,
     variables: Any,
@@ -142,11 +134,11 @@ def score(
     Args:
         model: see `sample`.
         variables: what it is applied with.
-        tokens: `[R, L]` from `join`.
+        tokens: `[R, L]` from `sample`.
         lengths: `[R]` tokens before the response.
         responses: `[R, T]`.
         config: temperature and KL estimator.
-        support: bits from `Samples`; probabilities are then those among these tokens.
+        support: bits from `sample`; probabilities are then those among these tokens.
         reference: gives `(model, variables)` of the reference for a KL over the vocabulary.
     """
     columns = lengths[:, None] - 1 + jnp.arange(responses.shape[1])
