@@ -383,9 +383,9 @@ def test_bad_input_is_one_clear_error() -> None:
         jax.jit(lambda params: trainer.compute_loss(params, batch))(state.params)
     for settings, message in [
         ({"kl_coef": 0.1}, "did you mean 'kl_coeff'"),
-        ({"num_samples_per_prompt": 1}, "num_samples_per_prompt=1: a group compares"),
+        ({"num_samples_per_prompt": 1}, "num_samples_per_prompt=1: a group needs at least 2"),
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"loss_type": "gpro"}, "loss_type='gpro': no such name; did you mean"),
+        ({"loss_type": "gpro"}, r"loss_type='gpro': must be grpo .*did you mean"),
         ({"validity_mask": True}, "pass decode=tokenizer.decode"),
     ]:
         with pytest.raises(ConfigError, match=message):

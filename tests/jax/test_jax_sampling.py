@@ -12,8 +12,7 @@ import pytest
 from jax_cases import END, PROMPTS, VOCAB, Bigram, even_share, make_trainer, small_transformer, table_logp
 from scipy import stats
 
-from covey.jax.drawing import kept
-from covey.jax.grpo_config import GRPOConfig
+from covey.jax.drawing import SamplingParams, kept
 from covey.jax.sampling import score
 
 
@@ -117,7 +116,8 @@ def test_a_row_does_not_depend_on_the_rows_after_it() -> None:
     ],
 )
 def test_what_top_k_top_p_and_min_p_keep(settings: dict[str, Any], expected: list[int] | None) -> None:
-    support = kept(jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])), GRPOConfig(**settings))
+    cuts = SamplingParams(1.0, 0, 1.0, 0.0, False, ())._replace(**settings)
+    support = kept(jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]])), cuts)
     assert (None if support is None else support[0].astype(int).tolist()) == expected
 
 

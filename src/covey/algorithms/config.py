@@ -111,7 +111,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         gt=0,
         description="Sharpness of the soft gate of loss_type sapo for advantages up to 0.",
     )
-    importance_sampling_level: Literal["token", "sequence"] | None = Field(
+    importance_sampling_level: Literal["token", "sequence", "gspo_token"] | None = Field(
         default=None,
         description="One importance ratio for each token, or one for each completion (GSPO); none = what "
         "loss_type says.",

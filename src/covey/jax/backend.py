@@ -20,10 +20,10 @@ from covey.jax.compiling import keep_programs
 from covey.jax.engine import Engine
 from covey.jax.learner import Learner
 from covey.jax.loading import config_from_hf, params_from_tensors
-from covey.jax.meshes import make_mesh
 from covey.jax.model import LINEAR_LAYERS, Transformer
 from covey.jax.policy import Policy
 from covey.jax.saving import load_adapter, lora_from_tensors
+from covey.jax.sharding import make_mesh
 from covey.types import Prompt
 
 _ALL = "all-linear"
@@ -106,7 +106,7 @@ class JaxBackend:
         )
 
     def make_sampler(self, config: GRPOConfig, policy: Any) -> Engine:
-        """The engine."""
+        """An engine with a copy of the policy's weights, of the size that the `sampling` section says."""
         chosen = config.sampling
         return Engine(
             policy.model,
@@ -119,7 +119,7 @@ class JaxBackend:
         )
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> Learner:
-        """The learner."""
+        """A learner of the policy, with the AdamW of the `optim` section."""
         return Learner(policy, **adamw_options(config))
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:

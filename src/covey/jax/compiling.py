@@ -28,8 +28,8 @@ def keep_programs() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-class Ahead:
-    """A function that can be compiled for arguments to come, without running it.
+class CompiledFunction:
+    """A function compiled once for each shape of its arguments, ahead of time where asked, and not run for it.
 
     Args:
         function: of arrays, and of settings by name.
@@ -43,21 +43,21 @@ class Ahead:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far."""
+        """The number of programs compiled so far."""
         return len(self._programs)
 
     def knows(self, *arguments: Any, **settings: Any) -> bool:
-        """Whether it is compiled for arguments of these shapes."""
+        """Whether there is a program for arguments of these shapes."""
         return self._key(arguments, settings) in self._programs
 
     def prepare(self, *arguments: Any, **settings: Any) -> None:
-        """Compile it for arguments of these shapes, unless it is."""
+        """Compile the program for arguments of these shapes, unless there is one."""
         key = self._key(arguments, settings)
         if key not in self._programs:
             self._programs[key] = self._jit.lower(*arguments, **settings).compile()
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        """Run it."""
+        """Run the program for arguments of these shapes, which is compiled first if there is none."""
         self.prepare(*arguments, **settings)
         return self._programs[self._key(arguments, settings)](*arguments)
 

@@ -123,18 +123,12 @@ class JaxDevice(Device):
         for row in running:
             token[row.place], position[row.place] = row.own[-1], len(row.prompt_ids) + row.held
             budget[row.place] = row.limit - row.sampled
-        found = self._programs.decode(
-            self._params,
-            self._cache,
-            token,
-            position,
-            budget,
-            np.int32(self._until(len(running), waiting)),
-            self._numbers(self._slots, self._layout.slots, chunk),
-            self._allowed(self._slots, self._layout.slots) if chosen else None,
-            sampling=self._sampling,
-        )
-        self._cache, steps = found.cache, int(found.steps)
+        until = np.int32(self._until(len(running), waiting))
+        numbers = self._numbers(self._slots, self._layout.slots, chunk)
+        allowed = self._allowed(self._slots, self._layout.slots) if chosen else None
+        decode = partial(self._programs.decode, sampling=self._sampling)
+        found = decode(self._params, self._cache, token, position, budget, until, numbers, allowed)
+        self._cache, steps = found.state, int(found.steps)
         slots = [row.place for row in running]
         tokens, logprobs = np.asarray(found.tokens)[slots, :steps], np.asarray(found.logprobs)[slots, :steps]
         bits = None if found.support is None else np.asarray(found.support[:, :steps])[slots]
@@ -258,25 +252,15 @@ class JaxDevice(Device):
         def rest(cache: Any, slots: int) -> Any:
             at = np.full(slots, self._layout.positions, np.int32)
             u: Any = np.zeros((slots, chunk), np.float32)
-            run = self._programs.decode
-            found = run(
-                self._params,
-                cache,
-                zeros(slots),
-                at,
-                zeros(slots),
-                np.int32(0),
-                u,
-                allowed(slots),
-                sampling=self._sampling,
-            )
+            decode, none = partial(self._programs.decode, sampling=self._sampling), zeros(slots)
+            found = decode(self._params, cache, none, at, none, np.int32(0), u, allowed(slots))
             if not self._continued:
-                return found.cache
+                return found.state
             # conversations come and go
             outside, none, u = np.full(_PROMPTS, slots, np.int32), zeros(_PROMPTS), np.zeros(_PROMPTS, np.float32)
             said = np.zeros((_PROMPTS, _SAID), np.int32)
             cache, _ = self._programs.extend(
-                self._params, found.cache, said, outside, none, none, u, allowed(_PROMPTS), sampling=self._sampling
+                self._params, found.state, said, outside, none, none, u, allowed(_PROMPTS), sampling=self._sampling
             )
             outside, u = np.full(_BEGUN, slots, np.int32), np.zeros(_BEGUN, np.float32)
             prompts, logits = self._empty(_PROMPTS, self._layout.prompt), self._no_logits()

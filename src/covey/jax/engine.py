@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far."""
+        """The number of programs compiled so far."""
         return self._programs.compilations
 
     def expect(self, prompt: int) -> None:

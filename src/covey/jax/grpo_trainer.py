@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple
 from typing import Any
 
 import jax
@@ -25,22 +24,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from covey.algorithms import (
-    Outcomes,
-    combine_masks,
-    count_step,
-    find_estimator,
-    mismatch_correction,
-    policy_loss,
-    policy_masks,
-    token_weights,
-)
+from covey.algorithms import Outcomes, combine_masks, count_step, policy_masks, token_weights
+from covey.algorithms.masks import masks_by_reference
 from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
 from covey.jax.grpo_config import GRPOConfig
 from covey.jax.rewarding import Decode, HostRewards, call_jax_reward, is_jax_reward
-from covey.jax.sampling import Samples, join, sample, score
-from covey.jax.scoring import Scores
+from covey.jax.sampling import sample, score
+from covey.jax.scoring import Scores, loss_terms
 from covey.jax.sharding import check_mesh, keep_placed, place, place_rows, variables_sharding
 from covey.jax.trainer import Metrics, Trainer, TrainState
 
@@ -81,11 +72,13 @@ class GRPOTrainer(Trainer):
     ) -> None:
         super().__init__(optimizer)
         self.grpo_config = config = GRPOConfig.of(grpo_config)
-        self.passes_per_batch = config.num_iterations
-        if ref_model is None and config.uses_reference:
+        self.passes_per_batch = config.algorithm.num_iterations
+        if ref_model is None and config.algorithm.uses_reference:
             raise ConfigError(
                 f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
             )
+        self._objective = config.objective
+        self._reads_reference = self._objective.estimates_kl or masks_by_reference(config.algorithm)
         self.policy_model, self.ref_model = policy_model, ref_model
         self.reward_fn, self.mesh = reward_fn, check_mesh(mesh)
         self.ref_params = None
@@ -143,8 +136,7 @@ class GRPOTrainer(Trainer):
             self.ref_params = None if trained == "lora" else variables
         if self.mesh is None:
             return TrainState.create(policy, self.optimizer)
-        begin = place(jnp.zeros((), jnp.int32), self.mesh)
-        opt_state = self._made(self.optimizer.init, policy)
+        begin, opt_state = place(jnp.zeros((), jnp.int32), self.mesh), self._made(self.optimizer.init, policy)
         return TrainState(step=begin, params=policy, opt_state=opt_state, tx=self.optimizer)
 
     def _made(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -168,7 +160,7 @@ class GRPOTrainer(Trainer):
         return {} if self.ref_params is None else {"reference": self.ref_params}
 
     def set_constants(self, constants: Mapping[str, Any]) -> None:
-        """Take the reference back."""
+        """Take the reference that `constants` returned."""
         self.ref_params = constants.get("reference")
 
     def _given(self) -> dict[str, Any]:
@@ -197,7 +189,7 @@ class GRPOTrainer(Trainer):
         ready = {**self._arrays(batch), "key": place(key, self.mesh), "constants": self._given()}
         # Several passes need one record; text cannot enter compiled code; and where a callback on one device of a mesh
         # fails, the others wait for it until the process is ended.
-        outside = self.grpo_config.num_iterations > 1 or (self.mesh is not None and self._host_rewards is not None)
+        outside = self.passes_per_batch > 1 or (self.mesh is not None and self._host_rewards is not None)
         if outside or not all(is_numeric(value) for value in ready["columns"].values()):
             return self.rollout(state.params, ready)
         return ready
@@ -233,7 +225,39 @@ class GRPOTrainer(Trainer):
     def loss_and_metrics(self, params: Any, batch: Batch) -> tuple[jax.Array, Metrics]:
         """The loss, and what else there is to know: rewards, lengths, KL, entropy, clipping, masks."""
         record = batch if "responses" in batch else self.rollout(params, batch)
-        return self._loss(params, record)
+        algorithm, objective = self.grpo_config.algorithm, self._objective
+        given = record.get("constants", self._given())
+        reference = None if objective.vocabulary_kl is None else (lambda: self._reference(given))
+        found = self._scores(self.policy_model, {**given["frozen"], **params}, record, reference)
+        current, entropy = jax.lax.stop_gradient((found.logp, found.entropy))
+        old, sampled = record["old_logprobs"], record["mask"]
+        keep: dict[str, Any] = {}
+        if algorithm.mask_truncated_completions:
+            keep["mask_truncated_completions"] = record["finished"]
+        if algorithm.validity_mask:
+            keep["validity_mask"] = record["valid"]
+        base, _ = combine_masks(sampled, keep)
+        # These look at the policy of this very pass, over the tokens that are left.
+        ref = record.get("ref_logprobs")
+        mask, advantages, excluded = policy_masks(algorithm, current, old, ref, entropy, record["advantages"], base)
+
+        def weights(of: jax.Array, aggregation: str) -> jax.Array:
+            limit, dtype = self.grpo_config.sampling.max_completion_length, found.logp.dtype
+            return token_weights(of, count_step(of), aggregation, limit, dtype=dtype)
+
+        rows = {"mask": mask, "old": old, "advantages": advantages, "weights": weights(mask, objective.aggregation)}
+        if objective.kl_aggregation is not None:
+            rows["kl_weights"] = weights(sampled, objective.kl_aggregation)
+        if self._reads_reference:
+            rows["reference"] = ref
+        if algorithm.correction is not None:
+            rows["trainer_old"] = record["trainer_old"]
+        if objective.loss.select is not None:
+            before = rows.get("trainer_old", old)
+            rows["selected"] = objective.select(current, before, advantages, mask, entropy)
+        terms = loss_terms(found, rows, objective, algorithm.correction)
+        left, _ = combine_masks(base, {name: ~tokens for name, tokens in excluded.items()})
+        return terms.loss, _metrics(record, terms.metrics, left)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimiser step on a batch of prompts, or on a record of `rollout`; see `Trainer.train_step`.
@@ -274,32 +298,25 @@ class GRPOTrainer(Trainer):
         lengths = jnp.full(prompts.shape[0], prompts.shape[1]) if lengths is None else jnp.asarray(lengths)
         lengths = lengths.astype(jnp.int32)
         params = jax.lax.stop_gradient(params)
-        samples, steps = self._sample(params, given, prompts, lengths, key)
-        traced = isinstance(samples.responses, jax.core.Tracer)
-        rewards, valid = self._rewards(prompts, lengths, samples, batch.get("columns", {}), traced)
-        return {
-            **self._record(params, given, prompts, lengths, samples, rewards, valid),
-            "steps": steps,
-            "constants": given,
-        }
+        sampled = self._sample(params, given, prompts, lengths, key)
+        rewards, valid = self._rewards(prompts, lengths, sampled, batch.get("columns", {}))
+        return {**self._record(params, given, sampled, rewards, valid), "constants": given}
 
     def _sample_rows(
         self, params: Any, given: Any, prompts: jax.Array, lengths: jax.Array, key: jax.Array
-    ) -> tuple[Samples, jax.Array]:
-        variables = {**given["frozen"], **params}
-        samples = sample(self.policy_model, variables, prompts, lengths, key, self.grpo_config)
-        return samples, samples.steps
+    ) -> dict[str, jax.Array]:
+        return sample(self.policy_model, {**given["frozen"], **params}, prompts, lengths, key, self.grpo_config)
 
     def _rewards(
-        self, prompts: jax.Array, lengths: jax.Array, samples: Samples, columns: Mapping[str, Any], traced: bool
+        self, prompts: jax.Array, lengths: jax.Array, sampled: Mapping[str, jax.Array], columns: Mapping[str, Any]
     ) -> tuple[Any, Any]:
         """Rewards `[R]`, NaN where there is none, and what the validity mask keeps `[R]`."""
-        group, count = self.grpo_config.num_samples_per_prompt, samples.mask.shape[0]
-        every = np.ones(count, np.bool_)
+        group, responses, mask = self.grpo_config.sampling.num_generations, sampled["responses"], sampled["mask"]
+        count = len(mask)
         if self._host_rewards is None:
             shared = {**columns, "prompts": prompts, "prompt_lengths": lengths}
             repeated = {name: jnp.repeat(jnp.asarray(value), group, axis=0) for name, value in shared.items()}
-            return call_jax_reward(self.reward_fn, samples.responses, samples.mask, repeated), every
+            return call_jax_reward(self.reward_fn, responses, mask, repeated), np.ones(count, np.bool_)
         dtype = np.float32  # whatever the model's: a callback's thread does not know of JAX's 64-bit mode
 
         def host(
@@ -315,9 +332,9 @@ class GRPOTrainer(Trainer):
                 raise
             return rewards.astype(dtype), valid
 
-        if not traced:
+        if not isinstance(mask, jax.core.Tracer):
             self._reward_failure = None
-            return host(prompts, lengths, samples.responses, samples.mask, columns)
+            return host(prompts, lengths, responses, mask, columns)
         for name, value in columns.items():
             if not is_numeric(value):
                 raise ConfigError(
@@ -325,47 +342,23 @@ class GRPOTrainer(Trainer):
                     "first and compute_loss on what it returns, or train_step, which does so"
                 )
         shapes = (jax.ShapeDtypeStruct((count,), dtype), jax.ShapeDtypeStruct((count,), np.bool_))
-        return jax.pure_callback(host, shapes, prompts, lengths, samples.responses, samples.mask, dict(columns))
+        return jax.pure_callback(host, shapes, prompts, lengths, responses, mask, dict(columns))
 
     def _record_rows(
-        self,
-        params: Any,
-        given: Any,
-        prompts: jax.Array,
-        lengths: jax.Array,
-        samples: Samples,
-        rewards: jax.Array,
-        valid: jax.Array,
+        self, params: Any, given: Any, sampled: Mapping[str, jax.Array], rewards: jax.Array, valid: jax.Array
     ) -> dict[str, Any]:
-        config, group = self.grpo_config, self.grpo_config.num_samples_per_prompt
-        groups = jnp.repeat(jnp.arange(prompts.shape[0]), group)
-        rewards = jax.lax.stop_gradient(jnp.asarray(rewards, samples.logprobs.dtype))
-        step = Outcomes(
-            rewards,
-            groups,
-            config.scale_rewards,
-            config.std_correction,
-            mask=samples.mask,
-            logprobs=samples.logprobs,
-        )
-        lengths = jnp.repeat(lengths, group)
-        record = {
-            "tokens": join(jnp.repeat(prompts, group, axis=0), lengths, samples.responses),
-            "lengths": lengths,
-            "responses": samples.responses,
-            "mask": samples.mask,
-            "old_logprobs": samples.logprobs,
-            "finished": samples.finished,
-            "valid": jnp.asarray(valid),
-            "rewards": rewards,
-            "advantages": find_estimator(config.adv_estimator)(step),
-        }
-        if samples.support is not None:
-            record["support"] = samples.support
-        if config.uses_reference_logprobs:
+        algorithm, group = self.grpo_config.algorithm, self.grpo_config.sampling.num_generations
+        logprobs = sampled["old_logprobs"]
+        rewards = jax.lax.stop_gradient(jnp.asarray(rewards, logprobs.dtype))
+        groups = jnp.arange(len(rewards)) // group
+        scaling = algorithm.scale_rewards, algorithm.std_correction
+        step = Outcomes(rewards, groups, *scaling, mask=sampled["mask"], logprobs=logprobs)
+        advantages = self.grpo_config.estimator(step)
+        record = {**sampled, "valid": jnp.asarray(valid), "rewards": rewards, "advantages": advantages}
+        if self._reads_reference:
             model, variables = self._reference(given)
             record["ref_logprobs"] = self._scores(model, variables, record).logp
-        if config.correction is not None:
+        if algorithm.correction is not None:
             record["trainer_old"] = self._scores(self.policy_model, {**given["frozen"], **params}, record).logp
         return record
 
@@ -393,50 +386,6 @@ class GRPOTrainer(Trainer):
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         after, metrics = super()._step(state, batch)
         return keep_placed(after, self.mesh, self.policy_model), metrics
-
-    def _loss(self, params: Any, record: Batch) -> tuple[jax.Array, Metrics]:
-        config, objective = self.grpo_config, self.grpo_config.objective
-        given = record.get("constants", self._given())
-        reference = None if objective.vocabulary_kl is None else (lambda: self._reference(given))
-        found = self._scores(self.policy_model, {**given["frozen"], **params}, record, reference)
-        current, old, ref = jax.lax.stop_gradient(found.logp), record["old_logprobs"], record.get("ref_logprobs")
-        keep: dict[str, Any] = {}
-        if config.mask_truncated_completions:
-            keep["mask_truncated_completions"] = record["finished"]
-        if config.validity_mask:
-            keep["validity_mask"] = record["valid"]
-        base, _ = combine_masks(record["mask"], keep)
-        # These look at the policy of this very pass, over the tokens that are left.
-        entropy = jax.lax.stop_gradient(found.entropy)
-        mask, advantages, excluded = policy_masks(config, current, old, ref, entropy, record["advantages"], base)
-        sampler, factor = old, None
-        if config.correction is not None:
-            old = record["trainer_old"]
-            counted = record["mask"] if objective.kl_aggregation else mask
-            factor = mismatch_correction(old, sampler, counted, *astuple(config.correction))
-        select = objective.loss.select is not None
-
-        def weights(of: jax.Array, aggregation: str) -> jax.Array:
-            limit, dtype = config.max_completion_length, found.logp.dtype
-            return token_weights(of, count_step(of), aggregation, limit, dtype=dtype)
-
-        terms = policy_loss(
-            found.logp,
-            old,
-            advantages,
-            mask,
-            weights(mask, objective.aggregation),
-            objective,
-            ref=ref if config.uses_reference_logprobs else None,
-            kl=found.kl,
-            entropy=found.entropy,
-            correction=factor,
-            kl_weights=weights(record["mask"], objective.kl_aggregation) if objective.kl_aggregation else None,
-            sampler=sampler,
-            selected=objective.select(current, old, advantages, mask, entropy) if select else None,
-        )
-        left, _ = combine_masks(base, {name: ~tokens for name, tokens in excluded.items()})
-        return terms.loss, _metrics(record, terms.metrics, left)
 
     @contextmanager
     def _clear_errors(self) -> Iterator[None]:

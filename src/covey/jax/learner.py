@@ -7,7 +7,6 @@ denominators of the whole step (`covey.algorithms.aggregation`), so the cut chan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple
 from typing import Any
 
 import jax
@@ -16,11 +15,11 @@ import numpy as np
 import optax
 from numpy.typing import NDArray
 
-from covey.algorithms import Correction, Objective, add_metrics, mismatch_correction, policy_loss
-from covey.jax.compiling import Ahead
+from covey.algorithms import Correction, Objective, add_metrics
+from covey.jax.compiling import CompiledFunction
 from covey.jax.packing import MicroBatch, fill, pack_rows, sequence_length, shapes_for, size_up
 from covey.jax.policy import Policy, from_names, named_leaves, to_names
-from covey.jax.scoring import Scores, on_grid, output_head, predicting_states, score
+from covey.jax.scoring import loss_terms, score_batch
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
 from covey.types import Batch, BoolArray
@@ -68,8 +67,8 @@ class Learner:
         self._state = place(jax.jit(self._optimizer.init)(policy.trained), policy.mesh, policy.transformer)
         self._gradient: Any = None
         self._sequence, self._budget = 0, tokens_per_micro_batch
-        self._score = Ahead(self._scores_of, ("temperature", "entropy"))
-        self._grad = Ahead(self._gradient_of, ("objective", "temperature", "correction"), donate=("total",))
+        self._score = CompiledFunction(self._scores_of, ("temperature", "entropy"))
+        self._grad = CompiledFunction(self._gradient_of, ("objective", "temperature", "correction"), donate=("total",))
         self._zeros = jax.jit(lambda trained: self._placed(jax.tree.map(jnp.zeros_like, trained)))
         self._step = jax.jit(self._step_of, donate_argnames=("trained", "state"))
 
@@ -108,11 +107,8 @@ class Learner:
     def _scores_of(
         self, variables: Any, arrays: Arrays, *, temperature: float, entropy: bool
     ) -> tuple[jax.Array, jax.Array | None]:
-        config = self.policy.transformer.config
-        hidden = predicting_states(config, variables, arrays)
-        head = output_head(config, variables["params"])
-        found = score(hidden, head, arrays["targets"], arrays["counts"], temperature, support=arrays.get("support"))
-        return on_grid(found.logp, arrays), on_grid(found.entropy, arrays) if entropy else None
+        found = score_batch(self.policy.transformer.config, variables, arrays, temperature)
+        return found.logp, found.entropy if entropy else None
 
     # ------------------------------------------------------------------ gradients
 
@@ -132,20 +128,17 @@ class Learner:
     ) -> Gradients:
         """Accumulate the gradient of the whole step; see `covey.pytorch.learner.Learner.forward_backward`."""
         weights, kl_weights = loss_weights(batch, objective, max_completion_length)
-        values: dict[str, NDArray[Any]] = {
+        known: dict[str, NDArray[Any] | None] = {
             "mask": batch.mask,
             "old": batch.old_logprobs,
             "advantages": batch.advantages,
             "weights": weights,
+            "reference": reference,
+            "trainer_old": trainer_old,
+            "kl_weights": kl_weights,
+            "selected": selected,
         }
-        if reference is not None:
-            values["reference"] = reference
-        if trainer_old is not None:
-            values["trainer_old"] = trainer_old
-        if kl_weights is not None:
-            values["kl_weights"] = kl_weights
-        if selected is not None:
-            values["selected"] = selected
+        values = {name: array for name, array in known.items() if array is not None}
         given = {"frozen": self.policy.frozen}
         if objective.adaptive_entropy:  # a number that is another one in each step must not be compiled in
             given["entropy_coef"] = jnp.float32(objective.entropy_coef if entropy_coef is None else entropy_coef)
@@ -181,55 +174,15 @@ class Learner:
         """`total` plus the gradient of a micro-batch, the log-probabilities, and the metrics."""
 
         def loss_of(trained: Any) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
-            found, sampler = self._policy_scores(trained, given, arrays, objective, temperature), arrays["old"]
-            old, factor = sampler, None
-            if correction is not None:
-                trainer = arrays.get("trainer_old", jax.lax.stop_gradient(found.logp))
-                counted = arrays["mask"] | (arrays["kl_weights"] > 0) if "kl_weights" in arrays else arrays["mask"]
-                factor = mismatch_correction(trainer, sampler, counted, *astuple(correction))
-                old = trainer
-            terms = policy_loss(
-                found.logp,
-                old,
-                arrays["advantages"],
-                arrays["mask"],
-                arrays["weights"],
-                objective,
-                ref=arrays.get("reference"),
-                kl=found.kl,
-                entropy=found.entropy if objective.differentiates_entropy else jax.lax.stop_gradient(found.entropy),
-                correction=factor,
-                kl_weights=arrays.get("kl_weights"),
-                sampler=sampler,
-                selected=arrays.get("selected"),
-                entropy_coef=given.get("entropy_coef"),
-            )
+            variables, config = {**given["frozen"], **trained}, self.policy.transformer.config
+            other, kl = given.get("reference"), objective.kl_estimator
+            found = score_batch(config, variables, arrays, temperature, reference=other, kl_estimator=kl)
+            terms = loss_terms(found, arrays, objective, correction, given.get("entropy_coef"))
             return terms.loss, (found.logp, terms.metrics)
 
         (_, (logp, metrics)), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
         gradient = jax.tree.map(jnp.add, total, gradient)
         return self._placed(gradient), logp, metrics
-
-    def _policy_scores(
-        self, trained: Any, given: Any, arrays: Arrays, objective: Objective, temperature: float
-    ) -> Scores:
-        config = self.policy.transformer.config
-        variables = {**given["frozen"], **trained}
-        other = None
-        if "reference" in given:
-            unchanged = jax.lax.stop_gradient(given["reference"])
-            other = (predicting_states(config, unchanged, arrays), output_head(config, unchanged["params"]))
-        found = score(
-            predicting_states(config, variables, arrays),
-            output_head(config, variables["params"]),
-            arrays["targets"],
-            arrays["counts"],
-            temperature,
-            support=arrays.get("support"),
-            reference=other,
-            kl_estimator=objective.kl_estimator,
-        )
-        return jax.tree.map(lambda values: on_grid(values, arrays), found)
 
     def optim_step(self, learning_rate: float) -> float:
         """Clip the gradient, take one AdamW step, drop the gradient.
@@ -295,7 +248,7 @@ class Learner:
         self,
         batch: Batch,
         rows: NDArray[np.int64],
-        program: Ahead,
+        program: CompiledFunction,
         arguments: Callable[[Arrays], tuple[Any, ...]],
         settings: Mapping[str, Any],
         values: Mapping[str, NDArray[Any]] | None = None,

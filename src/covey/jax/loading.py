@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
     @property
     def saved_shape(self) -> tuple[int, ...]:
-        """In a file."""
+        """The shape of the array in a file."""
         return self.shape[::-1] if self.is_transposed else self.shape
 
 

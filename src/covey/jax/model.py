@@ -27,7 +27,7 @@ from covey.jax.attention import Attend, KeysValues, cached, causal
 from covey.jax.linear import lora_linear
 
 Cache = tuple[KeysValues, ...]
-"""Keys and values of each layer."""
+"""The keys and values of each layer."""
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -127,7 +127,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Shape kept."""
+        """Return an array of the shape of `x`."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -191,7 +191,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Shape kept."""
+        """Return an array of the shape of `x`."""
         c = self.config
         gate = _linear(c, c.intermediate_size, False, "gate_proj")(x)
         up = _linear(c, c.intermediate_size, False, "up_proj")(x)
@@ -199,7 +199,7 @@ class MLP(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. `init(key, tokens)` and `apply(variables, tokens)` are Flax's own."""
+    """The decoder; called through Flax's `init(key, tokens)` and `apply(variables, tokens)`."""
 
     config: ModelConfig
 

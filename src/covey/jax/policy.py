@@ -121,7 +121,7 @@ class Policy:
 
     @property
     def model(self) -> Parameters:
-        """What a sampler is built from."""
+        """The module and its variables, from which a sampler is built."""
         return Parameters(self.transformer, self.variables)
 
     def weights(self, version: int) -> Weights:

@@ -12,34 +12,16 @@ the end, where nothing is written.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from covey.jax.drawing import Draw, SamplingParams, draw
+from covey.jax.drawing import Decoded, Draw, SamplingParams, decode, draw
 from covey.jax.model import Cache, Transformer
 from covey.jax.sharding import batch_sharding, keep_placed
 from covey.jax.stacked import unstack
-
-
-class Decoded(NamedTuple):
-    """Up to C tokens for each of R slots, of which `steps` columns were filled.
-
-    Attributes:
-        cache: the new one.
-        tokens: `[R, C]`.
-        logprobs: `[R, C]`.
-        support: `[R, C, ceil(V / 8)]`, or None.
-        steps: scalar.
-    """
-
-    cache: Cache
-    tokens: jax.Array
-    logprobs: jax.Array
-    support: jax.Array | None
-    steps: jax.Array
 
 
 class Programs:
@@ -66,7 +48,7 @@ class Programs:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far."""
+        """The number of programs compiled so far."""
         programs: tuple[Any, ...] = (self.prefill, self.begin, self.extend, self.decode, self.shrink, self.merge)
         return sum(program._cache_size() for program in programs)
 
@@ -157,55 +139,28 @@ class Programs:
         *,
         sampling: SamplingParams,
     ) -> Decoded:
-        """Run `token` `[R]` at `position` `[R]`, draw the next, and so on, C times at most.
+        """`decode` for R slots of the cache; `params` are those of the model with adapters merged."""
 
-        Args:
-            params: of the model, adapters merged.
-            cache: R slots.
-            token: drawn last, not run yet.
-            position: where it belongs.
-            budget: `[R]` tokens that each slot may still draw; 0 = none: it rests.
-            until: stop when no more than so many slots go on.
-            u: `[R, C]` a random number for each token.
-            allowed: bits of the only tokens there are, for C = 1.
-            sampling: how tokens are drawn.
-        """
-        rows, chunk = u.shape
-        size = cache[0][0].shape[3]
-        ends = jnp.asarray(sampling.eos_token_ids, jnp.int32)
-        vocabulary = self._model.config.vocab_size
-        bits = -(-vocabulary // 8) if sampling.records_support else 0
+        def advance(token: jax.Array, position: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            logits, cache = self._model.apply(
+                {"params": params}, token[:, None], positions=position[:, None], cache=cache
+            )
+            return logits[:, 0], cache
 
-        def goes_on(carry: Any) -> jax.Array:
-            t, budget = carry[0], carry[4]
-            return (t < chunk) & (jnp.sum(budget > 0) > until)
-
-        def step(carry: Any) -> Any:
-            t, cache, token, position, budget, tokens, logprobs, support = carry
-            active = budget > 0
-            at = jnp.where(active, position, size)
-            logits, cache = self._model.apply({"params": params}, token[:, None], positions=at[:, None], cache=cache)
-            drawn = draw(logits[:, 0], u[:, t], sampling, allowed)
-            tokens = tokens.at[:, t].set(jnp.where(active, drawn.tokens, -1))
-            logprobs = logprobs.at[:, t].set(drawn.logprobs)
-            if drawn.support is not None:
-                support = support.at[:, t].set(drawn.support)
-            ended = jnp.any(drawn.tokens[:, None] == ends, axis=1)
-            budget = jnp.where(active & ~ended, budget - 1, 0)
-            return t + 1, cache, drawn.tokens, position + active, budget, tokens, logprobs, support
-
-        begin = (
-            jnp.zeros((), jnp.int32),
+        found = decode(
+            advance,
             cache,
             token,
             position,
             budget,
-            jnp.full((rows, chunk), -1, jnp.int32),
-            jnp.zeros((rows, chunk), jnp.float32),
-            jnp.zeros((rows, chunk, bits), jnp.uint8),
+            u,
+            sampling,
+            beyond=cache[0][0].shape[3],
+            vocabulary=self._model.config.vocab_size,
+            until=until,
+            allowed=allowed,
         )
-        steps, cache, _, _, _, tokens, logprobs, support = jax.lax.while_loop(goes_on, step, begin)
-        return Decoded(self._placed(cache), tokens, logprobs, support if bits else None, steps)
+        return found._replace(state=self._placed(found.state))
 
     def _merge(self, params: Any, lora: Any, *, dtype: Any) -> Any:
         """`merge`, laid out as the weights are."""

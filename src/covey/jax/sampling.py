@@ -10,40 +10,19 @@ model that maps tokens to logits will do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from covey.algorithms import restrict_to_support
-from covey.jax.drawing import kept, log_probabilities
+from covey.jax.drawing import Advance, SamplingParams, decode, draw, log_probabilities
 from covey.jax.grpo_config import GRPOConfig
 from covey.jax.scoring import Scores, token_scores
 
 
-class Samples(NamedTuple):
-    """Responses of R rows.
-
-    Attributes:
-        responses: `[R, T]` ids, the padding token after the end.
-        mask: `[R, T]` True on sampled tokens, the end-of-sequence token included.
-        logprobs: `[R, T]` under the sampling distribution, 0 where masked.
-        finished: `[R]` True where an end-of-sequence token was sampled.
-        support: `[R, T, ceil(V / 8)]` bits of the tokens that could be drawn, or None.
-        steps: scalar, forward passes of the model after that of the prompts.
-    """
-
-    responses: jax.Array
-    mask: jax.Array
-    logprobs: jax.Array
-    finished: jax.Array
-    support: jax.Array | None
-    steps: jax.Array
-
-
 def sample(
     model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, key: jax.Array, config: GRPOConfig
-) -> Samples:
+) -> dict[str, jax.Array]:
     """`num_samples_per_prompt` responses to each prompt, those of a prompt next to each other.
 
     The prompts run once each, their keys and values are repeated for the group where the model has a cache. The loop
@@ -57,57 +36,60 @@ def sample(
         lengths: `[B]` tokens of each prompt.
         key: random key.
         config: how to draw.
+
+    Returns:
+        `responses` `[R, T]`, the padding token after the end. `mask` `[R, T]`, True on sampled tokens, the
+        end-of-sequence token included. `old_logprobs` `[R, T]` under the sampling distribution, 0 where masked.
+        `finished` `[R]`, True where an end-of-sequence token was sampled. `tokens` `[R, P + T]` and `lengths` `[R]`:
+        each prompt with its response, and the tokens before that. `steps`: forward passes after that of the prompts.
+        With `keep_sampling_mask` `support` `[R, T, ceil(V / 8)]`, bits of the tokens that could be drawn.
     """
-    group, limit = config.num_samples_per_prompt, config.max_completion_length
+    group, limit = config.sampling.num_generations, config.sampling.max_completion_length
     variables = jax.lax.stop_gradient(variables)
-    rows = prompts.shape[0] * group
+    sampling = SamplingParams(
+        config.temperature, config.top_k, config.top_p, config.min_p, config.keep_sampling_mask, config.eos_token_ids
+    )
     logits, state = _start(model, variables, prompts, lengths, limit)
-    logits, state = jax.tree.map(lambda x: jnp.repeat(x, group, axis=0), (logits, state))
-    lengths = jnp.repeat(lengths, group)
+    logits, state, prompts, lengths = jax.tree.map(
+        lambda x: jnp.repeat(x, group, axis=0), (logits, state, prompts, lengths)
+    )
+    rows, vocabulary = logits.shape
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
-    ends = jnp.asarray(config.eos_token_ids, prompts.dtype)
-    bits = -(-logits.shape[-1] // 8) if config.keep_sampling_mask else 0
+    dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    u = jax.vmap(lambda own: jax.random.uniform(own, (limit + 1,), dtype))(keys)
+    first = draw(logits, u[:, 0], sampling)
+    found = decode(
+        _advance(model, variables),
+        state,
+        first.tokens,
+        lengths,
+        jnp.where(sampling.ends(first.tokens), 0, limit - 1).astype(jnp.int32),
+        u[:, 1:],  # one number more than is needed: no loop over an array of no columns
+        sampling,
+        beyond=prompts.shape[1] + limit,
+        vocabulary=vocabulary,
+    )
 
-    def unfinished(carry: Any) -> jax.Array:
-        return (carry[0] < limit) & ~jnp.all(carry[1])
+    def whole(first: jax.Array, later: jax.Array) -> jax.Array:
+        return jnp.concatenate([first[:, None], later], axis=1)[:, :limit]
 
-    def draw(carry: Any) -> Any:
-        t, done, logits, state, out = carry
-        logp = log_probabilities(logits, config.temperature)
-        support = kept(logp, config)
-        limited = logp if support is None else jnp.where(support, logp, -jnp.inf)
-        if support is not None and config.keep_sampling_mask:
-            logp = restrict_to_support(logp, support)
-        token = jax.vmap(lambda k, row: jax.random.categorical(jax.random.fold_in(k, t), row))(keys, limited)
-        token = token.astype(prompts.dtype)
-        chosen = jnp.take_along_axis(logp, token[:, None], axis=1)[:, 0]
-        out = {
-            "responses": out["responses"].at[:, t].set(jnp.where(done, config.pad_token_id, token)),
-            "mask": out["mask"].at[:, t].set(~done),
-            "logprobs": out["logprobs"].at[:, t].set(jnp.where(done, 0.0, chosen)),
-            "support": out["support"],
-        }
-        if bits:
-            whole = jnp.ones_like(limited, bool) if support is None else support
-            out["support"] = out["support"].at[:, t].set(jnp.packbits(whole, axis=-1))
-        done = done | jnp.any(token[:, None] == ends, axis=1)
-        logits, state = jax.lax.cond(
-            (t + 1 < limit) & ~jnp.all(done),
-            lambda: _advance(model, variables, token, lengths + t, state, logits),
-            lambda: (logits, state),
-        )
-        return t + 1, done, logits, state, out
-
-    empty = {
-        "responses": jnp.full((rows, limit), config.pad_token_id, prompts.dtype),
-        "mask": jnp.zeros((rows, limit), bool),
-        "logprobs": jnp.zeros((rows, limit), jnp.promote_types(logits.dtype, jnp.float32)),
-        "support": jnp.zeros((rows, limit, bits), jnp.uint8),
+    tokens = whole(first.tokens, found.tokens)
+    mask = tokens >= 0
+    responses = jnp.where(mask, tokens, config.pad_token_id).astype(prompts.dtype)
+    columns = lengths[:, None] + jnp.arange(limit)
+    joined = jnp.pad(prompts, ((0, 0), (0, limit))).at[jnp.arange(rows)[:, None], columns].set(responses)
+    record = {
+        "tokens": joined,
+        "lengths": lengths,
+        "responses": responses,
+        "mask": mask,
+        "old_logprobs": jnp.where(mask, whole(first.logprobs, found.logprobs), 0.0),
+        "finished": jnp.any(sampling.ends(tokens), axis=1),
+        "steps": found.steps,
     }
-    begin = (jnp.zeros((), jnp.int32), jnp.zeros(rows, bool), logits, state, empty)
-    steps, done, _, _, out = jax.lax.while_loop(unfinished, draw, begin)
-    support = out["support"] if bits else None
-    return Samples(out["responses"], out["mask"], out["logprobs"], done, support, steps - 1)
+    if first.support is not None and found.support is not None:
+        record["support"] = whole(first.support, found.support)
+    return record
 
 
 def _start(model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, limit: int) -> tuple[jax.Array, Any]:
@@ -122,22 +104,19 @@ def _start(model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, l
     return _at(model.apply(variables, rows), last)[:, 0], rows
 
 
-def _advance(
-    model: Any, variables: Any, token: jax.Array, position: jax.Array, state: Any, like: jax.Array
-) -> tuple[jax.Array, Any]:
-    """Append a token to each row: logits `[R, V]` after it, and the new state."""
-    if hasattr(model, "init_cache"):
-        logits, state = model.apply(variables, token[:, None], positions=position[:, None], cache=state)
-        return logits[:, 0].astype(like.dtype), state
-    rows = state.at[jnp.arange(state.shape[0]), position].set(token)
-    return _at(model.apply(variables, rows), position[:, None])[:, 0].astype(like.dtype), rows
+def _advance(model: Any, variables: Any) -> Advance:
+    """The function that appends a token to each row: to its cache, or to the row itself."""
 
+    def with_cache(token: jax.Array, position: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        logits, cache = model.apply(variables, token[:, None], positions=position[:, None], cache=cache)
+        return logits[:, 0], cache
 
-def join(prompts: jax.Array, lengths: jax.Array, responses: jax.Array) -> jax.Array:
-    """Rows `[R, P + T]`: each prompt of `lengths` tokens, its response right after it."""
-    rows = jnp.pad(prompts, ((0, 0), (0, responses.shape[1])))
-    columns = lengths[:, None] + jnp.arange(responses.shape[1])
-    return rows.at[jnp.arange(rows.shape[0])[:, None], columns].set(responses)
+    def whole_rows(token: jax.Array, position: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = rows.at[jnp.arange(rows.shape[0]), position].set(token.astype(rows.dtype), mode="drop")
+        last = jnp.minimum(position, rows.shape[1] - 1)[:, None]
+        return _at(model.apply(variables, rows), last)[:, 0], rows
+
+    return with_cache if hasattr(model, "init_cache") else whole_rows
 
 
 def score(
@@ -155,11 +134,11 @@ def score(
     Args:
         model: see `sample`.
         variables: what it is applied with.
-        tokens: `[R, L]` from `join`.
+        tokens: `[R, L]` from `sample`.
         lengths: `[R]` tokens before the response.
         responses: `[R, T]`.
         config: temperature and KL estimator.
-        support: bits from `Samples`; probabilities are then those among these tokens.
+        support: bits from `sample`; probabilities are then those among these tokens.
         reference: gives `(model, variables)` of the reference for a KL over the vocabulary.
     """
     columns = lengths[:, None] - 1 + jnp.arange(responses.shape[1])
@@ -169,12 +148,7 @@ def score(
             logits = model.apply(variables, tokens, columns=columns)
         else:
             logits = _at(model.apply(variables, tokens), columns)
-        logp = log_probabilities(logits, config.temperature)
-        if support is None:
-            return logp
-        bits = jnp.unpackbits(support, axis=-1, count=logp.shape[-1]).astype(bool)
-        # Past the end of a response nothing was recorded: everything is possible there.
-        return restrict_to_support(logp, bits | ~jnp.any(bits, axis=-1, keepdims=True))
+        return log_probabilities(logits, config.temperature, support)
 
     logp = distribution(model, variables)
     other = None if reference is None else jax.lax.stop_gradient(distribution(*reference()))

@@ -1,19 +1,22 @@
-"""Log-probabilities of the sampled tokens of a micro-batch, differentiable, a few rows of logits at a time."""
+"""Log-probabilities of sampled tokens, differentiable, a few rows of logits at a time, and the loss of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import astuple
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from covey.algorithms import exact_kl, exact_weighted_kl, restrict_to_support
+from covey.algorithms import Correction, Objective, mismatch_correction, policy_loss
+from covey.algorithms.kl import VOCABULARY_KL
+from covey.algorithms.objective import LossTerms
 from covey.jax.attention import packed
+from covey.jax.drawing import log_probabilities
 from covey.jax.model import ModelConfig
 from covey.jax.stacked import hidden_states
 
-VOCABULARY_KL = {"exact": exact_kl, "exact_weighted": exact_weighted_kl}
 _LOGITS = 1 << 23
 """Numbers of logits that are held at once."""
 
@@ -26,68 +29,60 @@ class Scores(NamedTuple):
     kl: jax.Array | None
 
 
-def predicting_states(config: ModelConfig, variables: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
-    """`[B, T, d]`: what the output head reads to predict each target of a `covey.jax.packing.MicroBatch`."""
-    attend = packed(batch["block"], batch["member"], batch["positions"], config.sliding_window)
-    x = hidden_states(config, variables, batch["tokens"], batch["positions"], attend)
-    return jnp.take_along_axis(x, batch["score_at"][:, :, None], axis=1)
-
-
-def on_grid(values: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Values `[B, T]` of the targets -> `[B · M, S]`, a line for each completion, 0 where there is none."""
-    place, exists = batch["place"], batch["exists"]
-    found = jnp.take_along_axis(values, place.reshape(place.shape[0], -1), axis=1).reshape(place.shape)
-    return jnp.where(exists, found, 0).reshape(-1, place.shape[2])
-
-
-def output_head(config: ModelConfig, params: Mapping[str, Any]) -> jax.Array:
-    """`[d, V]`."""
-    return params["embedding"].T if config.tie_embeddings else params["head"]
-
-
-def score(
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    counts: jax.Array,
-    temperature: jax.Array | float,
+def score_batch(
+    config: ModelConfig,
+    variables: Any,
+    batch: Mapping[str, jax.Array],
+    temperature: float,
     *,
-    support: jax.Array | None = None,
-    reference: tuple[jax.Array, jax.Array] | None = None,
+    reference: Any = None,
     kl_estimator: str = "exact",
 ) -> Scores:
-    """Log-probabilities of targets under `softmax(hidden · head / temperature)`, and entropies.
+    """Log-probabilities and entropies of the targets of a `covey.jax.packing.MicroBatch`, differentiable.
 
     Logits exist for a part of the tokens at a time; the backward pass computes them again.
 
     Args:
-        hidden: `[B, T, d]`.
-        head: `[d, V]`.
-        targets: `[B, T]`.
-        counts: `[B]` how many of the T are real, the first ones.
+        config: of the model.
+        variables: of the policy, stacked.
+        batch: the arrays of the micro-batch. With `support` `[B, T, ceil(V / 8)]`, bits, probabilities are those among
+            these tokens.
         temperature: that the tokens were sampled at.
-        support: `[B, T, ceil(V / 8)]` bits; probabilities are then those among these tokens.
-        reference: hidden states and head of the reference, for a KL over the vocabulary.
+        reference: variables of the reference, for a KL over the vocabulary; constants for differentiation.
         kl_estimator: `exact` or `exact_weighted`.
+
+    Returns:
+        `[B · M, S]` each: a line for each completion, 0 where there is no target.
     """
-    vocabulary = head.shape[1]
+    attend = packed(batch["block"], batch["member"], batch["positions"], config.sliding_window)
+
+    def states(variables: Any) -> tuple[jax.Array, jax.Array]:
+        """`[B, T, d]` that the output head reads to predict each target, and the head `[d, V]`."""
+        x = hidden_states(config, variables, batch["tokens"], batch["positions"], attend)
+        head = variables["params"]["embedding"].T if config.tie_embeddings else variables["params"]["head"]
+        return jnp.take_along_axis(x, batch["score_at"][:, :, None], axis=1), head
+
+    hidden, head = states(variables)
+    columns = {"hidden": hidden, **{name: batch[name] for name in ("targets", "support") if name in batch}}
+    if reference is not None:
+        columns["reference"], other_head = states(jax.lax.stop_gradient(reference))
 
     def part(at: Mapping[str, jax.Array]) -> Scores:
-        keep = None
-        if support is not None:
-            keep = jnp.unpackbits(at["support"], axis=-1, count=vocabulary).astype(bool)
-        logp = _log_softmax(at["hidden"] @ head, temperature, keep)
-        other = None
+        kept, other = at.get("support"), None
+        logp = log_probabilities(at["hidden"] @ head, temperature, kept)
         if reference is not None:
-            other = jax.lax.stop_gradient(_log_softmax(at["reference"] @ reference[1], temperature, keep))
+            other = jax.lax.stop_gradient(log_probabilities(at["reference"] @ other_head, temperature, kept))
         return token_scores(logp, at["targets"], other, kl_estimator)
 
-    parts = {"hidden": hidden, "targets": targets}
-    if support is not None:
-        parts["support"] = support
-    if reference is not None:
-        parts["reference"] = reference[0]
-    return _in_parts(part, parts, counts, max(1, _LOGITS // (vocabulary * targets.shape[0])))
+    size = max(1, _LOGITS // (head.shape[1] * batch["targets"].shape[0]))
+    found = _in_parts(part, columns, batch["counts"], size)
+    place, exists = batch["place"], batch["exists"]
+
+    def on_grid(values: jax.Array) -> jax.Array:
+        at = jnp.take_along_axis(values, place.reshape(place.shape[0], -1), axis=1).reshape(place.shape)
+        return jnp.where(exists, at, 0).reshape(-1, place.shape[2])
+
+    return jax.tree.map(on_grid, found)
 
 
 def token_scores(logp: jax.Array, targets: jax.Array, reference: jax.Array | None, kl_estimator: str) -> Scores:
@@ -100,10 +95,46 @@ def token_scores(logp: jax.Array, targets: jax.Array, reference: jax.Array | Non
     return Scores(chosen, entropy, kl)
 
 
-def _log_softmax(logits: jax.Array, temperature: jax.Array | float, keep: jax.Array | None) -> jax.Array:
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    logp = jax.nn.log_softmax(wide / temperature, axis=-1)
-    return logp if keep is None else restrict_to_support(logp, keep)
+def loss_terms(
+    found: Scores,
+    rows: Mapping[str, jax.Array],
+    objective: Objective,
+    correction: Correction | None,
+    entropy_coef: jax.Array | None = None,
+) -> LossTerms:
+    """The loss of some rows of a step, differentiable in `found`, and its metrics; see `policy_loss`.
+
+    Args:
+        found: of the policy, `[N, T]` each.
+        rows: `[N, T]` each, by name: `mask`, `advantages`, `weights`, and `old`, the sampler's log-probabilities. Where
+            the objective needs them `reference`, `kl_weights` and `selected`. With a correction `trainer_old`, the
+            trainer's log-probabilities under the weights that sampled; without it these are the weights that `found` is
+            of.
+        objective: what to minimise.
+        correction: for a sampler that differs, or None.
+        entropy_coef: the weight of the entropy bonus, where it is another one in each step.
+    """
+    old, factor = rows["old"], None
+    if correction is not None:
+        old = rows.get("trainer_old", jax.lax.stop_gradient(found.logp))
+        counted = rows["mask"] | (rows["kl_weights"] > 0) if "kl_weights" in rows else rows["mask"]
+        factor = mismatch_correction(old, rows["old"], counted, *astuple(correction))
+    return policy_loss(
+        found.logp,
+        old,
+        rows["advantages"],
+        rows["mask"],
+        rows["weights"],
+        objective,
+        ref=rows.get("reference"),
+        kl=found.kl,
+        entropy=found.entropy if objective.differentiates_entropy else jax.lax.stop_gradient(found.entropy),
+        correction=factor,
+        kl_weights=rows.get("kl_weights"),
+        sampler=rows["old"],
+        selected=rows.get("selected"),
+        entropy_coef=entropy_coef,
+    )
 
 
 def _in_parts(f: Callable[[Any], Scores], columns: Mapping[str, jax.Array], counts: jax.Array, size: int) -> Scores:

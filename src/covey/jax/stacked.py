@@ -38,7 +38,7 @@ def stack(tree: Any, count: int) -> Any:
 
 
 def unstack(tree: Any, count: int) -> Any:
-    """The way back."""
+    """Turn what `stack` returned into parameters or factors of `Transformer` again."""
     if LAYERS not in tree:
         return tree
     found = {name: value for name, value in tree.items() if name != LAYERS}

@@ -40,7 +40,7 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     def create(cls, params: Any, tx: optax.GradientTransformation) -> Self:
-        """A state at step 0."""
+        """The state at step 0 of an optimiser that has seen nothing."""
         return cls(step=jnp.zeros((), jnp.int32), params=params, opt_state=tx.init(params), tx=tx)
 
     def apply_gradients(self, grads: Any) -> Self:
