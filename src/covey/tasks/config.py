@@ -33,7 +33,12 @@ class DataConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
     max_prompt_length: int | None = Field(
         default=None,
         ge=1,
-        description="Longest prompt, in tokens; a longer one is an error, found before training. none = no limit.",
+        description="Longest prompt, in tokens; none = what the model's context leaves. See long_prompts.",
+    )
+    long_prompts: Literal["error", "truncate", "drop"] = Field(
+        default="error",
+        description="What becomes of prompts beyond that: an error before training, their last tokens only, or no use "
+        "of them; how many is said. A question that is cut may have another answer.",
     )
     shuffle: bool = Field(default=True, description="Visit the dataset in a new random order in each epoch.")
     prompt_weighting: Literal["uniform", "difficulty"] = Field(

@@ -1,15 +1,17 @@
 """From what users pass as a dataset to rows, prompts and an order: everything that can be wrong is found
 here.
 
-Reading fails before training, with the row, the reason and the fix, never in the middle of a run. A prompt
-that does not fit is an error, not silently cut: a truncated question has another answer.
+Reading fails before training, with the row, the reason and the fix, never in the middle of a run. A prompt that does
+not fit is an error unless `long_prompts` says otherwise: a truncated question may have another answer.
 """
 
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from covey.errors import DataError
 from covey.files import no_path
 from covey.tasks.readers import as_entries, data_format, pick_split, read_file, read_hub, shown
 from covey.types import IntArray, Message, Prompt
+
+log = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 """One dataset row: column name -> value."""
@@ -80,6 +84,7 @@ def build_prompts(
     context_length: int | None = None,
     max_completion_length: int | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    long_prompts: str = "error",
 ) -> list[Prompt]:
     """Render and tokenise the prompt of every row.
 
@@ -97,13 +102,15 @@ def build_prompts(
         context_length: tokens that the model can attend to; None = not checked.
         max_completion_length: tokens that a prompt must leave free in the context; None = 1.
         chat_template_kwargs: further arguments of the chat template, such as `enable_thinking`.
+        long_prompts: what becomes of a prompt that is too long: "error", "truncate" (its last tokens are kept; reward
+            functions see the whole text) or "drop" (its row is left out).
 
     Returns:
         One prompt for each row, in order. `columns` holds the row without `prompt_column`; `uid` is the row's
         `uid` or `id` as text where every row has one and no two share it, otherwise the row's index.
 
     Raises:
-        DataError: a row has no prompt, or one that is malformed, empty or too long.
+        DataError: a row has no prompt, or one that is malformed, empty or too long; or every row is dropped.
     """
     _check_column(rows, prompt_column)
     uids = _uids(rows)
@@ -113,8 +120,28 @@ def build_prompts(
         token_ids = _tokenize(content, index, tokenizer, dict(chat_template_kwargs or {}))
         columns = {name: value for name, value in row.items() if name != prompt_column}
         prompts.append(Prompt(token_ids, content, columns, uids[index]))
-    _check_lengths(prompts, max_prompt_length, context_length, max_completion_length or 1)
-    return prompts
+    if long_prompts == "error":
+        _check_lengths(prompts, max_prompt_length, context_length, max_completion_length or 1)
+        return prompts
+    limits = [max_prompt_length, None if context_length is None else context_length - (max_completion_length or 1)]
+    return _shorten(prompts, min((limit for limit in limits if limit is not None), default=None), long_prompts)
+
+
+def _shorten(prompts: list[Prompt], limit: int | None, long_prompts: str) -> list[Prompt]:
+    """Cut or leave out prompts of more than `limit` tokens, and say how many."""
+    long = sum(len(prompt.token_ids) > limit for prompt in prompts) if limit is not None else 0
+    if limit is None or not long:
+        return prompts
+    what = "only their last tokens are kept" if long_prompts == "truncate" else "they are left out"
+    log.warning("%d of %d prompts have more than %d tokens: %s", long, len(prompts), limit, what)
+    if long_prompts == "truncate":
+        return [replace(prompt, token_ids=prompt.token_ids[-limit:]) for prompt in prompts]
+    if long == len(prompts):
+        raise DataError(
+            f"data.long_prompts='drop': each of the {len(prompts)} prompts has more than {limit} tokens, so none is "
+            "left; raise data.max_prompt_length, or lower sampling.max_completion_length"
+        )
+    return [prompt for prompt in prompts if len(prompt.token_ids) <= limit]
 
 
 class DataOrder:
@@ -237,6 +264,7 @@ def _message(entry: Any, index: int, number: int) -> Message:
             f"row {index}: message {number} of the prompt is {shown(entry)}; it must be "
             '{"role": "user", "content": "..."}'
         )
+    entry = {**entry, "content": _text_of(entry["content"])}
     for name in ("role", "content"):
         if not isinstance(entry[name], str):
             raise DataError(
@@ -244,6 +272,13 @@ def _message(entry: Any, index: int, number: int) -> Message:
                 "text (images and other parts are not supported)"
             )
     return dict(entry)
+
+
+def _text_of(content: Any) -> Any:
+    """A list of text parts as the text that they make; anything else as it is."""
+    parts = list(content) if isinstance(content, list | tuple | np.ndarray) else []
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    return "".join(texts) if texts and len(texts) == len(parts) and all(isinstance(t, str) for t in texts) else content
 
 
 def _has_template(tokenizer: Any) -> bool:
@@ -290,6 +325,6 @@ def _check_lengths(
             uid = "" if prompts[first].uid == str(first) else f" (id {prompts[first].uid})"
             raise DataError(
                 f"row {first}{uid}: the prompt has {lengths[first]} tokens, more than {name} allows "
-                f"({len(long)} of {len(prompts)} rows are too long, the longest has {max(lengths)}); prompts "
-                f"are never cut: shorten or remove those rows, or {remedy}"
+                f"({len(long)} of {len(prompts)} rows are too long, the longest has {max(lengths)}); shorten or "
+                f"remove those rows, set data.long_prompts to truncate or drop, or {remedy}"
             )

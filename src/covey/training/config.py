@@ -213,6 +213,13 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allo
         default=False, description="Finish with the weights of the best evaluation instead of the last."
     )
 
+    @field_validator("metric_for_best_model", mode="before")
+    @classmethod
+    def _one_spelling(cls, value: Any) -> Any:
+        """`eval_reward` and `reward` are written by transformers' users, and mean `eval/reward`."""
+        bare = value.removeprefix("eval_").removeprefix("eval/") if isinstance(value, str) else ""
+        return f"eval/{bare}" if bare else value
+
     @model_validator(mode="after")
     def _greedy_needs_one(self) -> Self:
         if self.num_generations_eval > 1 and self.eval_temperature == 0:

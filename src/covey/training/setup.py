@@ -188,6 +188,7 @@ def tokenize(
         context_length=context_length,
         max_completion_length=config.sampling.max_completion_length,
         chat_template_kwargs=config.data.chat_template_kwargs,
+        long_prompts=config.data.long_prompts,
     )
 
 

@@ -6,6 +6,23 @@ Names, defaults and meanings are TRL 1.16's; `docs/coming-from-trl.md` lists the
 """
 
 from covey.trl.arguments import GRPOConfig
+from covey.trl.scripts import (
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_kbit_device_map,
+    get_peft_config,
+    get_quantization_config,
+)
 from covey.trl.trainer import GRPOTrainer
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "ModelConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "get_kbit_device_map",
+    "get_peft_config",
+    "get_quantization_config",
+]

@@ -136,8 +136,26 @@ class GRPOConfig(TrainingArguments):
     use_transformers_paged: bool = _option(False, "Deprecated name of use_transformers_continuous_batching.")
     vllm_importance_sampling_cap: float | None = _option(None, "Deprecated: vllm_importance_sampling_clip_max.")
 
+    # Of earlier versions of TRL and transformers: scripts in circulation still give them.
+    max_prompt_length: int | None = _option(None, "Longest prompt in tokens; the last ones are kept.")
+    evaluation_strategy: str | None = _option(None, "Former name of eval_strategy.")
+    warmup_ratio: float | None = _option(None, "Former name of a warmup_steps below 1.")
+    no_cuda: bool = _option(False, "Former name of use_cpu.")
+    wandb_log_unique_prompts: bool = _option(False, "Former name of log_unique_prompts.")
+    vllm_guided_decoding_regex: str | None = _option(None, "Former name of vllm_structured_outputs_regex.")
+    vllm_max_model_len: int | None = _option(None, "Former name of vllm_max_model_length.")
+    vllm_device: str | None = _option(None, "Device of vLLM.")
+    vllm_dtype: str | None = _option(None, "Number type of vLLM.")
+    vllm_enable_prefix_caching: bool = _option(True, "Prefix cache of vLLM.")
+    use_liger_loss: bool = _option(False, "Chunked loss.")
+    overwrite_output_dir: bool = _option(False, "An earlier run of the folder is kept beside the new one.")
+    save_safetensors: bool = _option(True, "Weights are always saved as safetensors.")
+    logging_dir: str | None = _option(None, "Folder of TensorBoard.")
+    group_by_length: bool = _option(False, "Group rows by length.")
+
     def __post_init__(self) -> None:
         """Fill in what follows from other settings, and refuse what cannot be."""
+        self._take_former_names()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers wants it said before it allows mixed precision
         if self.bf16 is None:
@@ -160,6 +178,16 @@ class GRPOConfig(TrainingArguments):
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
         self._fill_batch_sizes()
+
+    def _take_former_names(self) -> None:
+        if self.evaluation_strategy is not None:
+            self.eval_strategy = self.evaluation_strategy
+        if self.warmup_ratio:
+            self.warmup_steps = self.warmup_ratio
+        if self.vllm_guided_decoding_regex is not None:
+            self.vllm_structured_outputs_regex = self.vllm_guided_decoding_regex
+        self.use_cpu = self.use_cpu or self.no_cuda
+        self.log_unique_prompts = self.log_unique_prompts or self.wandb_log_unique_prompts
 
     def _fill_batch_sizes(self) -> None:
         """`generation_batch_size` and `steps_per_generation`, each from the other."""

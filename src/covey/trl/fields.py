@@ -162,6 +162,22 @@ MEANINGS: dict[str, Meaning] = {
 }
 """Every field of TRL 1.16's `GRPOConfig`."""
 
+FORMER: dict[str, Meaning] = {
+    "max_prompt_length": Meaning("translated", "data.max_prompt_length, with data.long_prompts: truncate"),
+    "evaluation_strategy": Meaning("translated", "eval_strategy"),
+    "warmup_ratio": Meaning("translated", "warmup_steps"),
+    "no_cuda": Meaning("translated", "use_cpu"),
+    "wandb_log_unique_prompts": Meaning("translated", "log_unique_prompts"),
+    "vllm_guided_decoding_regex": Meaning("translated", "vllm_structured_outputs_regex"),
+    **_all("warned", _VLLM, "vllm_max_model_len vllm_device vllm_dtype vllm_enable_prefix_caching"),
+    "use_liger_loss": Meaning("warned", "log-probabilities are computed in chunks in any case"),
+    "overwrite_output_dir": Meaning("translated", "an earlier run of the folder is kept beside the new one"),
+    "save_safetensors": Meaning("machinery", "weights are always saved as safetensors"),
+    "logging_dir": Meaning("machinery", "TensorBoard's files are in output_dir"),
+    "group_by_length": Meaning("machinery", "batches are packed by tokens"),
+}
+"""Options that TRL or transformers had before, which scripts in circulation still give."""
+
 DEFAULTS: dict[str, Any] = {
     field.name: field.default
     if field.default is not MISSING
@@ -193,7 +209,7 @@ def refused(args: GRPOConfig) -> Iterator[str]:
 
 def warned(args: GRPOConfig) -> Iterator[str]:
     """A sentence for each field that is set and has no effect."""
-    for name, meaning in MEANINGS.items():
+    for name, meaning in (MEANINGS | FORMER).items():
         if meaning.kind == "warned" and was_set(args, name):
             yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"
 

@@ -1,123 +1,82 @@
-"""Reward models among reward functions: a sequence classifier, with its own tokenizer, scores prompt and completion."""
+"""Reward functions that scripts import from `trl.rewards`, with what they mean there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-import torch
-from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from covey.algorithms import soft_overlong_punishment
+from covey.rewards.extract import completion_text
+from covey.rewards.maths import MathReward
 
-from covey.errors import ConfigError, RewardError
-
-_BATCH = 16
-"""Texts in one forward pass of a reward model."""
+_THOUGHT = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
 
 
-class RewardModel:
-    """A sequence-classification model as a reward function: its only output is the reward.
-
-    Args:
-        model: with one label.
-        tokenizer: its own; a conversation goes through its chat template. Gets a padding token where it has none.
-
-    Attributes:
-        __name__: the last part of the model's name, as rewards are logged under it.
-    """
-
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        config: Any = model.config
-        # The reward is read at the last token before the padding, so the model has to know what padding is.
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id
-        self.model, self.tokenizer = model.eval(), tokenizer
-        self.__name__ = str(getattr(config, "_name_or_path", "") or type(model).__name__).rstrip("/").split("/")[-1]
-
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Score N completions.
-
-        Raises:
-            RewardError: The tokenizer has no chat template and the prompts are conversations.
-        """
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        scores: list[float] = []
-        for start in range(0, len(texts), _BATCH):
-            batch = self.tokenizer(
-                text=texts[start : start + _BATCH],
-                return_tensors="pt",
-                padding=True,
-                padding_side="right",
-                add_special_tokens=False,
-            ).to(next(self.model.parameters()).device)
-            with torch.inference_mode():
-                logits = self.model(**{name: x for name, x in batch.items() if name != "token_type_ids"}).logits
-            scores += logits[:, 0].float().tolist()
-        return scores
-
-    def _text(self, prompt: Any, completion: Any) -> str:
-        if isinstance(prompt, str):
-            return prompt + str(completion)
-        if not self.tokenizer.chat_template:
-            raise RewardError(
-                f"{self.__name__}: its tokenizer has no chat template and the prompts are conversations; set one, or "
-                "give prompts as strings",
-                function=self.__name__,
-            )
-        return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+@cache
+def _equal() -> MathReward:
+    return MathReward("solution")
 
 
-def with_models(
-    reward_funcs: Any, tokenizers: Any, *, trust_remote_code: bool = False, **options: Any
-) -> tuple[list[Any], list[Any]]:
-    """Reward functions in which every model, or name of one, is a `RewardModel`.
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
+    r"""1.0 where the final answer equals the row's `solution` symbolically, else 0.0, by math-verify.
 
     Args:
-        reward_funcs: one or a list of: a function, a sequence-classification model, a hub id or folder of one.
-        tokenizers: of the models: one for one reward, or a list as long as the rewards with None for functions; None =
-            each model's own.
-        trust_remote_code: run code that a model brings.
-        options: further arguments of `from_pretrained`.
-
-    Returns:
-        Callables, and the tokenizers that models use (None for functions).
+        completions: N completions.
+        solution: N references: expressions, or texts with `\boxed{}`; one without an answer in it is not scored.
+        columns: not used.
 
     Raises:
-        ConfigError: another number of tokenizers than of rewards, or a model that cannot be loaded.
+        ConfigError: math-verify is not installed.
     """
-    given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    if tokenizers is None:
-        own = [None] * len(given)
-    if len(own) != len(given):
-        raise ConfigError(
-            f"reward_processing_classes: {len(own)} tokenizers, whose number must match that of the {len(given)} "
-            "reward functions; give one for each, None for those that are functions"
-        )
-    found: list[Any] = []
-    for index, (reward, tokenizer) in enumerate(zip(given, own, strict=True)):
-        if isinstance(reward, str):
-            name = reward
-            try:
-                reward = AutoModelForSequenceClassification.from_pretrained(
-                    name, num_labels=1, trust_remote_code=trust_remote_code, **options
-                )
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"reward_funcs[{index}]={name!r}: cannot be loaded as a sequence-classification model "
-                    f"({str(error).splitlines()[0]:.200}); give a folder or hub id of one, or a function"
-                ) from error
-        if isinstance(reward, nn.Module):
-            if tokenizer is None:
-                where = str(getattr(reward.config, "_name_or_path", ""))
-                try:
-                    tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-                except (OSError, ValueError) as error:
-                    raise ConfigError(
-                        f"reward_funcs[{index}]: no tokenizer is found at {where!r}; pass reward_processing_classes"
-                    ) from error
-            reward = RewardModel(reward, tokenizer)
-            own[index] = reward.tokenizer
-        found.append(reward)
-    return found, own
+    known = [answer if _has_answer(answer) else None for answer in solution]
+    return _equal()(list(completions), solution=known)
+
+
+@cache
+def _has_answer(reference: str) -> bool:
+    return bool(re.search(r"\w", reference)) and (len(reference.split()) <= 12 or bool(re.search(r"\$|\\", reference)))
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Any], solution: Sequence[str], reasoning_delimiters: Sequence[str] | None = None, **_: Any
+) -> list[float | None]:
+    """`accuracy_reward` of what follows the reasoning; 0.0 where the reasoning does not end.
+
+    Args:
+        completions: N completions.
+        solution: N references.
+        reasoning_delimiters: ends of the reasoning; None = `</think>`.
+    """
+    ends = list(reasoning_delimiters or ["</think>"])
+    answers, ended = [], []
+    for text in map(completion_text, completions):
+        end = next((end for end in ends if end in text), None)
+        ended.append(end is not None)
+        answers.append("" if end is None else text.split(end)[-1])
+    scores = accuracy_reward(answers, solution)
+    return [score if done or score is None else 0.0 for score, done in zip(scores, ended, strict=True)]
+
+
+def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """1.0 where a completion begins with one `<think>...</think>`, else 0.0."""
+    return [1.0 if _THOUGHT.fullmatch(completion_text(completion)) else 0.0 for completion in completions]
+
+
+def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
+    """DAPO's penalty on long completions as a reward function (arXiv 2503.14476, equation 13).
+
+    Args:
+        max_completion_len: in tokens.
+        soft_punish_cache: width of the range in which the penalty falls from 0 to -1, in tokens.
+    """
+
+    def soft_overlong_punishment_reward(
+        completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> list[float]:
+        lengths = [len(ids) for ids in completion_ids]
+        penalties: Any = soft_overlong_punishment(lengths, max_completion_len, soft_punish_cache)
+        return [float(penalty) for penalty in penalties]
+
+    return soft_overlong_punishment_reward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from covey.config_names import FIELDS, SECTIONS
-from covey.trl.fields import DEFAULTS, MEANINGS, Kind
+from covey.trl.fields import DEFAULTS, FORMER, MEANINGS, Kind
 
 _WORDS: dict[Kind, str] = {
     "same": "same",
@@ -33,15 +33,17 @@ def _derived(field: Any) -> bool:
     return factory is not None and factory is not dict
 
 
-def table() -> str:
-    """A line of Markdown for each of TRL's fields, in alphabetical order."""
+def table(former: bool = False) -> str:
+    """A line of Markdown for each of TRL's fields, or of those that it had before, in alphabetical order."""
+    meanings = FORMER if former else MEANINGS
     lines = ["| TRL's field | its default | here | becomes, or why not | Covey's default |", "| - | - | - | - | - |"]
-    for name in sorted(MEANINGS):
-        meaning = MEANINGS[name]
+    for name in sorted(meanings):
+        meaning = meanings[name]
         text = f"`{meaning.text}`" if meaning.kind == "same" else meaning.text
         lines.append(f"| `{name}` | {_shown(DEFAULTS[name])} | {_WORDS[meaning.kind]} | {text} | {_ours(name)} |")
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(table())
+    print(table(former=True), end="")

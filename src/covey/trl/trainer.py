@@ -37,7 +37,7 @@ from covey.training.checkpoint import list_checkpoints
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, trl_names
-from covey.trl.rewards import with_models
+from covey.trl.reward_models import with_models
 from covey.trl.translate import as_mapping, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")

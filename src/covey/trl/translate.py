@@ -201,6 +201,8 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "max_completion_length": args.max_completion_length,
         **{field: getattr(args, field) or 0.0 if field == "min_p" else getattr(args, field) for field in _SAMPLING},
         "prompts_per_step": prompts_per_generation(args),
+        "max_prompt_length": args.max_prompt_length,
+        "long_prompts": "error" if args.max_prompt_length is None else "truncate",
         "shuffle": args.shuffle_dataset is not False,
         "chat_template_kwargs": dict(as_mapping("chat_template_kwargs", args.chat_template_kwargs)),
         "reward_weights": None if args.reward_weights is None else tuple(map(float, args.reward_weights)),

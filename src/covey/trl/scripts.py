@@ -1,0 +1,143 @@
+"""What TRL's scripts import beside trainer and config: arguments, a parser that reads YAML, LoRA from arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from peft import LoraConfig
+from transformers import HfArgumentParser
+
+from covey.errors import ConfigError
+
+
+@dataclass
+class ScriptArguments:
+    """Which data a script trains on."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub id or path of the dataset."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the dataset."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    dataset_test_split: str = field(default="test", metadata={"help": "Split to evaluate on."})
+    dataset_streaming: bool = field(default=False, metadata={"help": "Stream the dataset."})
+    ignore_bias_buffers: bool = field(default=False, metadata={"help": "Of distributed training; no effect."})
+
+
+@dataclass
+class ModelConfig:
+    """Which model a script trains, and its adapter."""
+
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Hub id or folder of the model."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
+    dtype: str | None = field(default="float32", metadata={"help": "Number type of the weights."})
+    torch_dtype: str | None = field(default=None, metadata={"help": "Former name of dtype."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model brings."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "Attention; Covey brings its own."})
+    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter."})
+    lora_r: int = field(default=16, metadata={"help": "Rank."})
+    lora_alpha: int = field(default=32, metadata={"help": "The adapter is scaled by alpha / r."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the adapter's input."})
+    lora_target_modules: list[str] | None = field(default=None, metadata={"help": "Names of modules."})
+    lora_target_parameters: list[str] | None = field(default=None, metadata={"help": "Names of parameters."})
+    lora_modules_to_save: list[str] | None = field(default=None, metadata={"help": "Modules trained whole."})
+    lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "PEFT's task."})
+    use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r)."})
+    use_dora: bool = field(default=False, metadata={"help": "DoRA."})
+    load_in_8bit: bool = field(default=False, metadata={"help": "8-bit weights; refused."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "4-bit weights; refused."})
+    bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "Of 4-bit weights."})
+    use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Of 4-bit weights."})
+    bnb_4bit_quant_storage: str | None = field(default=None, metadata={"help": "Of 4-bit weights."})
+
+    def __post_init__(self) -> None:
+        """Take the former name, and one target module as its name."""
+        self.dtype = self.torch_dtype or self.dtype
+        if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
+            self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]
+
+
+def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
+    """The adapter that a script's arguments ask for, None without `use_peft`."""
+    if not model_args.use_peft:
+        return None
+    more = {}
+    if model_args.lora_target_parameters is not None:
+        more["target_parameters"] = model_args.lora_target_parameters
+    return LoraConfig(
+        task_type=model_args.lora_task_type,
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=model_args.lora_target_modules,
+        modules_to_save=model_args.lora_modules_to_save,
+        bias="none",
+        use_rslora=model_args.use_rslora,
+        use_dora=model_args.use_dora,
+        **more,
+    )
+
+
+def get_quantization_config(model_args: ModelConfig) -> None:
+    """None: weights are plain.
+
+    Raises:
+        ConfigError: the arguments ask for 4 or 8 bits.
+    """
+    if model_args.load_in_4bit or model_args.load_in_8bit:
+        raise ConfigError("load_in_4bit, load_in_8bit: Covey trains and samples with plain weights; leave them out")
+
+
+def get_kbit_device_map() -> None:
+    """None: the trainer places the model."""
+
+
+class TrlParser(HfArgumentParser):
+    """An argument parser for dataclasses that also reads defaults from a YAML file given with `--config`."""
+
+    def parse_args_and_config(
+        self, args: Iterable[str] | None = None, return_remaining_strings: bool = False, **_: Any
+    ) -> tuple[Any, ...]:
+        """Parse the command line; `--config FILE` gives defaults, and environment variables under `env`.
+
+        Args:
+            args: the command line; None = that of this process.
+            return_remaining_strings: return what no dataclass knows in place of an error.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds a name that no dataclass has.
+        """
+        words = list(sys.argv[1:] if args is None else args)
+        unknown: list[str] = []
+        if "--config" in words:
+            at = words.index("--config")
+            path = words[at + 1] if at + 1 < len(words) else ""
+            del words[at : at + 2]
+            unknown = self._take_defaults(path)
+            if unknown and not return_remaining_strings:
+                raise ConfigError(f"{path}: {', '.join(unknown[::2])}: no such option; remove it from the file")
+        found = self.parse_args_into_dataclasses(args=words, return_remaining_strings=return_remaining_strings)
+        return (*found[:-1], unknown + found[-1]) if return_remaining_strings else found
+
+    def _take_defaults(self, path: str) -> list[str]:
+        import yaml
+
+        try:
+            with open(path, encoding="utf-8") as file:
+                settings = yaml.safe_load(file)
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"--config {path!r}: cannot be read ({error}); give the path of a YAML file") from error
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--config {path!r}: holds no table of options; write NAME: VALUE lines")
+        for name, value in dict(settings.pop("env", None) or {}).items():
+            os.environ[str(name)] = str(value)
+        known = {action.dest: action for action in self._actions}
+        unknown: list[str] = []
+        for name, value in settings.items():
+            if name in known:
+                known[name].default, known[name].required = value, False
+            else:
+                unknown += [f"--{name}", str(value)]
+        return unknown
