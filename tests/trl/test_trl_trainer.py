@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,15 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from covey.trl import GRPOConfig, GRPOTrainer
+from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
+from covey.trl.fields import FORMER, MEANINGS
+from covey.trl.rewards import (
+    accuracy_reward,
+    get_soft_overlong_punishment,
+    reasoning_accuracy_reward,
+    think_format_reward,
+)
+from covey.trl.table import table
 
 ROWS = [{"prompt": text, "number": n} for n, text in enumerate(["Flat is", "Simple is better", "Now is", "Errors"])]
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
@@ -409,3 +418,67 @@ def test_what_has_no_effect_is_said_once(folder: Path, tmp_path: Path) -> None:
     args = GRPOConfig(str(tmp_path), **SMALL, use_liger_kernel=False, torch_compile=False, label_smoothing_factor=0.1)
     with pytest.warns(UserWarning, match="label_smoothing_factor=0.1 has no effect"):
         GRPOTrainer(str(folder), unique_letters, args, ROWS)
+
+
+def test_the_documented_table_is_that_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "coming-from-trl.md").read_text()
+    squeezed = {" ".join(line.split()) for line in text.splitlines()}
+    for line in (table() + table(former=True)).splitlines():
+        assert line.startswith("| -") or " ".join(line.split()) in squeezed, line
+
+
+def test_every_field_has_a_meaning() -> None:
+    """All 191 of TRL's, and those of earlier versions."""
+    assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER)
+    assert len(MEANINGS) == 191
+
+
+@pytest.mark.filterwarnings("ignore:vllm")
+def test_a_script_of_an_earlier_version(folder: Path, tmp_path: Path) -> None:
+    """Options that TRL no longer has, as the most copied scripts give them."""
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        run_name="old",
+        adam_beta2=0.99,
+        warmup_ratio=0.1,
+        lr_scheduler_type="cosine",
+        logging_steps=1,
+        bf16=True,
+        max_prompt_length=4,
+        evaluation_strategy="no",
+        save_steps=100,
+        max_grad_norm=0.1,
+        log_on_each_node=False,
+        use_vllm=False,
+        vllm_gpu_memory_utilization=0.3,
+        vllm_device="cuda:0",
+        **SMALL,
+    )
+    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+    assert max(len(prompt.token_ids) for prompt in trainer.run.prompts) == 4
+    assert trainer.train().global_step == 3
+
+
+def test_arguments_from_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "args.yaml"
+    path.write_text("output_dir: out\nbeta: 0.2\nuse_peft: true\nlora_target_modules: [q_proj]\nnum_generations: 4\n")
+    args, model = TrlParser((GRPOConfig, ModelConfig)).parse_args_and_config(["--config", str(path), "--beta", "0.3"])
+    assert (args.beta, args.num_generations) == (0.3, 4)
+    lora = get_peft_config(model)
+    assert lora is not None
+    assert lora.target_modules == "q_proj"
+    path.write_text("no_such_option: 1\n")
+    with pytest.raises(ValueError, match="--no_such_option: no such option"):
+        TrlParser(GRPOConfig).parse_args_and_config(["--config", str(path)])
+
+
+def test_rewards_of_trl() -> None:
+    good, bad = "<think>\nso\n</think>\nfour", "<think>so <think></think>four"
+    assert think_format_reward([good, bad, "four"]) == [1.0, 0.0, 0.0]
+    punish = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    assert punish(completions=[""] * 3, completion_ids=[[1] * 80, [1] * 90, [1] * 100]) == [0.0, -0.5, -1.0]
+    pytest.importorskip("math_verify")
+    answers = [r"\boxed{\frac{1}{2}}", r"\boxed{0.3}", r"\boxed{1}"]
+    assert accuracy_reward(answers, [r"\frac{1}{2}", r"\frac{1}{2}", "-"]) == [1.0, 0.0, None]
+    thoughts = [r"<think>\boxed{2}</think>\boxed{0.5}", r"\boxed{0.5}"]
+    assert reasoning_accuracy_reward(thoughts, ["0.5", "0.5"]) == [1.0, 0.0]

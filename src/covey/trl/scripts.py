@@ -30,11 +30,12 @@ class ScriptArguments:
 class ModelConfig:
     """Which model a script trains, and its adapter."""
 
+    trust_remote_code = False  # no option of its own: it is one of `GRPOConfig`
+
     model_name_or_path: str | None = field(default=None, metadata={"help": "Hub id or folder of the model."})
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model."})
     dtype: str | None = field(default="float32", metadata={"help": "Number type of the weights."})
     torch_dtype: str | None = field(default=None, metadata={"help": "Former name of dtype."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that the model brings."})
     attn_implementation: str | None = field(default=None, metadata={"help": "Attention; Covey brings its own."})
     use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter."})
     lora_r: int = field(default=16, metadata={"help": "Rank."})
