@@ -278,7 +278,8 @@ def _text_of(content: Any) -> Any:
     """A list of text parts as the text that they make; anything else as it is."""
     parts = list(content) if isinstance(content, list | tuple | np.ndarray) else []
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    return "".join(texts) if texts and len(texts) == len(parts) and all(isinstance(t, str) for t in texts) else content
+    whole = bool(texts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(map(str, texts)) if whole else content
 
 
 def _has_template(tokenizer: Any) -> bool:

@@ -218,9 +218,8 @@ class GRPOTrainer:
     def _trackers(self) -> list[Any]:
         """Transformers' own reporting callbacks; one that is not installed is found now, not at the first log."""
         found = []
-        for name, callback in zip(
-            self.args.report_to or (), get_reporting_integration_callbacks(self.args.report_to), strict=True
-        ):
+        known: Any = get_reporting_integration_callbacks
+        for name, callback in zip(self.args.report_to or (), known(self.args.report_to), strict=True):
             try:
                 found.append(callback())
             except (RuntimeError, ImportError) as error:
@@ -447,7 +446,8 @@ class GRPOTrainer:
         if wanted is not True:
             folder = Path(str(wanted))
         else:
-            newest = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir or "").is_dir() else None
+            root = Path(self.args.output_dir or "")
+            newest = get_last_checkpoint(root) if root.is_dir() else None  # type: ignore[no-untyped-call]
             if newest is None:
                 raise CheckpointError(
                     f"resume_from_checkpoint=True: there is no checkpoint-N in {self.args.output_dir}; train without "
