@@ -22,8 +22,9 @@ from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.drawing import Draw
 from covey.rollout.turns import Row
 from covey.trl import GRPOConfig, GRPOTrainer
+from covey.trl.toolcalls import calls_in
 from covey.trl.toolchat import ToolChat
-from covey.trl.tools import tool_schema
+from covey.trl.tools import Call, tool_schema
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool['function']['name'] + '\n' }}{% endfor %}"
@@ -294,6 +295,41 @@ class TestTools:
         assert (ids == END_ID).sum() == 2  # of the turn before, and of the result's own message
         assert ids[0] == END_ID
         assert chat.results([{"role": "tool", "name": "f", "content": "1"}], ended=True)[0] != END_ID
+
+    @pytest.mark.parametrize(
+        ("text", "arguments"),
+        [
+            ('x <tool_call>\n{"name": "say", "arguments": {"text": "1", "n": 2}}\n</tool_call>', {"text": "1", "n": 2}),
+            ('x <tool_call>{"name": "say", "arguments": "{\\"n\\": 2}"}', {"n": 2}),
+            (
+                "x <tool_call>\n<function=say>\n<parameter=text>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
+                "</function>\n</tool_call>",
+                {"text": "1", "n": 2},
+            ),
+            ('{"name": "say", "parameters": {"n": 2}}', {"n": 2}),
+            ('x {"name": "say", "parameters": {"n": 2}}', None),
+            ("x", None),
+        ],
+    )
+    def test_forms_of_calls(self, text: str, arguments: dict[str, Any] | None) -> None:
+        properties = {"text": {"type": "string"}, "n": {"type": "integer"}}
+        schemas = [{"type": "function", "function": {"name": "say", "parameters": {"properties": properties}}}]
+        content, calls = calls_in(text, schemas, ended=True, bare=True)
+        assert calls == ([] if arguments is None else [Call("say", arguments)])
+        assert content == (text if arguments is None else "x" if text.startswith("x") else "")
+
+    def test_a_call_that_was_cut_off_is_none(self) -> None:
+        assert calls_in('<tool_call>{"name": "f"', (), ended=False, bare=True)[1] == []
+        assert calls_in('<tool_call>{"name": "f"', (), ended=True, bare=True)[1][0].problem
+
+    def test_calls_that_nobody_reads(self, caplog: pytest.LogCaptureFixture) -> None:
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        ToolChat(tokenizer, (END_ID,), {})
+        assert not caplog.records
+        tokenizer.chat_template = TEMPLATE.replace("tool_call>", "other>")
+        ToolChat(tokenizer, (END_ID,), {})
+        assert "response_template" in caplog.text
 
     def test_a_template_that_cannot(self, folder: Path) -> None:
         tokenizer = tiny_tokenizer()

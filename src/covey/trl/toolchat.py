@@ -10,21 +10,19 @@ it as it is.
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from covey.errors import ConfigError
+from covey.trl.toolcalls import OPEN, UNREADABLE, calls_in, read_call
 from covey.trl.tools import Call
 from covey.types import IntArray, Message
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
-UNREADABLE = "unknown"
-"""The name of a tool whose call cannot be read."""
+log = logging.getLogger(__name__)
 
 
 class ToolChat:
@@ -42,7 +40,17 @@ class ToolChat:
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs)
         self._endings = [text for text in (str(tokenizer.decode([token])) for token in eos_token_ids) if text]
-        self.results([{"role": "tool", "name": "f", "content": "1"}], ended=True)
+        result: Message = {"role": "tool", "name": "f", "content": "1"}
+        self.results([result], ended=True)
+        shown = self._answered([result])
+        self._bare = OPEN not in shown and '"parameters": {' in shown
+        known = self._bare or getattr(tokenizer, "response_template", None) is not None
+        if not known and all(call.problem for call in calls_in(shown, (), ended=False, bare=False)[1]):
+            log.warning(
+                "tools: this chat template writes calls in a form that is not read; set the tokenizer's "
+                "response_template (transformers' response parsing) to what its model writes, or ask in the prompt for "
+                'calls like <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+            )
 
     def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> IntArray:
         """`[P]` token ids of a prompt that shows the tools."""
@@ -91,19 +99,19 @@ class ToolChat:
             schemas: of the tools that the prompt shows.
             ended: it was not cut off, so that an unfinished call is a mistake.
         """
-        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        text = self._text(token_ids)
         message: Message = {"role": "assistant", "content": text}
         if getattr(self._tokenizer, "response_template", None) is None:
-            calls = self._calls(token_ids, message, ended)
+            message["content"], calls = calls_in(text, schemas, ended=ended, bare=self._bare)
         else:
             try:
                 parsed = self._tokenizer.parse_response(list(token_ids), prefix=list(prefix), tools=list(schemas))
             except (ValueError, TypeError, LookupError) as error:
-                problem = f"The tool call cannot be read: {str(error).splitlines()[0]}"
+                problem = f"The tool call cannot be read: {error!s:.300}"
                 return message, [Call(UNREADABLE, problem=problem)] if ended else []
             if not isinstance(parsed, dict):
                 return message, []
-            calls = [_call(entry.get("function")) for entry in parsed.pop("tool_calls", None) or ()]
+            calls = [read_call(entry.get("function")) for entry in parsed.pop("tool_calls", None) or ()]
             message |= {"content": "", **{name: value for name, value in parsed.items() if value is not None}}
         good = [call for call in calls if not call.problem]
         if good:
@@ -113,27 +121,15 @@ class ToolChat:
             ]
         return message, calls
 
-    def _calls(self, token_ids: Sequence[int], message: Message, ended: bool) -> list[Call]:
-        """Calls in `<tool_call>` blocks; good ones are taken out of the message's text."""
-        text, whole = message["content"], str(self._tokenizer.decode(list(token_ids)))
-        if "<tool_call>" not in text:  # where this is a special token
-            text = whole
-            for ending in self._endings:
-                text = text.removesuffix(ending)
-        calls = []
-        for block in _CALL.finditer(text):
-            if not (block[2] or ended):
-                break
-            try:
-                call = _call(json.loads(block[1]))
-            except ValueError as error:
-                call = Call(UNREADABLE, problem=f"The tool call cannot be read, it is no JSON: {error}")
-            calls.append(call)
-            if not call.problem:
-                message["content"] = text = text.replace(block[0], "", 1)
-        if calls:
-            message["content"] = text.strip()
-        return calls
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """A turn without special tokens, but for those that calls begin with where they are such."""
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        if OPEN in text:
+            return text
+        whole = str(self._tokenizer.decode(list(token_ids)))
+        for ending in self._endings:
+            whole = whole.removesuffix(ending)
+        return whole if OPEN in whole else text
 
     # ------------------------------------------------------------------ inside
 
@@ -163,17 +159,3 @@ class ToolChat:
             return []
         encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
         return [int(token) for token in encoded["input_ids"]]
-
-
-def _call(function: Any) -> Call:
-    """`{"name": ..., "arguments": {...}}`; arguments may be JSON of them, or be left out."""
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str):
-        return Call(UNREADABLE, problem='A tool call must look like {"name": "...", "arguments": {...}}.')
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
-    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
-        return Call(name, problem=f"The arguments of {name} must be a JSON object.")
-    return Call(name, dict(arguments))

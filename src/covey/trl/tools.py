@@ -86,7 +86,7 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
         return dict(get_json_schema(_without_index(tool) if takes_index(tool) else tool))
     except Exception as error:  # several kinds, none of them public
         raise ConfigError(
-            f"tools: {tool_name(tool)} cannot be described to the model ({str(error).splitlines()[0]:.300}); give each "
+            f"tools: {tool_name(tool)} cannot be described to the model ({error!s:.300}); give each "
             "argument a type hint and a line below 'Args:' of its docstring"
         ) from error
 
