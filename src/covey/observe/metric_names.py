@@ -111,6 +111,8 @@ agent/full_context_ratio | fraction | episodes that the limit of tokens ended
 agent/cut_observations | observations | observations longer than environment.max_observation_tokens
 agent/waiting_share | fraction | of the time in which episodes were played: nothing could be sampled, since every
     episode waited for its environment
+tools/call_frequency | calls | tool calls in a completion, mean over completions; only with tools, in covey.trl
+tools/failure_frequency | fraction | tool calls that raised, named no tool or could not be read
 staleness/mean | optimiser steps | age of a group, by which the weights that sampled it are older than those that this
     step began with, mean over groups; only with schedule.max_staleness above 0, as all of staleness/
 staleness/max | optimiser steps | the oldest group's age

@@ -91,6 +91,7 @@ class Scorer:
     Attributes:
         specs: the rewards with their unique names and weights.
         trainer_state: passed on to functions that take `trainer_state`; the trainer sets it.
+        runner: the event loop of asynchronous functions.
 
     Raises:
         ConfigError: no reward, something that cannot be called, or weights that do not fit.
@@ -125,7 +126,7 @@ class Scorer:
         )
         self.timeout = timeout
         self.trainer_state: Any = None
-        self._runner = AsyncRunner()
+        self.runner = AsyncRunner()
         self._warned = False
         self._columns: dict[str, None] = {}  # an ordered set
         self._metrics: dict[str, list[float]] = {}
@@ -164,7 +165,10 @@ class Scorer:
                     )
 
     def score(
-        self, prompts: Sequence[Prompt], episodes: Sequence[Episode]
+        self,
+        prompts: Sequence[Prompt],
+        episodes: Sequence[Episode],
+        completions: Sequence[Sequence[Message]] | None = None,
     ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
         """Score N episodes, each with the prompt it belongs to.
 
@@ -177,6 +181,7 @@ class Scorer:
         Args:
             prompts: N prompts, repeated within a group.
             episodes: N episodes.
+            completions: what functions see in place of `episode.text`: the messages of each episode.
 
         Returns:
             `[N]` float64 weighted sums over the functions that scored the sample (NaN where none did), and
@@ -203,7 +208,7 @@ class Scorer:
         try:
             # Asynchronous functions last: none is under way while a synchronous one may still fail.
             for spec in sorted(self.specs, key=lambda spec: is_async(spec.function)):
-                positional, named = _arguments(spec, prompts, episodes, shared)
+                positional, named = _arguments(spec, prompts, episodes, completions, shared)
                 returned = self._call(spec, count, positional, named)
                 if inspect.isawaitable(returned):
                     pending.append((spec, returned))
@@ -214,7 +219,7 @@ class Scorer:
                 if inspect.iscoroutine(awaitable):
                     awaitable.close()
             raise
-        outcomes = self._runner.run([awaitable for _, awaitable in pending], self.timeout)
+        outcomes = self.runner.run([awaitable for _, awaitable in pending], self.timeout)
         for (spec, _), outcome in zip(pending, outcomes, strict=True):
             values = self._materialise(spec, self._unwrap(spec, outcome), count)
             results[spec.name] = read_rewards(spec.name, values, rows)
@@ -234,7 +239,7 @@ class Scorer:
 
     def close(self) -> None:
         """Stop the event loop of asynchronous rewards. A later call of `score` starts a new one."""
-        self._runner.close()
+        self.runner.close()
 
     def _call(self, spec: RewardSpec, count: int, positional: list[Any], named: dict[str, Any]) -> Any:
         def work() -> Any:
@@ -349,7 +354,11 @@ def _verifier_call(verifier: Any) -> RewardFunction:
 
 
 def _arguments(
-    spec: RewardSpec, prompts: Sequence[Prompt], episodes: Sequence[Episode], shared: Mapping[str, Any]
+    spec: RewardSpec,
+    prompts: Sequence[Prompt],
+    episodes: Sequence[Episode],
+    messages: Sequence[Sequence[Message]] | None,
+    shared: Mapping[str, Any],
 ) -> tuple[list[Any], dict[str, Any]]:
     """What this function is called with. Fresh lists: no function changes what the next one sees."""
     contents = [_copied(prompt.content) for prompt in prompts]
@@ -357,6 +366,8 @@ def _arguments(
         episode.text if isinstance(prompt.content, str) else [{"role": "assistant", "content": episode.text}]
         for prompt, episode in zip(prompts, episodes, strict=True)
     ]
+    if messages is not None:
+        completions = [_copied(list(each)) for each in messages]
     named = {name: list(value) if isinstance(value, list) else value for name, value in shared.items()}
     named |= {"prompts": contents, "completions": completions}
     if spec.accepts is None or "completion_ids" in spec.accepts:

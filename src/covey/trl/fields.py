@@ -95,7 +95,7 @@ MEANINGS: dict[str, Meaning] = {
     "num_completions_to_print": Meaning("translated", "run.num_completions_to_print, where log_completions is set"),
     "log_unique_prompts": Meaning("translated", "one completion for each prompt is printed"),
     "disable_tqdm": Meaning("translated", "run.progress"),
-    "max_tool_calling_iterations": Meaning("translated", "environment.max_turns"),
+    "max_tool_calling_iterations": Meaning("translated", "with tools, rounds of calls in a completion"),
     "use_vllm": Meaning("translated", "vllm_mode server: the server section; colocate: sampled in this process"),
     "vllm_mode": Meaning("translated", "see use_vllm"),
     **_all("translated", "server.inference_server_url", "vllm_server_base_url vllm_server_host vllm_server_port"),

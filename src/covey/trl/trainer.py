@@ -34,6 +34,7 @@ from covey.errors import CheckpointError, ConfigError, DataError
 from covey.observe.run_folder import RunFolder
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
+from covey.trl.acting import Acting
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, trl_names
@@ -63,9 +64,10 @@ class GRPOTrainer:
         optimizers: (optimizer, scheduler) in place of AdamW and the settings' schedule; either may be None.
         quantization_config: not supported: refused.
         peft_config: a `peft.LoraConfig`; None = all weights are trained.
-        tools: not supported yet: refused.
-        rollout_func: not supported yet: refused.
-        environment_factory: not supported yet: refused.
+        tools: functions with type hints and docstrings, sync or async, that the model may call; see `docs/agents.md`.
+        rollout_func: `f(prompts, trainer)`, which samples in the engine's place.
+        environment_factory: makes an environment, whose methods are tools; or a dict of such. With its own `get_reward`
+            `reward_funcs` may be left out, and with a single one `train_dataset` (set `max_steps`).
 
     Attributes:
         run: the trainer underneath.
@@ -73,7 +75,8 @@ class GRPOTrainer:
         state: transformers' `TrainerState`; `global_step` counts optimiser steps.
         model: the module that is trained.
         processing_class: the tokenizer.
-        reward_funcs: as callables.
+        reward_funcs: as callables, those of environments last.
+        tools: all that the model may call.
 
     Raises:
         ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training. All are
@@ -103,24 +106,23 @@ class GRPOTrainer:
                 f"args={args!r:.200}: a {type(args).__name__}; pass a covey.trl.GRPOConfig (of covey.GRPOConfig, use "
                 "covey.GRPOTrainer)"
             )
-        for name, value in (
-            ("tools", tools),
-            ("rollout_func", rollout_func),
-            ("environment_factory", environment_factory),
-        ):
-            if value is not None:
-                raise ConfigError(f"{name}={value!r:.200}: agents are worlds here; see docs/agents.md")
         if quantization_config is not None:
             raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
         for sentence in warned(args):
             warnings.warn(sentence, UserWarning, stacklevel=2)
-        if reward_funcs is None:
+        self._acting = acting = Acting(args, tools, environment_factory, rollout_func)
+        if reward_funcs is None and not acting.rewards:
             raise ConfigError("reward_funcs=None: without a reward there is nothing to learn from; pass a function")
         self.reward_funcs, self.reward_processing_classes = with_models(
-            reward_funcs, reward_processing_classes, trust_remote_code=args.trust_remote_code
+            [] if reward_funcs is None else reward_funcs,
+            reward_processing_classes,
+            trust_remote_code=args.trust_remote_code,
         )
+        self.reward_funcs += acting.rewards
+        self.reward_processing_classes += [None] * len(acting.rewards)
+        acting.expect(self.reward_funcs)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._rows = self._training_rows(train_dataset)
+        self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
         given, loading = self._model(model, processing_class)
         self._config = settings(
@@ -129,6 +131,7 @@ class GRPOTrainer:
             lora=peft_config is not None or isinstance(model, PeftModel),
             output_dir=str(Path(args.output_dir or "") / RUN_FOLDER),
             **loading,
+            **acting.weights(),
         )
         self._peft_config, self._optimizers = peft_config, optimizers
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
@@ -190,10 +193,11 @@ class GRPOTrainer:
             reward_funcs=self.reward_funcs,
             args=self._config,
             train_dataset=self._rows,
-            eval_dataset=self.eval_dataset if evaluates and not self._named else None,
+            eval_dataset=self._acting.rows(self.eval_dataset, "test") if evaluates and not self._named else None,
             processing_class=tokenizer,
             peft_config=self._peft_config,
         )
+        self._acting.install(run, self)
         optimizer, scheduler = self._optimizers
         learner: Any = run.learner  # PyTorch's
         if optimizer is not None:
@@ -278,6 +282,21 @@ class GRPOTrainer:
         return torch.tensor(self.run.data.scorer.weights, dtype=torch.float32)
 
     @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """What the model may call: functions, then the methods of environments."""
+        return list(self._acting.toolset.tools) if self._acting.toolset else []
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """The environments of the latest completions, in their order; None without any."""
+        return self._acting.toolset.environments or None if self._acting.toolset else None
+
+    @property
+    def _tools_accept_completion_idx(self) -> dict[str, bool]:
+        """By name, whether a tool is told the number of the completion that calls it."""
+        return self._acting.toolset.accepts_index if self._acting.toolset else {}
+
+    @property
     def num_generations(self) -> int:
         """Completions for each prompt."""
         return int(self.args.num_generations or 0)
@@ -360,7 +379,7 @@ class GRPOTrainer:
             for name, rows in source.items():
                 found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        metrics = trl_names(self.run.evaluate(source), metric_key_prefix)
+        metrics = trl_names(self.run.evaluate(self._acting.rows(source, "test")), metric_key_prefix)
         self._flow.evaluated(metrics)
         return metrics
 
@@ -374,7 +393,7 @@ class GRPOTrainer:
         Returns:
             The completions' texts, a list for each prompt.
         """
-        rollout = self.run.complete([{"prompt": prompt} for prompt in prompts], num_generations)
+        rollout = self.run.complete(self._acting.rows([{"prompt": prompt} for prompt in prompts]), num_generations)
         return [[episode.text for episode in group.episodes] for group in rollout.groups]
 
     # ------------------------------------------------------------------ callbacks and records

@@ -1,0 +1,161 @@
+"""Tools in a model's chat template: prompts that show them, what is said after a call, and calls in what was sampled.
+
+    opening([user], schemas)        <|im_start|>system ... tools ...<|im_end|> <|im_start|>user ... assistant
+    (the policy samples)            <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call><|im_end|>
+    results([tool], ended=True)     <|im_start|>tool 3<|im_end|> <|im_start|>assistant
+
+What was sampled stays as it was sampled. What a tool returned is never read as special tokens where the template writes
+it as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from covey.errors import ConfigError
+from covey.trl.toolcalls import OPEN, UNREADABLE, calls_in, read_call
+from covey.trl.tools import Call
+from covey.types import IntArray, Message
+
+log = logging.getLogger(__name__)
+
+
+class ToolChat:
+    """Writes and reads conversations with tools.
+
+    Args:
+        tokenizer: of transformers, with a chat template; its `response_template`, where it has one, reads calls.
+        eos_token_ids: tokens that end a turn of the policy.
+        chat_template_kwargs: further arguments of the chat template.
+
+    Raises:
+        ConfigError: the chat template does not show what tools return.
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any]) -> None:
+        self._tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs)
+        self._endings = [text for text in (str(tokenizer.decode([token])) for token in eos_token_ids) if text]
+        result: Message = {"role": "tool", "name": "f", "content": "1"}
+        self.results([result], ended=True)
+        shown = self._answered([result])
+        self._bare = OPEN not in shown and '"parameters": {' in shown
+        known = self._bare or getattr(tokenizer, "response_template", None) is not None
+        if not known and all(call.problem for call in calls_in(shown, (), ended=False, bare=False)[1]):
+            log.warning(
+                "tools: this chat template writes calls in a form that is not read; set the tokenizer's "
+                "response_template (transformers' response parsing) to what its model writes, or ask in the prompt for "
+                'calls like <tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+            )
+
+    def opening(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> IntArray:
+        """`[P]` token ids of a prompt that shows the tools."""
+        text = self._render(list(messages), tools=list(schemas) or None)
+        return np.array(self._encode(text, special=True), dtype=np.int64)
+
+    def results(self, messages: Sequence[Message], *, ended: bool) -> IntArray:
+        """Token ids between a turn of the policy that called tools and its next one.
+
+        Args:
+            messages: of the role "tool", one for each call.
+            ended: the turn's last sampled token ends it; else the ending is written here.
+
+        Raises:
+            ConfigError: the chat template does not show them.
+        """
+        contents = [str(message["content"]) for message in messages]
+        marks = [f"\u2402{place}\u2402" for place in range(len(messages))]
+        marked = self._answered([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
+        head, found, _ = marked.partition(marks[0])
+        begin, ending = max((head.rfind(ending), ending) for ending in self._endings or ("",))
+        if not found or begin < 0 or not ending:
+            raise ConfigError(
+                "tools: this chat template does not show what a tool returned (a message of the role 'tool' after one "
+                "of the assistant with tool_calls); use a model made for tools, or set another chat_template"
+            )
+        cut = begin + len(ending) if ended else begin
+        text = self._answered(messages)[cut:]
+        pieces = re.split("|".join(marks), marked[cut:])
+        between = [*contents, ""]
+        if len(pieces) != len(between) or "".join(a + b for a, b in zip(pieces, between, strict=True)) != text:
+            pieces, between = [text], [""]  # the template changes what it is given, so what belongs to whom is lost
+        ids: list[int] = []
+        for piece, content in zip(pieces, between, strict=True):
+            ids += self._encode(piece, special=True) + self._encode(content, special=False)
+        return np.array(ids, dtype=np.int64)
+
+    def read(
+        self, token_ids: Sequence[int], prefix: Sequence[int], schemas: Sequence[Mapping[str, Any]], *, ended: bool
+    ) -> tuple[Message, list[Call]]:
+        """A turn of the policy as a message, and the calls in it.
+
+        Args:
+            token_ids: sampled.
+            prefix: all tokens before them.
+            schemas: of the tools that the prompt shows.
+            ended: it was not cut off, so that an unfinished call is a mistake.
+        """
+        text = self._text(token_ids)
+        message: Message = {"role": "assistant", "content": text}
+        if getattr(self._tokenizer, "response_template", None) is None:
+            message["content"], calls = calls_in(text, schemas, ended=ended, bare=self._bare)
+        else:
+            try:
+                parsed = self._tokenizer.parse_response(list(token_ids), prefix=list(prefix), tools=list(schemas))
+            except (ValueError, TypeError, LookupError) as error:
+                problem = f"The tool call cannot be read: {error!s:.300}"
+                return message, [Call(UNREADABLE, problem=problem)] if ended else []
+            if not isinstance(parsed, dict):
+                return message, []
+            calls = [read_call(entry.get("function")) for entry in parsed.pop("tool_calls", None) or ()]
+            message |= {"content": "", **{name: value for name, value in parsed.items() if value is not None}}
+        good = [call for call in calls if not call.problem]
+        if good:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for call in good
+            ]
+        return message, calls
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """A turn without special tokens, but for those that calls begin with where they are such."""
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        if OPEN in text:
+            return text
+        whole = str(self._tokenizer.decode(list(token_ids)))
+        for ending in self._endings:
+            whole = whole.removesuffix(ending)
+        return whole if OPEN in whole else text
+
+    # ------------------------------------------------------------------ inside
+
+    def _answered(self, results: Sequence[Message]) -> str:
+        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
+        asked: list[Message] = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        return self._render([*asked, *results])
+
+    def _render(self, messages: list[Message], tools: Any = None) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=True, tokenize=False, **self._kwargs
+                )
+            )
+        except Exception as error:  # templates raise what they like
+            raise ConfigError(
+                f"tools: the chat template cannot write a conversation with tools ({type(error).__name__}: "
+                f"{error!s:.300}); use a model made for tools, or set another chat_template"
+            ) from error
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        if not text:
+            return []
+        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not special)
+        return [int(token) for token in encoded["input_ids"]]
