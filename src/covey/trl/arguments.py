@@ -33,7 +33,7 @@ class GRPOConfig(TrainingArguments):
         ConfigError: batch sizes that do not fit each other, and the other combinations that TRL refuses.
     """
 
-    _VALID_DICT_FIELDS = [  # type: ignore[misc]
+    _VALID_DICT_FIELDS = [
         *TrainingArguments._VALID_DICT_FIELDS,
         "model_init_kwargs",
         "transformers_continuous_batching_config",

@@ -37,6 +37,7 @@ from covey.training.checkpoint import list_checkpoints
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, trl_names
+from covey.trl.publishing import Publishing
 from covey.trl.rewards import with_models
 from covey.trl.translate import as_mapping, optimizer_steps, prompts_per_generation, settings
 
@@ -48,7 +49,7 @@ _POINTER = "covey.json"
 """In a checkpoint of transformers' layout: which of Covey's checkpoints it was written with."""
 
 
-class GRPOTrainer:
+class GRPOTrainer(Publishing):
     """Trains a language model with GRPO; arguments, attributes and methods are those of TRL 1.16's trainer.
 
     Args:
@@ -142,6 +143,8 @@ class GRPOTrainer:
         )
         self._flow = self._make_flow()
         self.run._callbacks.add(self._flow)
+        if args.push_to_hub:
+            self.init_hf_repo()
         self.callback_handler.on_init_end(args, self.state, self._flow.control)
 
     # ------------------------------------------------------------------ parts
@@ -218,9 +221,8 @@ class GRPOTrainer:
     def _trackers(self) -> list[Any]:
         """Transformers' own reporting callbacks; one that is not installed is found now, not at the first log."""
         found = []
-        for name, callback in zip(
-            self.args.report_to or (), get_reporting_integration_callbacks(self.args.report_to), strict=True
-        ):
+        callbacks = get_reporting_integration_callbacks(self.args.report_to)  # type: ignore[no-untyped-call]
+        for name, callback in zip(self.args.report_to or (), callbacks, strict=True):
             try:
                 found.append(callback())
             except (RuntimeError, ImportError) as error:
@@ -307,6 +309,7 @@ class GRPOTrainer:
         Raises:
             CheckpointError: there is no such checkpoint.
             RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
+            HubError: with `push_to_hub`, the upload fails; the run is finished, and the model is in `output_dir`.
         """
         inner: str | bool | None = None
         if resume_from_checkpoint:
@@ -317,6 +320,8 @@ class GRPOTrainer:
         else:
             self._begin_anew()
         self.run.train(resume_from_checkpoint=inner)
+        if self.args.push_to_hub:
+            self.push_to_hub()
         last = self.state.log_history[-1]
         return TrainOutput(self.state.global_step, last["train_loss"], dict(last))
 
@@ -421,10 +426,6 @@ class GRPOTrainer:
 
     # ------------------------------------------------------------------ saving, resuming
 
-    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Save the adapter (PEFT format) or the whole model, with the tokenizer; default: to `args.output_dir`."""
-        self.run.save_model(output_dir or self.args.output_dir)
-
     def _save_checkpoint(self) -> None:
         """`output_dir/checkpoint-N`: weights, tokenizer, state, and where Covey's own checkpoint is."""
         root = Path(self.args.output_dir or "")
@@ -447,7 +448,8 @@ class GRPOTrainer:
         if wanted is not True:
             folder = Path(str(wanted))
         else:
-            newest = get_last_checkpoint(self.args.output_dir) if Path(self.args.output_dir or "").is_dir() else None
+            root = self.args.output_dir or ""
+            newest = get_last_checkpoint(root) if Path(root).is_dir() else None  # type: ignore[no-untyped-call]
             if newest is None:
                 raise CheckpointError(
                     f"resume_from_checkpoint=True: there is no checkpoint-N in {self.args.output_dir}; train without "
