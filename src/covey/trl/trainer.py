@@ -27,10 +27,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DefaultFlowCallback, TrainerState
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
 
 import covey
-from covey.errors import CheckpointError, ConfigError, DataError
+from covey.errors import CheckpointError, ConfigError, CoveyError, DataError
 from covey.observe.run_folder import RunFolder
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
@@ -319,7 +319,12 @@ class GRPOTrainer(Publishing):
             inner = str(self._inner_checkpoint(folder))
         else:
             self._begin_anew()
-        self.run.train(resume_from_checkpoint=inner)
+        try:
+            self.run.train(resume_from_checkpoint=inner)
+        except (KeyboardInterrupt, CoveyError):
+            if self.args.save_strategy == SaveStrategy.NO and list_checkpoints(self._checkpoints):
+                self._save_checkpoint()  # without it, what the run says of resuming would not hold
+            raise
         if self.args.push_to_hub:
             self.push_to_hub()
         last = self.state.log_history[-1]
@@ -426,12 +431,17 @@ class GRPOTrainer(Publishing):
 
     # ------------------------------------------------------------------ saving, resuming
 
+    @property
+    def _checkpoints(self) -> Path:
+        """Covey's own."""
+        return Path(self._config.run.output_dir) / "checkpoints"
+
     def _save_checkpoint(self) -> None:
         """`output_dir/checkpoint-N`: weights, tokenizer, state, and where Covey's own checkpoint is."""
         root = Path(self.args.output_dir or "")
         folder = root / f"checkpoint-{self.state.global_step}"
         self.run.save_model(folder)
-        newest = list_checkpoints(Path(self._config.run.output_dir) / "checkpoints")[-1]
+        newest = list_checkpoints(self._checkpoints)[-1]
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         self.state.save_to_json(str(folder / "trainer_state.json"))
