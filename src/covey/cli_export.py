@@ -56,7 +56,7 @@ def export(
     target = require_empty(run / "export" if output is None else output)
     repository = None if push_to_hub is None else prepare_upload(push_to_hub, private=private or None)
     with (
-        nullcontext(kept_weights(folder, config, best=best))
+        nullcontext(kept_weights(folder, config, best=best, instead="name a checkpoint with --checkpoint"))
         if checkpoint is None
         else checkpoint_weights(folder, config, checkpoint)
     ) as weights:

@@ -175,3 +175,4 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     for message in kept[-1:]:
         out.print(str(message), markup=False, highlight=False, soft_wrap=True)
     out.print(f"try it: covey sample {folder} 'your prompt'", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"use it elsewhere: covey export {folder}", markup=False, highlight=False, soft_wrap=True)

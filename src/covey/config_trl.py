@@ -243,7 +243,7 @@ NO_EFFECT = _names(
 """Machinery that Covey does not have and that cannot change a result."""
 
 _VLLM = "Covey samples in its own process; remove it"
-_HUB = "upload the adapter folder yourself when the run is done"
+_HUB = "run `covey export RUN --push-to-hub OWNER/NAME` when the run is done"
 _DISTRIBUTED = "training runs in one process; remove it"
 _COMPILE = "remove it"
 

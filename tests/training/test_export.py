@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.adapters import Adapter, read_adapter_folder, read_tensors
+from covey.observe.run_folder import RunFolder
 from covey.pytorch.gguf_file import write_gguf
 from covey.pytorch.loading import load_model
 from covey.pytorch.lora import attach_adapter
@@ -240,6 +241,10 @@ def test_what_is_not_there_and_what_is_in_the_way(covey: Command, run: Path, tmp
     status, _, said = covey("export", run, tmp_path / "full")
     assert (status, "is there already; give another folder" in said) == (2, True)
     assert (tmp_path / "full" / "mine.txt").read_text() == "precious"
+    with RunFolder.create(tmp_path / "begun") as begun:
+        begun.write_config(GRPOConfig().to_toml())
+    status, _, said = covey("export", tmp_path / "begun", tmp_path / "out")
+    assert (status, "no adapter yet; name a checkpoint with --checkpoint, or wait" in said) == (2, True)
     assert "--push-to-hub" in covey("export", "--help")[1]
 
 

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from command import Command
 from covey.errors import HubError
 from covey.trl import GRPOConfig, GRPOTrainer
 from fake_hub import TOKEN, FakeHub, fake_hub
@@ -70,6 +72,21 @@ def test_the_end_of_training_uploads(model_folder: Path, tmp_path: Path, monkeyp
     assert ("us/named", "main") not in hub.files
     assert AutoPeftModelForCausalLM.from_pretrained(tmp_path).peft_config["default"].r == 8
     assert "AutoPeftModelForCausalLM" in (tmp_path / "README.md").read_text()
+
+
+def test_covey_export_reads_the_run(covey: Command, model_folder: Path, tmp_path: Path) -> None:
+    """Final weights and those of a checkpoint, though the adapter's form is in no setting of the run."""
+    trainer = make(model_folder, tmp_path, peft=True, save_steps=1)
+    trainer.train()
+    for options in ((), ("--checkpoint", 1)):
+        out = tmp_path / f"export{len(options)}"
+        status, _, said = covey("export", tmp_path / "covey", out, *options)
+        assert status == 0, said
+        ids = torch.tensor([[5, 6, 7]])
+        merged = AutoModelForCausalLM.from_pretrained(out)
+        assert torch.allclose(merged(ids).logits, trainer.model(ids).logits, atol=1e-4)
+    assert f"base_model: {model_folder}" not in (out / "README.md").read_text()  # a path means nothing elsewhere
+    assert f"Base model: {model_folder}" in (out / "README.md").read_text()
 
 
 def test_a_card_before_and_without_a_run(model_folder: Path, tmp_path: Path) -> None:

@@ -50,8 +50,10 @@ class Weights:
     said: str
 
 
-def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False) -> Weights:
+def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False, instead: str = "") -> Weights:
     """The policy that a run has left: its final one, before its end the best one; with `best` that in any case.
+
+    `instead` is what to do where there is none yet.
 
     Raises:
         ConfigError: there is none yet, or it is gone or damaged.
@@ -64,7 +66,7 @@ def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False) -
     if kept is None and best:
         raise ConfigError(f"{run}: no evaluation after step 0 was the best one, so there is no best/; leave it out")
     if kept is None:
-        fix = "give --adapter" if config.model.use_peft else f"name the model itself, {config.model.model}"
+        fix = instead or ("give --adapter" if config.model.use_peft else f"name the model itself, {config.model.model}")
         raise ConfigError(f"{run}: the run has no adapter yet; {fix}, or wait for its first evaluation or its end")
     problem = folder_problem(kept)
     if problem:
@@ -82,6 +84,9 @@ def checkpoint_weights(folder: RunFolder, config: GRPOConfig, step: int) -> Iter
         CheckpointError, ModelError: there is no such checkpoint, or it is damaged.
     """
     checkpoint = load_checkpoint(folder.checkpoints / checkpoint_name(step), run_id=folder.run_id)
+    shape = next((path for path in (folder.adapter, folder.best) if path.is_dir()), None)
+    if config.model.use_peft and shape is not None:  # which says of which form it is, where a program had chosen it
+        config = config.replace(adapter=str(shape))
     policy = load_backend(config.model.backend).make_policy(config)
     policy.load_state_dict(checkpoint.tensors["policy"])
     with TemporaryDirectory(prefix="covey-export-") as aside:
