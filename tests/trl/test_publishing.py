@@ -85,8 +85,9 @@ def test_covey_export_reads_the_run(covey: Command, model_folder: Path, tmp_path
         ids = torch.tensor([[5, 6, 7]])
         merged = AutoModelForCausalLM.from_pretrained(out)
         assert torch.allclose(merged(ids).logits, trainer.model(ids).logits, atol=1e-4)
-    assert f"base_model: {model_folder}" not in (out / "README.md").read_text()  # a path means nothing elsewhere
-    assert f"Base model: {model_folder}" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert f"Base model: {model_folder.name}\n" in card
+    assert str(model_folder) not in card  # a path means nothing elsewhere
 
 
 def test_a_card_before_and_without_a_run(model_folder: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from covey.files import explained
+from covey.files import explained, write_atomically
 from covey.observe.records import Record
 from covey.observe.run_folder import RunFolder
 
@@ -75,7 +75,7 @@ def model_card(
         settings = tomllib.loads(run.config_path.read_text("utf-8")) if run and run.config_path.exists() else {}
     records = run.read_metrics() if run else []
     step = max((record["step"] for record in records), default=0) if step is None else step
-    data = dataset_name or _data(settings)
+    data, shown = dataset_name or _data(settings), _elsewhere(base_model)
     evaluations = [record for record in records if "eval/reward" in record and record["step"] <= step]
     header = ModelCardData(
         model_name=name.rstrip("/").split("/")[-1],
@@ -90,12 +90,12 @@ def model_card(
     )
     lines = [
         f"# {header.model_name}",
-        f"`{base_model}`, trained with Group Relative Policy Optimization by Covey.",
+        f"`{shown}`, trained with Group Relative Policy Optimization by Covey.",
         "## How to load it",
         f"```python\n{_LOADING[kind].format(name=name, base=base_model)}\n```",
         "## Training",
         _list(
-            {"Base model": base_model, "Data": data, "Rewards": ", ".join(_rewards(settings, records)) or "see above"}
+            {"Base model": shown, "Data": data, "Rewards": ", ".join(_rewards(settings, records)) or "see above"}
             | ({"Steps": f"{step}"} if run else {})
         ),
     ]
@@ -120,7 +120,7 @@ def write_card(folder: str | Path, text: str, run: RunFolder | None) -> None:
         RunFolderError: it cannot be written.
     """
     with explained(folder):
-        (Path(folder) / "README.md").write_text(text, encoding="utf-8")
+        write_atomically(Path(folder) / "README.md", text)
         if run is not None and run.curve_path.exists():
             (Path(folder) / CURVE).write_bytes(run.curve_path.read_bytes())
 
@@ -129,12 +129,16 @@ def _is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.match(name)) and not Path(name).exists()
 
 
+def _elsewhere(source: str) -> str:
+    """What to call a model or data where this machine's paths mean nothing."""
+    path = Path(source).expanduser()
+    return path.name if path.is_absolute() or path.exists() else source
+
+
 def _data(settings: Mapping[str, Any]) -> str:
     data, world = settings.get("data", {}), settings.get("environment", {}).get("world")
     source = data.get("dataset")
-    if source and Path(str(source)).suffix:
-        source = Path(str(source)).name  # a path of this machine says nothing elsewhere
-    return str(world or data.get("task") or source or "rows that were given in Python")
+    return str(world or data.get("task") or (source and _elsewhere(str(source))) or "rows that were given in Python")
 
 
 def _rewards(settings: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
