@@ -1,6 +1,6 @@
 """Imports go downward only, without circles. Checked by parsing every file, imports inside functions included.
 
-0  types, errors, files, adapters, functions, processes
+0  types, errors, files, adapters, functions, hub, processes
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards), the sections of the settings
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe, config                    (config puts the sections together)
@@ -26,14 +26,16 @@ SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS = {
-    **dict.fromkeys(("types", "errors", "files", "adapters", "functions", "processes"), 0),
+    **dict.fromkeys(("types", "errors", "files", "adapters", "functions", "hub", "processes"), 0),
     **dict.fromkeys(("algorithms", "rewards", "tasks", "environments"), 1),
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
     **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_text"), 3),
     "backend": 4,
     "training": 5,
-    **dict.fromkeys(("cli", "cli_play", "cli_reports", "cli_serve", "cli_weights", "__main__", "__init__", "trl"), 6),
+    **dict.fromkeys(
+        ("cli", "cli_export", "cli_play", "cli_reports", "cli_serve", "cli_weights", "__main__", "__init__", "trl"), 6
+    ),
     # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
     **dict.fromkeys(("observe.config", "serving.config", "training.config", "observe.metric_names"), 1),
     **dict.fromkeys(("pytorch.backend", "jax.backend"), 4),

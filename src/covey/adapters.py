@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from covey.files import explained, write_atomically, writing
 Array = np.ndarray[Any, Any]
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MLX_WEIGHTS_FILE = "adapters.safetensors"
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the name that a module has in the bare model."""
 
@@ -63,6 +65,7 @@ _TYPES = {"F64": "f8", "F32": "f4", "F16": "f2", "BF16": ml_dtypes.bfloat16, "BO
     f"{kind}{8 * size}": f"{kind.lower()}{size}" for kind in "IU" for size in (1, 2, 4, 8)
 }
 """NumPy's types by the names of safetensors."""
+_LAYER = re.compile(r"(?:.+\.)?layers\.\d+\.(.+)")
 _PEFT = (".lora_A.weight", ".lora_B.weight", PEFT_PREFIX, False)
 _MLX = (".lora_a", ".lora_b", "", True)
 """How a file ends and begins the names of a pair's halves, and whether it keeps them `[in, r]` and `[r, out]`."""
@@ -166,8 +169,33 @@ class Adapter:
         folder = Path(folder)
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder / WEIGHTS_FILE, self.tensors)
+        write_tensors(folder / (WEIGHTS_FILE if self._format is _PEFT else MLX_WEIGHTS_FILE), self.tensors)
         write_atomically(folder / CONFIG_FILE, json.dumps(dict(self.config), indent=2) + "\n")
+
+    def as_mlx(self, base_model: str) -> Adapter:
+        """The same adapter as mlx-lm reads it.
+
+        Args:
+            base_model: folder or hub id of the model that it belongs to.
+
+        Raises:
+            AdapterError: see `factors`; or it changes something else than the decoder's layers.
+        """
+        pairs, keys = self.factors, set()
+        for module in pairs:
+            inside = _LAYER.match(module)
+            if inside is None:
+                raise AdapterError(f"{module}: lies in no decoder layer, and mlx-lm adapts nothing else")
+            keys.add(inside[1])
+        tensors = {f"{name}.lora_a": np.ascontiguousarray(one.a.T) for name, one in pairs.items()}
+        tensors |= {f"{name}.lora_b": np.ascontiguousarray(one.b.T) for name, one in pairs.items()}
+        first = next(iter(pairs.values()))
+        parameters = {"rank": first.a.shape[0], "scale": first.scaling, "dropout": 0.0, "keys": sorted(keys)}
+        every = -1  # layers, counted from the last
+        return Adapter(
+            tensors,
+            {"model": base_model, "fine_tune_type": "lora", "num_layers": every, "lora_parameters": parameters},
+        )
 
     @property
     def _format(self) -> tuple[str, str, str, bool]:

@@ -1,4 +1,4 @@
-"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`, `serve`,
+"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`, `export`, `serve`,
 `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey import __version__
+from covey.cli_export import export
 from covey.cli_reports import (
     PER_KIND,
     group_seeds,
@@ -371,6 +372,7 @@ def play(
     play_in_terminal(out, chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
 
 
+app.command()(export)
 app.command()(serve)
 
 

@@ -177,6 +177,7 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     for message in kept[-1:]:
         out.print(str(message), markup=False, highlight=False, soft_wrap=True)
     out.print(f"try it: covey sample {folder} 'your prompt'", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"use it elsewhere: covey export {folder}", markup=False, highlight=False, soft_wrap=True)
 
 
 _OWN = tuple(f"run.{name}" for name in ("seed", "output_dir", "run_name", "progress", "num_completions_to_print"))

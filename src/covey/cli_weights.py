@@ -5,8 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 
 from covey.config import GRPOConfig
-from covey.errors import ConfigError
-from covey.files import folder_problem
 
 err = Console(stderr=True)
 
@@ -18,6 +16,7 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
         ConfigError: the run has no weights yet, or they are gone or damaged.
     """
     from covey.observe.run_folder import RunFolder
+    from covey.training.export import kept_weights
 
     if not RunFolder.is_run(model):
         config = GRPOConfig.from_overrides(overrides or [])
@@ -27,15 +26,7 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
     config = config.replace(upload_adapters_to_server=False)  # looking does not need the server that trained it
     if adapter is not None:
         return config.replace(adapter=adapter)
-    again = f"`covey resume {model}` writes a finished run's adapter anew"
-    if folder.is_finished() and not folder.adapter.is_dir():
-        raise ConfigError(f"{model}: the run is finished, and its adapter/ is gone; {again}")
-    kept = next((path for path in (folder.adapter, folder.best) if path.is_dir()), None)
-    if kept is None:
-        fix = "give --adapter" if config.model.use_peft else f"name the model itself, {config.model.model}"
-        raise ConfigError(f"{model}: the run has no adapter yet; {fix}, or wait for its first evaluation or its end")
-    problem = folder_problem(kept)
-    if problem:
-        raise ConfigError(f"{kept}: {problem}; {again}")
-    err.print(f"weights: {folder.describe_weights(kept)}", markup=False, highlight=False, soft_wrap=True)
-    return config.replace(adapter=str(kept)) if config.model.use_peft else config.replace(model=str(kept))
+    kept = kept_weights(folder, config)
+    err.print(f"weights: {kept.said}", markup=False, highlight=False, soft_wrap=True)
+    path = str(kept.path)
+    return config.replace(adapter=path) if config.model.use_peft else config.replace(model=path)

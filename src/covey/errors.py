@@ -80,5 +80,9 @@ class CheckpointError(CoveyError, RuntimeError):
     """A checkpoint is missing, incomplete, corrupt, or belongs to another run."""
 
 
+class HubError(CoveyError, RuntimeError):
+    """The Hugging Face hub cannot be reached, or refuses; nothing that was written here is lost."""
+
+
 class RunFolderError(CoveyError, OSError):
     """The run folder cannot be created, written or read (permission, full disk, wrong folder)."""

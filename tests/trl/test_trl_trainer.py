@@ -321,6 +321,26 @@ class TestFolders:
         with pytest.raises(RuntimeError, match="no checkpoint"):
             GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "c"), **SMALL), ROWS).train(True)
 
+    @pytest.mark.parametrize("strategy", ["steps", "no"])
+    def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, folder: Path, tmp_path: Path) -> None:
+        """Also where no checkpoints are wanted: the one of the stop is there."""
+        calls = []
+
+        def fragile(completions: list[Any], **columns: Any) -> list[float]:
+            calls.append(len(completions))
+            if len(calls) > 1:
+                raise ConnectionError("the judge is away")
+            return unique_letters(completions)
+
+        args = GRPOConfig(str(tmp_path), **SMALL, save_strategy=strategy)
+        with pytest.raises(RuntimeError, match="the judge is away"):
+            GRPOTrainer(str(folder), fragile, args, ROWS).train()
+        said = (tmp_path / "covey" / "log.txt").read_text()
+        assert "Nothing is lost: continue with `trainer.train(resume_from_checkpoint=True)`" in said
+        resumed = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        assert resumed.train(resume_from_checkpoint=True).global_step == 3
+        assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
+
     def test_a_limit_of_checkpoints(self, folder: Path, tmp_path: Path) -> None:
         args = GRPOConfig(str(tmp_path), **(SMALL | {"save_steps": 1, "save_total_limit": 2, "max_steps": 4}))
         GRPOTrainer(str(folder), unique_letters, args, ROWS).train()

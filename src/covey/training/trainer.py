@@ -124,6 +124,8 @@ class GRPOTrainer(StepByStep):
         check_callbacks(callbacks or ())
         if isinstance(model, str | Path):
             args, model = args.replace(model=str(model)), None
+        elif model is not None:
+            args = args.replace(model=str(getattr(model, "name_or_path", "") or type(model).__name__))
         sources = (reward_funcs, train_dataset, eval_dataset)
         given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, backend)
         self.world = world = agents.load_world(args) if world is None else world

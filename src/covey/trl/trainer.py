@@ -27,10 +27,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DefaultFlowCallback, TrainerState
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
 
 import covey
-from covey.errors import CheckpointError, ConfigError, DataError
+from covey.errors import CheckpointError, ConfigError, CoveyError, DataError
 from covey.observe.run_folder import RunFolder
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
@@ -38,6 +38,8 @@ from covey.trl.acting import Acting
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, trl_names
+from covey.trl.publishing import Publishing
+from covey.trl.records import Records
 from covey.trl.reward_models import with_models
 from covey.trl.translate import as_mapping, optimizer_steps, prompts_per_generation, settings
 
@@ -49,7 +51,7 @@ _POINTER = "covey.json"
 """In a checkpoint of transformers' layout: which of Covey's checkpoints it was written with."""
 
 
-class GRPOTrainer:
+class GRPOTrainer(Records, Publishing):
     """Trains a language model with GRPO; arguments, attributes and methods are those of TRL 1.16's trainer.
 
     Args:
@@ -145,6 +147,8 @@ class GRPOTrainer:
         )
         self._flow = self._make_flow()
         self.run._callbacks.add(self._flow)
+        if args.push_to_hub:
+            self.init_hf_repo()
         self.callback_handler.on_init_end(args, self.state, self._flow.control)
 
     # ------------------------------------------------------------------ parts
@@ -325,6 +329,7 @@ class GRPOTrainer:
         Raises:
             CheckpointError: there is no such checkpoint.
             RewardError, GenerationError, RunFolderError: the run stops at a point from which it can be resumed.
+            HubError: with `push_to_hub`, the upload fails; the run is finished, and the model is in `output_dir`.
         """
         inner: str | bool | None = None
         if resume_from_checkpoint:
@@ -334,7 +339,14 @@ class GRPOTrainer:
             inner = str(self._inner_checkpoint(folder))
         else:
             self._begin_anew()
-        self.run.train(resume_from_checkpoint=inner)
+        try:
+            self.run.train(resume_from_checkpoint=inner)
+        except (KeyboardInterrupt, CoveyError):
+            if self.args.save_strategy == SaveStrategy.NO and list_checkpoints(self._checkpoints):
+                self._save_checkpoint()  # without it, what the run says of resuming would not hold
+            raise
+        if self.args.push_to_hub:
+            self.push_to_hub()
         last = self.state.log_history[-1]
         return TrainOutput(self.state.global_step, last["train_loss"], dict(last))
 
@@ -414,41 +426,19 @@ class GRPOTrainer:
         """Add a record to the history, and tell callbacks and trackers."""
         self._flow.log(logs)
 
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics, one a line."""
-        print(f"***** {split} metrics *****")
-        for name in sorted(metrics):
-            value = metrics[name]
-            print(f"  {name} = {value:.4f}" if isinstance(value, float) else f"  {name} = {value}")
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write metrics to `output_dir/SPLIT_results.json`, and into `all_results.json`."""
-        folder = Path(self.args.output_dir or "")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
-        if combined:
-            path = folder / "all_results.json"
-            known = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps(known | dict(metrics), indent=4, sort_keys=True))
-
-    def save_state(self) -> None:
-        """Write `trainer_state.json` to `output_dir`."""
-        folder = Path(self.args.output_dir or "")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-
     # ------------------------------------------------------------------ saving, resuming
 
-    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
-        """Save the adapter (PEFT format) or the whole model, with the tokenizer; default: to `args.output_dir`."""
-        self.run.save_model(output_dir or self.args.output_dir)
+    @property
+    def _checkpoints(self) -> Path:
+        """Covey's own."""
+        return Path(self._config.run.output_dir) / "checkpoints"
 
     def _save_checkpoint(self) -> None:
         """`output_dir/checkpoint-N`: weights, tokenizer, state, and where Covey's own checkpoint is."""
         root = Path(self.args.output_dir or "")
         folder = root / f"checkpoint-{self.state.global_step}"
         self.run.save_model(folder)
-        newest = list_checkpoints(Path(self._config.run.output_dir) / "checkpoints")[-1]
+        newest = list_checkpoints(self._checkpoints)[-1]
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         self.state.save_to_json(str(folder / "trainer_state.json"))

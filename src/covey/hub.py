@@ -1,0 +1,94 @@
+"""Uploads folders to the Hugging Face hub, or whatever `HF_ENDPOINT` names, through `huggingface_hub`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # type: ignore[attr-defined]
+
+from covey.errors import HubError
+from covey.files import COMPLETE
+
+_FIXES = {
+    401: "log in with `hf auth login`, or set HF_TOKEN to a token that may write",
+    403: "the token may not write there; use one that may, or another name",
+    404: "there is no such place, or the token may not see it; check the name",
+}
+
+
+def prepare_upload(repository: str, *, token: str | None = None, private: bool | None = None) -> str:
+    """Make sure that a model repository is there and that it may be written, before anything expensive.
+
+    Args:
+        repository: `OWNER/NAME`, or `NAME` of one's own.
+        token: of the hub; None = the one that is logged in.
+        private: of a repository that is made now; None = the owner's default.
+
+    Returns:
+        `OWNER/NAME`.
+
+    Raises:
+        HubError: it cannot be made or reached, or the token may not write.
+    """
+    with _explained(repository):
+        return str(HfApi(token=token).create_repo(repository, private=private, exist_ok=True).repo_id)
+
+
+def upload_folder(
+    folder: str | Path,
+    repository: str,
+    *,
+    message: str = "Upload a model trained with Covey",
+    token: str | None = None,
+    revision: str | None = None,
+) -> str:
+    """Upload the files of a folder, as one commit.
+
+    Args:
+        folder: what is uploaded; what a run keeps for itself (checkpoints, its run folder) is left out.
+        repository: `OWNER/NAME`, see `prepare_upload`.
+        message: of the commit.
+        token: of the hub; None = the one that is logged in.
+        revision: branch, made where it is missing; None = the main one.
+
+    Returns:
+        Where the commit is.
+
+    Raises:
+        HubError: it cannot be uploaded; the folder is as it was.
+    """
+    api = HfApi(token=token)
+    ignored = [COMPLETE, "covey/**", "covey-*/**", "checkpoint-*/**", "*.tmp-*", "*.tmp-*/**"]
+    with _explained(repository, f"; nothing is lost, {folder} has all of it"):
+        if revision is not None:
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        done = api.upload_folder(
+            folder_path=folder,
+            repo_id=repository,
+            commit_message=message,
+            revision=revision,
+            ignore_patterns=ignored,
+        )
+    return str(done.commit_url)
+
+
+@contextmanager
+def _explained(repository: str, kept: str = "") -> Iterator[None]:
+    try:
+        yield
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        reason = str(error.server_message or error).strip().splitlines() or [type(error).__name__]
+        fix = _FIXES.get(status or 0, "try again")
+        raise HubError(f"{repository}: the hub refuses ({status}: {reason[0]:.200}); {fix}{kept}") from error
+    except HFValidationError as error:
+        raise HubError(f"{repository!r:.200}: is no name of a repository; give OWNER/NAME{kept}") from error
+    except (HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise HubError(
+            f"{repository}: the hub cannot be reached ({reason[0]:.200}); check the network, HF_ENDPOINT and "
+            f"HF_HUB_OFFLINE{kept}"
+        ) from error

@@ -1,0 +1,111 @@
+"""As much of the Hugging Face hub as an upload needs, on loopback."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+TOKEN = "hf_may_write"
+
+
+class FakeHub:
+    """What was created and committed.
+
+    Attributes:
+        url: of the server.
+        private: repository -> whether it is private.
+        files: (repository, branch) -> path -> content.
+        messages: of the commits.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.private: dict[str, bool] = {}
+        self.files: dict[tuple[str, str], dict[str, bytes]] = {}
+        self.messages: list[str] = []
+
+    def answer(self, path: str, token: str, body: bytes) -> tuple[int, dict[str, Any]]:
+        """Status and document for a POST."""
+        if path == "/api/validate-yaml":
+            return 200, {"errors": [], "warnings": []}
+        if token != f"Bearer {TOKEN}":
+            return (403, {"error": "this token may only read"}) if token else (401, {"error": "who are you?"})
+        if path == "/api/repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
+            self.private.setdefault(name, wanted.get("visibility") == "private")
+            return 200, {"url": f"{self.url}/{name}", "id": name}
+        owner, name, action, branch = path.removeprefix("/api/models/").split("/")
+        repository = f"{owner}/{name}"
+        if repository not in self.private:
+            return 404, {"error": "no such repository"}
+        if action == "branch":
+            self.files.setdefault((repository, branch), {})
+            return 200, {}
+        if action == "preupload":
+            files = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]
+            ]
+            return 200, {"files": files}
+        lines = [json.loads(line) for line in body.splitlines()]
+        held = self.files.setdefault((repository, branch), {})
+        for line in lines:
+            if line["key"] == "header":
+                self.messages.append(line["value"]["summary"])
+            if line["key"] == "file":
+                held[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        return 200, {"commitUrl": f"{self.url}/{repository}/commit/0", "commitOid": "0" * 40, "success": True}
+
+
+@contextmanager
+def fake_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """Runs one; huggingface_hub talks to it inside, without a token."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                while size := int(self.rfile.readline(), 16):
+                    body += self.rfile.read(size)
+                    self.rfile.readline()
+                self.rfile.readline()
+            path = self.path.split("?")[0]
+            self._send(*hub.answer(path, self.headers.get("Authorization") or "", body))
+
+        def do_GET(self) -> None:
+            name = "/".join(self.path.removeprefix("/api/models/").split("/")[:2])
+            known = {"sha": "0" * 40, "siblings": [], "id": name}
+            self._send(*((200, known) if name in hub.private else (404, {"error": "no such repository"})))
+
+        def _send(self, status: int, document: dict[str, Any]) -> None:
+            content = json.dumps(document).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hub = FakeHub(f"http://127.0.0.1:{server.server_port}")
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()

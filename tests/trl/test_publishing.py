@@ -1,0 +1,120 @@
+"""`push_to_hub` and model cards of `covey.trl.GRPOTrainer`, against a small hub on loopback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import AutoPeftModelForCausalLM, LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from command import Command
+from covey.errors import HubError
+from covey.trl import GRPOConfig, GRPOTrainer
+from fake_hub import TOKEN, FakeHub, fake_hub
+
+ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
+SMALL: dict[str, Any] = {
+    "learning_rate": 0.01,
+    "per_device_train_batch_size": 3,
+    "num_generations": 3,
+    "max_completion_length": 8,
+    "max_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def unique_letters(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+def make(model: Path, output: Path, peft: bool = False, **options: Any) -> GRPOTrainer:
+    args = GRPOConfig(str(output), **(SMALL | options))
+    lora = LoraConfig(target_modules=["q_proj"]) if peft else None
+    return GRPOTrainer(str(model), unique_letters, args, ROWS, peft_config=lora)
+
+
+def files(hub: FakeHub, repository: str, branch: str = "main") -> set[str]:
+    return set(hub.files[repository, branch])
+
+
+def test_a_trained_model_is_uploaded(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(model_folder, tmp_path / "tiny-GRPO", save_steps=1, hub_token=TOKEN)
+    trainer.train()
+    with fake_hub(monkeypatch) as hub:
+        place = trainer.push_to_hub("First try", dataset_name="me/rows", tags="poetry")
+    assert place == f"{hub.url}/me/tiny-GRPO/commit/0"
+    assert hub.messages == ["First try"]
+    found = files(hub, "me/tiny-GRPO")
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= found
+    assert not [name for name in found if name.startswith(("checkpoint-", "covey/"))]  # what is for resuming stays
+    card = ModelCard.load(tmp_path / "tiny-GRPO" / "README.md")
+    assert card.data.datasets == ["me/rows"]
+    assert "poetry" in card.data.tags
+    assert "Rewards: unique_letters" in card.text
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-GRPO").config.model_type == "llama"
+
+
+def test_the_end_of_training_uploads(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_options = {"hub_model_id": "us/named", "hub_token": TOKEN, "hub_private_repo": True, "hub_revision": "draft"}
+    with fake_hub(monkeypatch) as hub:
+        trainer = make(model_folder, tmp_path, peft=True, push_to_hub=True, **hub_options)
+        assert hub.private == {"us/named": True}  # found out before anything is trained
+        trainer.train()
+        assert hub.messages == ["End of training"]
+        trainer.save_model()
+        assert hub.messages[1:] == ["Model save"]
+    assert {"adapter_config.json", "adapter_model.safetensors", "README.md"} <= files(hub, "us/named", "draft")
+    assert ("us/named", "main") not in hub.files
+    assert AutoPeftModelForCausalLM.from_pretrained(tmp_path).peft_config["default"].r == 8
+    assert "AutoPeftModelForCausalLM" in (tmp_path / "README.md").read_text()
+
+
+def test_covey_export_reads_the_run(covey: Command, model_folder: Path, tmp_path: Path) -> None:
+    """Final weights and those of a checkpoint, though the adapter's form is in no setting of the run."""
+    trainer = make(model_folder, tmp_path, peft=True, save_steps=1)
+    trainer.train()
+    for options in ((), ("--checkpoint", 1)):
+        out = tmp_path / f"export{len(options)}"
+        status, _, said = covey("export", tmp_path / "covey", out, *options)
+        assert status == 0, said
+        ids = torch.tensor([[5, 6, 7]])
+        merged = AutoModelForCausalLM.from_pretrained(out)
+        assert torch.allclose(merged(ids).logits, trainer.model(ids).logits, atol=1e-4)
+    card = (out / "README.md").read_text()
+    assert f"Base model: {model_folder.name}\n" in card
+    assert str(model_folder) not in card  # a path means nothing elsewhere
+
+
+def test_a_card_before_and_without_a_run(model_folder: Path, tmp_path: Path) -> None:
+    make(model_folder, tmp_path).create_model_card(model_name="mine", tags=["a", "b"])
+    card = ModelCard.load(tmp_path / "README.md")
+    assert {"a", "b", "covey"} <= set(card.data.tags)
+    assert "# mine" in card.text
+    assert "Held out" not in card.text
+
+
+def test_missing_rights_are_one_clear_error(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_hub(monkeypatch) as hub:
+        with pytest.raises(HubError, match="log in with"):
+            make(model_folder, tmp_path / "a", push_to_hub=True)
+        with pytest.raises(HubError, match="this token may only read"):
+            make(model_folder, tmp_path / "a", push_to_hub=True, hub_token="hf_read")
+        trainer = make(model_folder, tmp_path / "b", push_to_hub=True, hub_token=TOKEN)
+
+        class Revoke(TrainerCallback):
+            def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                args.hub_token = "hf_read"
+
+        trainer.add_callback(Revoke)
+        with pytest.raises(HubError, match="nothing is lost"):
+            trainer.train()
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "b").config.model_type == "llama"
+        trainer.push_to_hub(token=TOKEN)
+    assert "model.safetensors" in files(hub, "me/b")
