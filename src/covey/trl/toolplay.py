@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from covey.rollout.collect import Decode, Rollout
-from covey.rollout.playing import TurnGenerator
 from covey.rollout.scoring import Scorer
-from covey.rollout.turns import Session
+from covey.rollout.turns import Session, TurnGenerator
 from covey.trl.environments import Scene, Toolset
 from covey.trl.toolchat import ToolChat
 from covey.trl.tools import Call, Calls, Order, Result

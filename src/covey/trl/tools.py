@@ -16,8 +16,7 @@ from typing import Any, get_type_hints
 from transformers.utils.chat_template_utils import get_json_schema
 
 from covey.errors import ConfigError
-from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout
-from covey.rollout.returned import shorten
+from covey.rollout.calls import AsyncRunner, Failure, call_with_timeout, shorten
 
 log = logging.getLogger(__name__)
 
