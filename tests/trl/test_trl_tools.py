@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from covey.pytorch.engine.drawing import Draw
 from tiny_models import END_ID, tiny_model, tiny_tokenizer
 
 from covey.errors import GenerationError
 from covey.pytorch.engine import device as engine_device
+from covey.pytorch.engine.sampling import Draw
 from covey.rollout.turns import Row
 from covey.trl import GRPOConfig, GRPOTrainer
 from covey.trl.toolcalls import calls_in

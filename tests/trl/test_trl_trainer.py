@@ -502,3 +502,81 @@ def test_rewards_of_trl() -> None:
     assert accuracy_reward(answers, [r"\frac{1}{2}", r"\frac{1}{2}", "-"]) == [1.0, 0.0, None]
     thoughts = [r"<think>\boxed{2}</think>\boxed{0.5}", r"\boxed{0.5}"]
     assert reasoning_accuracy_reward(thoughts, ["0.5", "0.5"]) == [1.0, 0.0]
+
+
+def test_reruns_leave_no_stale_checkpoints(folder: Path, tmp_path: Path) -> None:
+    """An earlier run's checkpoints go aside with it: their counts are not those of the new run."""
+    options = SMALL | {"save_steps": 1, "save_total_limit": 2}
+    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(options | {"max_steps": 4})), ROWS).train()
+    assert len(list((tmp_path / "covey" / "checkpoints").glob("step_*"))) == 2
+    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(options | {"max_steps": 2})), ROWS).train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    args = GRPOConfig(str(tmp_path), **(options | {"max_steps": 3}))
+    assert GRPOTrainer(str(folder), unique_letters, args, ROWS).train(resume_from_checkpoint=True).global_step == 3
+
+
+def test_callbacks_may_ask_whatever_the_strategies_say(folder: Path, tmp_path: Path) -> None:
+    rates: list[float] = []
+
+    class Ask(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> Any:
+            rates.extend(lr_scheduler.get_last_lr()[:1])
+            control.should_save = control.should_evaluate = state.global_step == 2
+            return control
+
+    args = GRPOConfig(str(tmp_path), **(SMALL | {"max_steps": 4, "save_strategy": "no"}))
+    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, ROWS[:1], callbacks=[Ask()])
+    trainer.train()
+    assert (tmp_path / "checkpoint-2").is_dir()
+    assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
+    assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def test_the_best_checkpoint_is_named_and_kept(folder: Path, tmp_path: Path) -> None:
+    calls = iter(range(1000))
+
+    def falling(completions: list[Any], **columns: Any) -> list[float]:
+        start = -next(calls)
+        return [start + 0.1 * n for n, _ in enumerate(completions)]
+
+    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "save_steps": 1}
+    best = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_reward"}
+    args = GRPOConfig(str(tmp_path), **(SMALL | options | best))
+    trainer = GRPOTrainer(str(folder), falling, args, ROWS, ROWS[:1])
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learning_rate": "1e-5"}, "learning_rate='1e-5'"),
+        ({"max_steps": "10"}, "max_steps='10'"),
+        ({"max_steps": 2.5}, "^max_steps=2.5"),
+        ({"temperature": -1.0}, "^temperature=-1.0"),
+        ({"deepspeed": "x.json"}, "deepspeed"),
+        ({"vllm_mode": "x"}, "vllm_mode"),
+        ({"steps_per_generation": 0}, "steps_per_generation=0"),
+        ({"eval_strategy": "steps", "per_device_eval_batch_size": 3}, "eval_dataset=None"),
+    ],
+    ids=str,
+)
+def test_errors_name_what_the_user_wrote(options: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
+
+
+def test_the_commonest_slip_is_explained(folder: Path, tmp_path: Path) -> None:
+    def reward(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(len(completion.split())) for completion in completions]
+
+    trainer = GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), CHATS)
+    with pytest.raises(RuntimeError, match=r'take its text by completion\[0\]\["content"\]'):
+        trainer.train()
+
+
+def test_half_precision_is_loaded_as_float32(folder: Path, tmp_path: Path) -> None:
+    options = {"model_init_kwargs": {"torch_dtype": "bfloat16"}, "lr_scheduler_type": "constant_with_warmup"}
+    trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
+    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}

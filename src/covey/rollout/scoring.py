@@ -264,8 +264,7 @@ class Scorer:
         where = "" if sample is None else f" for sample {sample}"
         message = str(error) if isinstance(error, RewardError) else describe_error(error)
         raise RewardError(
-            f"reward function {spec.name!r} failed{where}: {message}; for a completion that it cannot judge "
-            "it should return 0.0 or None instead of raising",
+            f"reward function {spec.name!r} failed{where}: {message}; {_advice(error)}",
             function=spec.name,
             sample=sample,
         ) from error
@@ -301,6 +300,16 @@ class Scorer:
 
 
 _PROVIDED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
+
+
+def _advice(error: BaseException) -> str:
+    slip = (isinstance(error, AttributeError | TypeError) and "'list'" in str(error)) or "got 'list'" in str(error)
+    if slip:
+        return (
+            "where prompts are conversations a completion is a list of messages: take its text by "
+            'completion[0]["content"]'
+        )
+    return "for a completion that it cannot judge it should return 0.0 or None instead of raising"
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:

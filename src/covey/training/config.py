@@ -186,6 +186,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, strict=True, allo
     eval_on_start: bool = Field(
         default=True, description="Evaluate before the first step, so that what was learned can be told."
     )
+    eval_at_end: bool = Field(default=True, description="Evaluate after the last step too.")
     num_eval_prompts: int | None = Field(
         default=None, ge=1, description="Evaluate on the first this many held-out prompts; none = all."
     )

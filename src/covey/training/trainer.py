@@ -437,7 +437,7 @@ class GRPOTrainer(StepByStep):
         due = (
             (state.global_step == 0 and settings.eval_on_start)
             or (state.global_step > 0 and every > 0 and state.global_step % every == 0)
-            or (state.global_step > 0 and self._finished())
+            or (state.global_step > 0 and settings.eval_at_end and self._finished())
             or self._callbacks.take("should_evaluate")
         )
         if due:

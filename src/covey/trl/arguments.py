@@ -156,6 +156,7 @@ class GRPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         """Fill in what follows from other settings, and refuse what cannot be."""
         self._take_former_names()
+        self._check_kinds()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers wants it said before it allows mixed precision
         if self.bf16 is None:
@@ -179,6 +180,24 @@ class GRPOConfig(TrainingArguments):
             self.pad_to_multiple_of = None
         self._fill_batch_sizes()
 
+    def _check_kinds(self) -> None:
+        """What transformers would stumble over with an error of its own."""
+        if self.deepspeed:
+            raise ConfigError("deepspeed: training runs in one process here; leave it out")
+        for name in ("max_steps", "num_train_epochs", "learning_rate", "logging_steps", "save_steps", "warmup_steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ConfigError(f"{name}={value!r}: a {type(value).__name__}; give a number")
+        for name in ("bf16", "fp16", "log_completions", "use_vllm", "sync_ref_model", "use_adaptive_entropy"):
+            if getattr(self, name) not in (True, False, None):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: it is on or off; give True or False")
+        if self.vllm_mode not in ("server", "colocate"):
+            raise ConfigError(f"vllm_mode={self.vllm_mode!r}: no such mode; give server or colocate")
+        if self.warmup_ratio is not None and not 0 <= self.warmup_ratio < 1:
+            raise ConfigError(f"warmup_ratio={self.warmup_ratio!r}: a share of all steps; give 0 or more, below 1")
+        if self.reward_weights is not None and not isinstance(self.reward_weights, list | tuple):
+            raise ConfigError(f"reward_weights={self.reward_weights!r}: give a list, one number for each reward")
+
     def _take_former_names(self) -> None:
         if self.evaluation_strategy is not None:
             self.eval_strategy = self.evaluation_strategy
@@ -192,7 +211,9 @@ class GRPOConfig(TrainingArguments):
     def _fill_batch_sizes(self) -> None:
         """`generation_batch_size` and `steps_per_generation`, each from the other."""
         size, group = self.per_device_train_batch_size, cast(int, self.num_generations)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations"):
+        counts = ["per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_iterations"]
+        counts += [n for n in ("steps_per_generation", "generation_batch_size") if getattr(self, n) is not None]
+        for name in counts:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: it counts something; give a whole number, 1 or more")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
@@ -51,6 +52,7 @@ class Flow:
         self.control = TrainerControl()
         self._steps, self._per_epoch, self._per_generation = steps, steps_per_epoch, steps_per_generation
         self._save, self._evaluate = save, evaluate
+        self._asked_to_save = False
         self._sums: dict[str, list[float]] = {}
         self._losses: list[float] = []
         self._began = time.perf_counter()
@@ -73,6 +75,8 @@ class Flow:
         for name, value in numbers.items():
             self._sums.setdefault(name, []).append(value)
         self._losses.append(numbers.get("loss", 0.0))
+        if isinstance(self.handler.lr_scheduler, Rates):
+            self.handler.lr_scheduler.rate = numbers["learning_rate"]
         wanted = {"log": False, "save": False, "evaluate": False}
         for _ in range(min(self._per_generation, self._steps - self.state.global_step)):
             self._tell("on_step_begin")
@@ -109,7 +113,8 @@ class Flow:
 
     def on_save(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
         """Covey has written a checkpoint."""
-        if self.args.save_strategy != SaveStrategy.NO:
+        if self._asked_to_save or self.args.save_strategy != SaveStrategy.NO:
+            self._asked_to_save = False
             self._save()
             self._tell("on_save")
         return self._ask(control)
@@ -155,6 +160,8 @@ class Flow:
             if value is not None and (self.state.best_metric is None or value > self.state.best_metric):
                 self.state.best_metric = value
                 self.state.best_global_step = self.state.global_step
+                saved = Path(self.args.output_dir or "") / f"checkpoint-{self.state.global_step}"
+                self.state.best_model_checkpoint = str(saved) if saved.is_dir() else None
                 self.control.should_save |= self.args.save_strategy == SaveStrategy.BEST
 
     def _means(self) -> dict[str, float]:
@@ -173,6 +180,7 @@ class Flow:
 
     def _ask(self, control: TrainerControl) -> TrainerControl:
         """Pass on what callbacks ask for."""
+        self._asked_to_save |= self.control.should_save
         for name in ("should_save", "should_evaluate"):
             setattr(control, name, getattr(control, name) or getattr(self.control, name))
             setattr(self.control, name, False)
@@ -187,3 +195,21 @@ def trl_names(metrics: Mapping[str, Any], prefix: str = "eval") -> dict[str, Any
         for name, value in metrics.items()
         if isinstance(value, int | float)
     }
+
+
+class Rates:
+    """The learning rate of the last step, for callbacks that ask a scheduler for it.
+
+    Attributes:
+        rate: as it was; 0 before the first step.
+    """
+
+    rate = 0.0
+
+    def get_last_lr(self) -> list[float]:
+        """The rate, as a list of one."""
+        return [self.rate]
+
+    def state_dict(self) -> dict[str, float]:
+        """The rate; it is a function of the step, so that nothing has to be kept."""
+        return {"rate": self.rate}

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DefaultFlowCallback, TrainerState
+from transformers import DefaultFlowCallback, TrainerState
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
@@ -37,11 +36,12 @@ from covey.training.checkpoint import list_checkpoints
 from covey.trl.acting import Acting
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
-from covey.trl.flow import Flow, trl_names
+from covey.trl.flow import Flow, Rates, trl_names
+from covey.trl.loading import model_name, place_model
 from covey.trl.publishing import Publishing
 from covey.trl.records import Records
 from covey.trl.reward_models import with_models
-from covey.trl.translate import as_mapping, optimizer_steps, prompts_per_generation, settings
+from covey.trl.translate import optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
 
@@ -102,7 +102,7 @@ class GRPOTrainer(Records, Publishing):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        self.args = args = GRPOConfig(f"{_name(model)}-GRPO") if args is None else args
+        self.args = args = GRPOConfig(f"{model_name(model)}-GRPO") if args is None else args
         if not isinstance(args, GRPOConfig):
             raise ConfigError(
                 f"args={args!r:.200}: a {type(args).__name__}; pass a covey.trl.GRPOConfig (of covey.GRPOConfig, use "
@@ -124,18 +124,25 @@ class GRPOTrainer(Records, Publishing):
         self.reward_processing_classes += [None] * len(acting.rewards)
         acting.expect(self.reward_funcs)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise ConfigError(
+                f"eval_dataset=None beside eval_strategy={args.eval_strategy.value!r} and "
+                f"eval_on_start={args.eval_on_start}: there is nothing to evaluate on; pass it, or switch both off"
+            )
+        lora = peft_config is not None or isinstance(model, PeftModel)
         self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
-        given, loading = self._model(model, processing_class)
+        given, loading = place_model(args, model, processing_class, lora=lora)
         self._config = settings(
             args,
             num_prompts=len(self._rows),
-            lora=peft_config is not None or isinstance(model, PeftModel),
+            lora=lora,
             output_dir=str(Path(args.output_dir or "") / RUN_FOLDER),
             **loading,
             **acting.weights(),
         )
         self._peft_config, self._optimizers = peft_config, optimizers
+        self._rates = Rates()
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.run = self._make_run(given[0], given[1])
         self.callback_handler: Any = CallbackHandler(  # type: ignore[no-untyped-call]
@@ -143,7 +150,7 @@ class GRPOTrainer(Records, Publishing):
             self.model,
             self.processing_class,
             self.optimizer,
-            None,
+            self.lr_scheduler,
         )
         self._flow = self._make_flow()
         self.run._callbacks.add(self._flow)
@@ -152,30 +159,6 @@ class GRPOTrainer(Records, Publishing):
         self.callback_handler.on_init_end(args, self.state, self._flow.control)
 
     # ------------------------------------------------------------------ parts
-
-    def _model(self, model: Any, tokenizer: Any) -> tuple[tuple[Any, Any], dict[str, Any]]:
-        """(model, tokenizer) to hand on, and Covey's settings of loading."""
-        options = dict(as_mapping("model_init_kwargs", self.args.model_init_kwargs))
-        if isinstance(model, nn.Module):
-            if options:
-                warnings.warn(
-                    "model_init_kwargs have no effect: the model is loaded already", UserWarning, stacklevel=3
-                )
-            if tokenizer is None:
-                tokenizer = AutoTokenizer.from_pretrained(_source(model))
-            return (model, tokenizer), {"dtype": "auto"}
-        dtype = str(options.pop("dtype", options.pop("torch_dtype", None)) or "float32").removeprefix("torch.")
-        options.pop("device_map", None)
-        options.pop("trust_remote_code", None)
-        if options.pop("quantization_config", None) is not None:
-            raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
-        if not options or set(options) <= {"attn_implementation", "use_cache"}:
-            return (str(model), tokenizer), {"dtype": dtype}  # attention is Covey's own, chosen by a probe
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype=dtype, trust_remote_code=self.args.trust_remote_code, **options
-        )
-        revision = {name: options[name] for name in ("revision", "cache_dir", "token") if name in options}
-        return (loaded, tokenizer or AutoTokenizer.from_pretrained(model, **revision)), {"dtype": "auto"}
 
     def _training_rows(self, dataset: Any) -> list[dict[str, Any]]:
         """All rows; of a stream, which may never end, as many as the run needs."""
@@ -191,13 +174,12 @@ class GRPOTrainer(Records, Publishing):
         return load_rows(dataset)
 
     def _make_run(self, model: Any, tokenizer: Any) -> covey.GRPOTrainer:
-        evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
         run = covey.GRPOTrainer(
             model=model,
             reward_funcs=self.reward_funcs,
             args=self._config,
             train_dataset=self._rows,
-            eval_dataset=self._acting.rows(self.eval_dataset, "test") if evaluates and not self._named else None,
+            eval_dataset=None if self._named else self._acting.rows(self.eval_dataset, "test"),
             processing_class=tokenizer,
             peft_config=self._peft_config,
         )
@@ -265,8 +247,8 @@ class GRPOTrainer(Records, Publishing):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule given in `optimizers`; the settings' own is a function of the step and no object."""
-        return self._optimizers[1]
+        """The schedule given in `optimizers`, or else an object that tells the present rates (`get_last_lr`)."""
+        return self._optimizers[1] or self._rates
 
     @cached_property
     def accelerator(self) -> Any:
@@ -361,6 +343,8 @@ class GRPOTrainer(Records, Publishing):
                 while (kept := folder.with_name(f"{folder.name}-{number}")).exists():
                     number += 1
                 folder.rename(kept)
+                for old in folder.parent.glob(f"checkpoint-*/{_POINTER}"):
+                    old.parent.rename(kept / old.parent.name)  # its counts are of that run
                 log.warning("%s: the run that was there is kept as %s", folder, kept.name)
         if self.state.global_step:
             vars(self.state).update(vars(TrainerState(is_local_process_zero=True, is_world_process_zero=True)))
@@ -472,17 +456,3 @@ class GRPOTrainer(Records, Publishing):
     def _inner_checkpoint(self, folder: Path) -> Path:
         name = json.loads((folder / _POINTER).read_text())["checkpoint"]
         return folder.parent / RUN_FOLDER / "checkpoints" / str(name)
-
-
-def _source(model: Any) -> str:
-    """Where a loaded model came from."""
-    config = getattr(model, "config", None)
-    found = getattr(config, "_name_or_path", "") or getattr(model, "name_or_path", "")
-    if not found:
-        raise ConfigError("processing_class=None: the model does not say where it came from; pass its tokenizer")
-    return str(found)
-
-
-def _name(model: Any) -> str:
-    source = str(model) if isinstance(model, str | Path) else _source(model)
-    return source.rstrip("/").split("/")[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from transformers.trainer_utils import IntervalStrategy
 
 import covey
+from covey.config_names import FIELDS, SECTIONS
 from covey.errors import ConfigError
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import check
@@ -145,7 +147,7 @@ def _precision(args: GRPOConfig) -> dict[str, Any]:
 def _evaluation(args: GRPOConfig) -> dict[str, Any]:
     """As TRL evaluates: samples at the temperature of training, as many for each prompt."""
     group = args.num_generations_eval or args.num_generations
-    found: dict[str, Any] = {"eval_steps": NEVER, "eval_on_start": args.eval_on_start}
+    found: dict[str, Any] = {"eval_steps": NEVER, "eval_on_start": args.eval_on_start, "eval_at_end": False}
     found |= {"eval_temperature": args.temperature, "num_generations_eval": group}
     name = (args.metric_for_best_model or "loss").removeprefix("eval_").removeprefix("eval/")
     if args.greater_is_better is False and name != "loss":
@@ -215,7 +217,9 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "adam_beta2": args.adam_beta2,
         "adam_epsilon": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm or 0.0,
-        "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).removesuffix(
+            "_with_warmup"
+        ),
         "lr_scheduler_kwargs": dict(as_mapping("lr_scheduler_kwargs", args.lr_scheduler_kwargs)),
         "warmup_ratio" if 0 < warmup < 1 else "warmup_steps": warmup if 0 < warmup < 1 else int(warmup),
         **_precision(args),
@@ -225,6 +229,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "run_name": args.run_name,
         "seed": args.seed,
         "save_steps": 0,
+        "save_total_limit": args.save_total_limit,
         "logging_steps": max(1, math.ceil(logging_steps(args, steps) / per_generation)),
         "progress": not args.disable_tqdm,
         "num_completions_to_print": args.num_completions_to_print if args.log_completions else None,
@@ -238,7 +243,36 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         values["load_best_model_at_end"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings without effect: they are TRL's defaults, nobody has chosen them
-        return covey.GRPOConfig(**(values | _generation(args) | more))
+        try:
+            return covey.GRPOConfig(**(values | _generation(args) | more))
+        except ConfigError as error:
+            raise ConfigError(in_trl_words(str(error))) from error
+
+
+_TRL_WORDS = {
+    "max_optimizer_steps": "max_steps",
+    "reference_update_steps": "ref_model_sync_steps",
+    "reference_ema_decay": "ref_model_mixup_alpha",
+    "eval_temperature": "temperature",
+    "num_minibatches": "steps_per_generation",
+    "prompts_per_step": "generation_batch_size",
+    "importance_sampling_cap": "vllm_importance_sampling_clip_max",
+    "importance_sampling_floor": "vllm_importance_sampling_clip_min",
+    "importance_sampling_correction": "vllm_importance_sampling_mode",
+    "epsilon_max": "epsilon_high",
+}
+"""Covey's fields that a TRL user has given under another name."""
+
+
+def in_trl_words(message: str) -> str:
+    """An error of Covey's settings, by the names that the user has written."""
+
+    def named(match: re.Match[str]) -> str:
+        field = match[2]
+        return _TRL_WORDS.get(field, field) if match[1] in SECTIONS and FIELDS.get(field) == match[1] else match[0]
+
+    lines = re.sub(r"\b([a-z]+)\.([a-z_0-9]+)\b", named, message).splitlines()
+    return "\n".join(dict.fromkeys(lines))
 
 
 def logging_steps(args: GRPOConfig, steps: int) -> float:

@@ -1,0 +1,87 @@
+"""What a trainer is given, before anything is made of it: the model and its tokenizer, callbacks, an optimiser."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from covey.errors import ConfigError
+from covey.trl.arguments import GRPOConfig
+from covey.trl.translate import as_mapping
+
+log = logging.getLogger("covey.trl")
+
+
+def check_arguments(callbacks: Any, optimizers: Any) -> None:
+    """Refuse arguments of another kind.
+
+    Raises:
+        ConfigError: `callbacks` is no list of callbacks, or `optimizers` no pair.
+    """
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks={callbacks!r:.200}: a {type(callbacks).__name__}; pass a list of callbacks")
+    for callback in callbacks or ():
+        if not hasattr(callback, "on_step_end"):
+            raise ConfigError(f"callbacks: {callback!r:.200} is no transformers.TrainerCallback; derive it from that")
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        raise ConfigError(f"optimizers={optimizers!r:.200}: pass a pair (optimizer, scheduler), either may be None")
+    if optimizers[0] is not None and not isinstance(optimizers[0], torch.optim.Optimizer):
+        raise ConfigError(f"optimizers: {optimizers[0]!r:.200} is no torch.optim.Optimizer; pass one, or None")
+
+
+def place_model(args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    """Load what Covey's own loading does not serve; else say what it shall load.
+
+    Args:
+        args: TRL's settings.
+        model: the trainer's.
+        tokenizer: the trainer's.
+        lora: an adapter is trained, so that the model's own weights may be of half precision.
+
+    Returns:
+        (model, tokenizer) to hand on, and Covey's settings of loading.
+    """
+    options = dict(as_mapping("model_init_kwargs", args.model_init_kwargs))
+    if isinstance(model, nn.Module):
+        if options:
+            warnings.warn("model_init_kwargs have no effect: the model is loaded already", UserWarning, stacklevel=3)
+        if tokenizer is None:
+            tokenizer = AutoTokenizer.from_pretrained(model_source(model))
+        return (model, tokenizer), {"dtype": "auto"}
+    dtype = str(options.pop("dtype", options.pop("torch_dtype", None)) or "float32").removeprefix("torch.")
+    if dtype in ("bfloat16", "float16") and not lora:
+        log.warning("model_init_kwargs: dtype %s: weights that are trained are kept in float32, see bf16", dtype)
+        dtype = "float32"
+    for name in ("device_map", "trust_remote_code"):
+        options.pop(name, None)
+    if options.pop("quantization_config", None) is not None:
+        raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
+    if not options or set(options) <= {"attn_implementation", "use_cache"}:
+        # attention is Covey's own, chosen by a probe
+        return (None, tokenizer), {"model": str(model), "dtype": dtype}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, trust_remote_code=args.trust_remote_code, **options
+    )
+    revision = {name: options[name] for name in ("revision", "cache_dir", "token") if name in options}
+    return (loaded, tokenizer or AutoTokenizer.from_pretrained(model, **revision)), {"dtype": "auto"}
+
+
+def model_source(model: Any) -> str:
+    """Where a loaded model came from."""
+    config = getattr(model, "config", None)
+    found = getattr(config, "_name_or_path", "") or getattr(model, "name_or_path", "")
+    if not found:
+        raise ConfigError("processing_class=None: the model does not say where it came from; pass its tokenizer")
+    return str(found)
+
+
+def model_name(model: Any) -> str:
+    """The last part of a model's name."""
+    source = str(model) if isinstance(model, str | Path) else model_source(model)
+    return source.rstrip("/").split("/")[-1]
