@@ -111,7 +111,7 @@ def test_sources_that_are_none(source: Any, message: str) -> None:
         ("a.jsonl", b"[" * 100_000, "line 1: nested too deeply|not valid JSON"),
         ("a.jsonl", b'{"prompt": ' + b"9" * 5_000 + b"}", "line 1: not valid JSON"),
         ("a.jsonl.gz", b"this is no gzip", "cannot be read"),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 100)[:-20], "cannot be read"),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}' * 100, mtime=0)[:-20], "cannot be read"),
         ("a.csv", b"prompt,answer\n1,2,3\n", "line 2: not as many fields"),
         ("a.csv", b"prompt,answer\n1\n", "line 2: not as many fields"),
         ("a.parquet", b"this is no parquet", "not a readable parquet file"),

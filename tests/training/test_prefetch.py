@@ -385,7 +385,7 @@ def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None
             "max_conversation_tokens": 600,
         },
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_every_variant_trains_and_can_be_repeated(settings: dict[str, Any], changes: dict[str, Any]) -> None:
     changes = {"max_staleness": 1, "eval_steps": 2, "max_steps": 4} | changes
