@@ -126,7 +126,7 @@ class GRPOTrainer(Records, Publishing):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if eval_dataset is None and (args.eval_strategy != "no" or args.eval_on_start):
             raise ConfigError(
-                f"eval_dataset=None beside eval_strategy={args.eval_strategy.value!r} and "
+                f"eval_dataset=None beside eval_strategy={IntervalStrategy(args.eval_strategy).value!r} and "
                 f"eval_on_start={args.eval_on_start}: there is nothing to evaluate on; pass it, or switch both off"
             )
         lora = peft_config is not None or isinstance(model, PeftModel)
