@@ -26,7 +26,7 @@ from peft import PeftModel
 from transformers import DefaultFlowCallback, TrainerState
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, get_last_checkpoint
 
 import covey
 from covey.errors import CheckpointError, ConfigError, CoveyError, DataError
