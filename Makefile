@@ -35,11 +35,8 @@ $(VENV)/.dev: $(SOURCES) $(VENV)/.demo
 demo: $(VENV)/.demo
 	$(BIN)/covey train recipes/arithmetic run.output_dir=$(RUN)
 
-# Two files at a time, with one order of sets, which is in the names of tests. Those of programs that run against the
-# clock, in the jail, have the machine to themselves.
 test: $(VENV)/.dev
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/rewards
-	$(BIN)/python -m pytest tests/rewards
+	$(BIN)/python -m pytest
 
 # TextWorld and ALFWorld are extras, two of whose needs build from source (3 minutes): their tests are skipped elsewhere.
 test-worlds: $(VENV)/.dev

@@ -122,7 +122,7 @@ def resolve(path: str) -> str:
         return field
     if name in _OPTIONS:
         return name
-    if name in _OF_TRL:
+    if name in _OF_TRL and path not in SECTIONS:
         raise ConfigError(
             f"{path}: is an option of TRL's; a TRL script runs with `from covey.trl import GRPOConfig, GRPOTrainer`, "
             "and `covey config --explain` lists Covey's own settings"

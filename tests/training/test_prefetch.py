@@ -241,7 +241,7 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -
             plain.learner,
             batch,
             setup.algorithm_in(plain.args, phase),
-            plain.length.rate(phase, step),
+            plain.length.rates(phase, step)[0],
             temperature=phase.temperature,
             max_completion_length=plain.args.max_completion_length,
         )
@@ -500,7 +500,7 @@ def test_dropping_trains_and_can_be_evaluated_afterwards(settings: dict[str, Any
 
 
 def test_what_cannot_work_is_said_early() -> None:
-    with pytest.raises(ConfigError, match=r"max_staleness=1: a step takes algorithm\.num_iterations=2"):
+    with pytest.raises(ConfigError, match=r"max_staleness=1: a step takes 2 optimiser steps"):
         GRPOConfig(max_staleness=1, num_iterations=2)
     with pytest.raises(ConfigError, match=r"stale_groups='drop' with max_staleness=0"):
         GRPOConfig(stale_groups="drop")

@@ -81,8 +81,8 @@ def test_options_are_settings():
     config = GRPOConfig(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 1e-6}, max_steps=10)
     length = run_length(config, phase_plan(config), 4)
     phase = phase_plan(config).at(Elapsed())
-    assert length.rate(phase, 0) == config.learning_rate
-    assert length.rate(phase, 10) == pytest.approx(1e-6)
+    assert length.rates(phase, 0)[0] == config.learning_rate
+    assert length.rates(phase, 10)[0] == pytest.approx(1e-6)
     assert GRPOConfig(lr_scheduler_kwargs=None).lr_scheduler_kwargs == {}
 
 

@@ -303,8 +303,8 @@ _PROVIDED = frozenset({"prompts", "completions", "completion_ids", "trainer_stat
 
 
 def _advice(error: BaseException) -> str:
-    slip = (isinstance(error, AttributeError | TypeError) and "'list'" in str(error)) or "got 'list'" in str(error)
-    if slip:
+    texts = [text for text in error.args if isinstance(text, str)]
+    if isinstance(error, AttributeError | TypeError) and any("'list'" in text for text in texts):
         return (
             "where prompts are conversations a completion is a list of messages: take its text by "
             'completion[0]["content"]'
