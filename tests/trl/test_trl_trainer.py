@@ -580,3 +580,9 @@ def test_half_precision_is_loaded_as_float32(folder: Path, tmp_path: Path) -> No
     options = {"model_init_kwargs": {"torch_dtype": "bfloat16"}, "lr_scheduler_type": "constant_with_warmup"}
     trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
     assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+def test_a_variant_of_adamw_is_said(folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), **SMALL, optim="paged_adamw_8bit")
+    with pytest.warns(UserWarning, match="paged_adamw_8bit': runs as plain AdamW"):
+        GRPOTrainer(str(folder), unique_letters, args, ROWS)

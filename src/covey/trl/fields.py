@@ -90,10 +90,13 @@ MEANINGS: dict[str, Meaning] = {
     **_all("translated", "run.save_steps", "save_strategy save_steps"),
     **_all("translated", "evaluation.eval_steps", "eval_strategy eval_steps"),
     "num_generations_eval": Meaning("translated", "evaluation.num_generations_eval; unset: num_generations"),
-    **_all("translated", "evaluation.metric_for_best_model", "metric_for_best_model greater_is_better"),
+    "metric_for_best_model": Meaning("translated", "evaluation.metric_for_best_model; the loss means eval/reward"),
+    "greater_is_better": Meaning(
+        "translated", "of every metric more is better; False beside another than the loss is refused"
+    ),
     "log_completions": Meaning("translated", "run.log_completions; the run folder always has them"),
     "num_completions_to_print": Meaning("translated", "run.num_completions_to_print, where log_completions is set"),
-    "log_unique_prompts": Meaning("translated", "one completion for each prompt is printed"),
+    "log_unique_prompts": Meaning("warned", "the run folder has every completion, and no tracker gets a table of them"),
     "disable_tqdm": Meaning("translated", "run.progress"),
     "max_tool_calling_iterations": Meaning("translated", "with tools, rounds of calls in a completion"),
     "use_vllm": Meaning("translated", "vllm_mode server: the server section; colocate: sampled in this process"),
@@ -106,7 +109,9 @@ MEANINGS: dict[str, Meaning] = {
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
     ),
-    "optim": Meaning("translated", "AdamW in every variant; others refused"),
+    "optim": Meaning(
+        "translated", "AdamW; its 8-bit and paged variants run as plain AdamW, which is said; others are refused"
+    ),
     "data_seed": Meaning("warned", "run.seed also orders the data"),
     "resume_from_checkpoint": Meaning("translated", "read by your script, as in transformers: train() takes it"),
     "push_to_hub": Meaning("translated", "save_model and the end of train push the adapter or the model"),

@@ -177,6 +177,8 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         raise ConfigError(
             f"optim={name!r}: Covey trains with AdamW; leave it out, or pass optimizers=(optimizer, None)"
         )
+    if "8bit" in name or "paged" in name:
+        warnings.warn(f"optim={name!r}: runs as plain AdamW, whose state takes more memory", UserWarning, stacklevel=3)
     per_generation, steps = args.optimizer_steps_per_generation, optimizer_steps(args, num_prompts)
     warmup = args.warmup_steps
     values: dict[str, Any] = {
