@@ -69,6 +69,12 @@ def test_config_prints_what_a_recipe_means_and_reads_back(covey: Command, recipe
     assert covey("config", again)[1] == out
 
 
+def test_explaining_a_setting_that_does_not_exist_is_an_error(covey: Command) -> None:
+    status, _, err = covey("config", "--explain", "no_such_word")
+    assert status == 2
+    assert "no_such_word" in err
+
+
 def test_config_explains_every_field(covey: Command) -> None:
     from covey.config import explain
 

@@ -318,7 +318,9 @@ def show_config(
 ) -> None:
     """Print the settings of a recipe, or explain all settings."""
     if explain:
-        render_explain(out, only or str(recipe or ""))  # `covey config --explain beta`
+        wanted = only or str(recipe or "")  # `covey config --explain beta`
+        if not render_explain(out, wanted):
+            raise ConfigError(f"{wanted!r}: no setting has this in its name or meaning; leave it out to see them all")
         return
     config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
     out.print(config.to_toml(), markup=False, highlight=False, soft_wrap=True)
