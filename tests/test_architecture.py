@@ -4,9 +4,10 @@
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards), the sections of the settings
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe, config                    (config puts the sections together)
-4  backend, pytorch/backend.py, jax/backend.py
+4  backend, pytorch/backend.py, jax/backend.py, distributed
 5  training
-6  cli, covey/__init__.py, trl
+6  distributed/launch.py
+7  cli, covey/__init__.py, trl
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ LEVELS = {
     **dict.fromkeys(("serving", "observe"), 3),
     **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_text"), 3),
     "backend": 4,
+    "distributed": 4,
     "training": 5,
     **dict.fromkeys(
-        ("cli", "cli_export", "cli_play", "cli_reports", "cli_serve", "cli_weights", "__main__", "__init__", "trl"), 6
+        ("cli", "cli_export", "cli_play", "cli_reports", "cli_serve", "cli_weights", "__main__", "__init__", "trl"), 7
     ),
     # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
     **dict.fromkeys(("observe.config", "serving.config", "training.config", "observe.metric_names"), 1),
     **dict.fromkeys(("pytorch.backend", "jax.backend"), 4),
+    "distributed.launch": 6,
 }
 SAME_LEVEL = {
     ("tasks", "rewards"),
@@ -139,7 +142,7 @@ def fault(importer: str, found: Import) -> str | None:
     if LEVELS[theirs] < LEVELS[ours] or (ours, theirs) in SAME_LEVEL:
         return None
     both = {LEVELS[ours], LEVELS[theirs]}
-    if both in ({0}, {6}) or (both == {3} and ours.startswith("config") and theirs.startswith("config")):
+    if both in ({0}, {7}) or (both == {3} and ours.startswith("config") and theirs.startswith("config")):
         return None
     # A room's own modules; one that stands higher than its room is not for the others in it.
     if room(importer) == room(found.module) and LEVELS[theirs] <= LEVELS[room(importer)]:

@@ -107,12 +107,10 @@ def train(
     """
     chosen = [] if backend is None else [f"model.backend={backend}"]
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
-    from covey.observe.run_folder import RunFolder
+    from covey.distributed import launch
 
-    RunFolder.check_new(config.run.output_dir)
-    trainer = _trainer(config)
-    trainer.train()
-    print_summary(out, trainer, Path(config.run.output_dir))
+    if trainer := launch.run(config):
+        print_summary(out, trainer, Path(config.run.output_dir))
 
 
 @app.command()
@@ -121,6 +119,7 @@ def resume(
     overrides: Overrides = None,
 ) -> None:
     """Go on with a run from its newest checkpoint, to the numbers it would have had unbroken."""
+    from covey.distributed import launch
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)
@@ -131,9 +130,8 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    trainer = _trainer(config)
-    trainer.train(resume_from_checkpoint=True)
-    print_summary(out, trainer, run)
+    if trainer := launch.run(config, resume=True):
+        print_summary(out, trainer, run)
 
 
 @app.command()

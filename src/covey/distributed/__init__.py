@@ -1,0 +1,1 @@
+"""A run on several processes: ranks that train together."""

@@ -1,0 +1,95 @@
+"""Start this process's part of a run on several ranks: rank 0 trains, the others follow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.config import GRPOConfig
+from covey.distributed.ranks import Ranks
+from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
+from covey.errors import ConfigError
+from covey.observe.run_folder import RunFolder
+from covey.pytorch.backend import PyTorchBackend
+from covey.training import agents, setup
+from covey.training.trainer import GRPOTrainer
+from covey.types import Prompt
+
+
+class ReplicatedBackend:
+    """See `covey.backend.Backend`: PyTorch, whose learner leads those of the other ranks."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """With these ranks."""
+        self._ranks = ranks
+        self._own = PyTorchBackend(SharedPacks(ranks))
+        self.make_policy = self._own.make_policy
+        self.make_sampler = self._own.make_sampler
+
+    def check(self, config: GRPOConfig) -> None:
+        """Refuse what several ranks cannot train."""
+        if config.model.backend != "pytorch":
+            raise ConfigError(f"model.backend={config.model.backend!r}: several ranks train with pytorch; set that")
+        self._own.check(config)
+
+    def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
+        """The learner that all ranks' learners go with."""
+        return LeadingLearner(self._own.make_learner(config, policy), self._ranks)
+
+    def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
+        """Nothing is compiled for shapes."""
+
+
+def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
+    """Train in this process, or as one of those that torchrun has started.
+
+    Args:
+        config: of the run.
+        resume: go on from the newest checkpoint. Under torchrun a run that is in the folder already, with the same
+            settings, is gone on with in any case: the launcher starts the same command again.
+
+    Returns:
+        The trainer, at the end of the run; None on another rank than 0.
+    """
+    ranks = Ranks.of_torchrun()
+    if ranks is None:
+        return _train(config, resume)
+    config = _on_own_device(config)
+    try:
+        if ranks.rank > 0:
+            own = PyTorchBackend(SharedPacks(ranks))
+            own.check(config)
+            follow(own.make_learner(config, own.make_policy(config)), ranks)
+            return None
+        return _train(config, resume or _goes_on(config), ReplicatedBackend(ranks))
+    finally:
+        ranks.close()
+
+
+def _train(config: GRPOConfig, resume: bool, backend: ReplicatedBackend | None = None) -> GRPOTrainer:
+    if not resume:
+        RunFolder.check_new(config.run.output_dir)
+    trainer = GRPOTrainer(args=config, backend=backend)
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def _on_own_device(config: GRPOConfig) -> GRPOConfig:
+    """Each rank of a machine with several CUDA devices has one of them."""
+    if config.model.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return config
+    return config.replace(device=f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
+
+
+def _goes_on(config: GRPOConfig) -> bool:
+    """True when the run folder holds this run, with these settings."""
+    folder = Path(config.run.output_dir)
+    if not RunFolder.is_run(folder):
+        return False
+    saved = RunFolder.read(folder).config_path
+    wanted = setup.with_defaults(config, agents.load_world(config) or setup.load_task(config))
+    return saved.exists() and GRPOConfig.from_toml(saved) == wanted

@@ -1,0 +1,120 @@
+"""The same bits on any number of ranks; ranks that fail; the command under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from covey.observe.run_folder import RunFolder
+
+TESTS = Path(__file__).parents[1]
+
+
+def torchrun(ranks: int, *command: object, **settings: Any) -> subprocess.Popen[str]:
+    """`torchrun --nproc-per-node RANKS COMMAND`, each rank with one thread."""
+    paths = [str(TESTS), str(TESTS / "pytorch"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [*launcher, *map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        **settings,
+    )  # fmt: skip
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What it printed.
+
+    It may take as long as a busy machine needs, and is stopped otherwise.
+    """
+    try:
+        printed, _ = process.communicate(timeout=400)
+    finally:
+        process.kill()
+        process.wait()
+    return printed
+
+
+@pytest.fixture(scope="module")
+def by_world(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """What `rank_cases.py` found on one, two and three ranks."""
+    folder, found = tmp_path_factory.mktemp("ranks"), {}
+    for world in (1, 2, 3):
+        process = torchrun(world, Path(__file__).parent / "rank_cases.py", folder / f"{world}.json")
+        printed = finished(process)
+        assert process.returncode == 0, printed[-3000:]
+        found[world] = json.loads((folder / f"{world}.json").read_text())
+    return found
+
+
+def test_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(by_world: dict[int, dict[str, Any]]) -> None:
+    one = by_world[1]
+    assert all(case["steps"] >= 3 for case in one.values())
+    for world in (2, 3):
+        for name, case in one.items():
+            assert by_world[world][name] == case, (world, name)
+
+
+def test_all_ranks_begin_again_with_smaller_packs_when_memory_runs_out_on_one(
+    by_world: dict[int, dict[str, Any]],
+) -> None:
+    for found in by_world.values():
+        assert found["memory"]["budget"] == 50
+
+
+def without_times(run: Path) -> list[dict[str, Any]]:
+    records = RunFolder.read(run).read_metrics()
+    return [
+        {
+            name: value
+            for name, value in record.items()
+            if not name.startswith(("time/", "memory/")) and name not in ("step_time", "eval/seconds")
+        }
+        for record in records
+    ]
+
+
+def train(ranks: int, recipe: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
+    return torchrun(ranks, "-m", "covey", "train", recipe / "recipe.toml", f"run.output_dir={run}", *overrides)
+
+
+def test_the_command_under_torchrun_and_a_kill(recipe_folder: Path, tmp_path: Path) -> None:
+    """Two ranks end where one does; killed on two, the same command goes on on one, to the same bits."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    process = train(1, recipe_folder, whole)
+    printed = finished(process)
+    assert process.returncode == 0, printed
+    process = train(2, recipe_folder, killed)
+    try:
+        deadline = time.monotonic() + 300
+        while not (killed / "checkpoints" / "step_000002" / "COMPLETE").exists():
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = [
+            int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ]
+        assert len(children) == 2
+        os.kill(children[1], signal.SIGKILL)
+        printed = finished(process)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode != 0, printed
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "a rank outlives the run"
+        time.sleep(0.1)
+    process = train(1, recipe_folder, killed)
+    printed = finished(process)
+    assert process.returncode == 0, printed
+    assert without_times(killed) == without_times(whole)
+    name = "adapter/adapter_model.safetensors"
+    assert (killed / name).read_bytes() == (whole / name).read_bytes()
