@@ -18,6 +18,7 @@ from covey.algorithms.config import AlgorithmConfig
 from covey.algorithms.losses import LOSSES
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
+from covey.errors import ModelError
 from covey.pytorch.learner import Learner
 from covey.training.update import update
 
@@ -32,28 +33,30 @@ CASES: dict[str, dict[str, Any]] = {
     "entropy": {"entropy_coef": 0.01},
     "agents": {},
     "one pack": {},
-    "large": {},
     "memory": {},
+    "a fault": {},
 }
 
 
-class Forgetful(Learner):
-    """Out of memory in its first pack on rank 1, or on the only rank."""
+class Failing(Learner):
+    """Fails once, in its first pack on rank 1, or on the only rank."""
 
-    fails = False
+    fails: Exception | None = None
 
     def _score(self, *args: Any, **settings: Any) -> Any:
-        if self.fails:
-            self.fails = False
-            raise torch.OutOfMemoryError("injected")
+        failed, self.fails = self.fails, None
+        if failed is not None:
+            raise failed
         return super()._score(*args, **settings)
 
 
 def build(case: str, ranks: Ranks) -> Learner:
-    budget = {"one pack": 4096, "memory": 100}.get(case, 48)
+    budget = {"one pack": 4096, "memory": 100, "a fault": 100}.get(case, 48)
     plain = make_learner(tokens_per_micro_batch=budget, side_by_side=False)
-    learner = Forgetful(plain.policy, learning_rate=1e-2, tokens_per_micro_batch=budget, share=SharedPacks(ranks))
-    learner.fails = case == "memory" and ranks.rank == min(1, ranks.world - 1)
+    learner = Failing(plain.policy, learning_rate=1e-2, tokens_per_micro_batch=budget, share=SharedPacks(ranks))
+    if ranks.rank == min(1, ranks.world - 1):
+        faults = {"memory": torch.OutOfMemoryError("injected"), "a fault": ArithmeticError("injected")}
+        learner.fails = faults.get(case)
     return learner
 
 
@@ -71,8 +74,12 @@ def main() -> None:
         algorithm = AlgorithmConfig(**{"beta": 0.0, **settings})
         metrics = []
         for step in range(3):
-            batch = make_batch(step, agents=case == "agents", groups=12 if case in ("large", "memory") else 3)
-            done = update(leading, batch, algorithm, 1e-2, temperature=1.0, max_completion_length=9)
+            batch = make_batch(step, agents=case == "agents", groups=12 if case in ("memory", "a fault") else 3)
+            try:
+                done = update(leading, batch, algorithm, 1e-2, temperature=1.0, max_completion_length=9)
+            except (ModelError, ArithmeticError) as error:
+                metrics.append({"error": str(error)})
+                continue  # the others are still there
             metrics.append({name: value for name, value in done.metrics.items() if not name.startswith("time/")})
         with ranks.telling("stop"):
             pass

@@ -55,7 +55,7 @@ def by_world(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
 
 
 def test_weights_and_metrics_have_the_same_bits_on_any_number_of_ranks(by_world: dict[int, dict[str, Any]]) -> None:
-    one = by_world[1]
+    one = {name: case for name, case in by_world[1].items() if name != "a fault"}
     assert all(case["steps"] >= 3 for case in one.values())
     for world in (2, 3):
         for name, case in one.items():
@@ -67,6 +67,15 @@ def test_all_ranks_begin_again_with_smaller_packs_when_memory_runs_out_on_one(
 ) -> None:
     for found in by_world.values():
         assert found["memory"]["budget"] == 50
+
+
+def test_a_fault_on_another_rank_is_named_and_all_go_on(by_world: dict[int, dict[str, Any]]) -> None:
+    for world, found in by_world.items():
+        first, *rest = found["a fault"]["metrics"]
+        where = f"rank 1 of {world} failed: ArithmeticError: " if world > 1 else ""
+        assert first["error"].startswith(where + "injected")
+        assert rest == by_world[1]["a fault"]["metrics"][1:]
+        assert found["a fault"]["steps"] == 2
 
 
 def without_times(run: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ many threads each. Rank 0 calls `LeadingLearner`; the others `follow`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -26,6 +27,8 @@ from covey.pytorch.learner import Learner, is_out_of_memory
 from covey.rollout.learning import FloatNT, Gradients
 from covey.rollout.packing import Pack
 from covey.types import Batch
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -74,6 +77,9 @@ class SharedPacks:
         said = None if failed is None else f"{type(failed).__name__}: {failed}"
         heard = self._ranks.gather((numbers, own, said, memory))
         if failed is not None:
+            if not memory and self._ranks.rank > 0:
+                log.error("rank %d failed", self._ranks.rank, exc_info=failed)
+                raise ModelError(f"rank {self._ranks.rank} failed: {said}") from failed
             raise failed
         for rank, (_, _, reason, out_of_memory) in enumerate(heard):
             if out_of_memory:
