@@ -90,40 +90,61 @@ def without_times(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def train(ranks: int, recipe: Path, run: Path, *overrides: str) -> subprocess.Popen[str]:
-    return torchrun(ranks, "-m", "covey", "train", recipe / "recipe.toml", f"run.output_dir={run}", *overrides)
+def train(ranks: int, recipe: Path, run: Path, *launcher: str) -> subprocess.Popen[str]:
+    command = ("-m", "covey", "train", recipe / "recipe.toml", f"run.output_dir={run}")
+    return torchrun(ranks, *launcher, *command)
 
 
-def test_the_command_under_torchrun_and_a_kill(recipe_folder: Path, tmp_path: Path) -> None:
-    """Two ranks end where one does; killed on two, the same command goes on on one, to the same bits."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    process = train(1, recipe_folder, whole)
+@pytest.fixture(scope="module")
+def unbroken(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    process = train(1, recipe_folder, run)
     printed = finished(process)
     assert process.returncode == 0, printed
-    process = train(2, recipe_folder, killed)
+    return run
+
+
+def kill_one(process: subprocess.Popen[str], run: Path, rank: int) -> list[int]:
+    """Kill a rank after the second step's checkpoint; process ids of all ranks."""
+    deadline = time.monotonic() + 300
+    while not (run / "checkpoints" / "step_000002" / "COMPLETE").exists():
+        assert process.poll() is None, finished(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[rank]), signal.SIGKILL)
+    return [int(child) for child in children]
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    assert without_times(one) == without_times(other)
+    name = "adapter/adapter_model.safetensors"
+    assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+def test_killed_on_two_ranks_the_command_goes_on_on_one(recipe_folder: Path, unbroken: Path, tmp_path: Path) -> None:
+    process = train(2, recipe_folder, tmp_path / "run")
     try:
-        deadline = time.monotonic() + 300
-        while not (killed / "checkpoints" / "step_000002" / "COMPLETE").exists():
-            assert process.poll() is None, finished(process)
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        children = [
-            int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        ]
-        assert len(children) == 2
-        os.kill(children[1], signal.SIGKILL)
-        printed = finished(process)
+        children = kill_one(process, tmp_path / "run", rank=1)
     finally:
-        process.kill()
-        process.communicate()
+        printed = finished(process)
     assert process.returncode != 0, printed
     deadline = time.monotonic() + 15
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < deadline, "a rank outlives the run"
         time.sleep(0.1)
-    process = train(1, recipe_folder, killed)
+    process = train(1, recipe_folder, tmp_path / "run")
     printed = finished(process)
     assert process.returncode == 0, printed
-    assert without_times(killed) == without_times(whole)
-    name = "adapter/adapter_model.safetensors"
-    assert (killed / name).read_bytes() == (whole / name).read_bytes()
+    assert_equal_runs(tmp_path / "run", unbroken)
+
+
+def test_the_launcher_starts_killed_ranks_again(recipe_folder: Path, unbroken: Path, tmp_path: Path) -> None:
+    process = train(2, recipe_folder, tmp_path / "run", "--max-restarts", "1")
+    try:
+        kill_one(process, tmp_path / "run", rank=0)
+    finally:
+        printed = finished(process)
+    assert process.returncode == 0, printed
+    assert_equal_runs(tmp_path / "run", unbroken)

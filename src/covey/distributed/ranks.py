@@ -31,7 +31,8 @@ class Ranks:
     """
 
     def __init__(self, rank: int = 0, world: int = 1, timeout_seconds: float = 600.0) -> None:
-        """Join the others, at the address in the environment (`MASTER_ADDR`, `MASTER_PORT`, as torchrun sets them).
+        """Join the others, which the environment tells of (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on, as torchrun
+        sets them).
 
         Raises:
             ModelError: they did not all come in time.
@@ -45,7 +46,10 @@ class Ranks:
             return
         deadline = timedelta(seconds=timeout_seconds)
         with self._waiting("joining"):
-            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=deadline)
+            # torchrun's store outlives its ranks: those that it starts again must not read the addresses of the dead.
+            store, *_ = next(dist.rendezvous("env://", rank, world, timeout=deadline))  # type: ignore[attr-defined]
+            attempt = dist.PrefixStore(f"covey-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=deadline)
             self._calls = dist.new_group(backend="gloo", timeout=deadline)
         if rank == 0:
             threading.Thread(target=self._say_idle, name="covey-ranks", daemon=True).start()
