@@ -68,7 +68,7 @@ def main() -> None:
     for case, settings in CASES.items():
         learner = build(case, ranks)
         if ranks.rank > 0:
-            follow(learner, ranks)
+            follow(ranks, learner)
             continue
         leading = LeadingLearner(learner, ranks)
         algorithm = AlgorithmConfig(**{"beta": 0.0, **settings})

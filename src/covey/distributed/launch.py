@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from covey.config import GRPOConfig
+from covey.distributed.in_turns import LeadingSampler, RankSampler
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
 from covey.errors import ConfigError
@@ -21,20 +22,33 @@ from covey.types import Prompt
 
 
 class ReplicatedBackend:
-    """See `covey.backend.Backend`: PyTorch, whose learner leads those of the other ranks."""
+    """See `covey.backend.Backend`: PyTorch on several ranks, which sample and train in turns; rank 0 has the run."""
 
     def __init__(self, ranks: Ranks) -> None:
         """With these ranks."""
         self._ranks = ranks
         self._own = PyTorchBackend(SharedPacks(ranks))
         self.make_policy = self._own.make_policy
-        self.make_sampler = self._own.make_sampler
 
     def check(self, config: GRPOConfig) -> None:
         """Refuse what several ranks cannot train."""
         if config.model.backend != "pytorch":
             raise ConfigError(f"model.backend={config.model.backend!r}: several ranks train with pytorch; set that")
+        if config.schedule.max_staleness > 0 and not config.server.upload_adapters_to_server:
+            raise ConfigError(
+                f"schedule.max_staleness={config.schedule.max_staleness}: ranks sample and train in turns, nothing is "
+                "sampled ahead; set it to 0, or sample on a server"
+            )
         self._own.check(config)
+
+    def make_sampler(self, config: GRPOConfig, policy: Any) -> LeadingSampler:
+        """All ranks' engines."""
+        size = config.distributed.groups_per_unit * config.sampling.num_generations
+        return LeadingSampler(self.make_own(config, policy), self._ranks, size)
+
+    def make_own(self, config: GRPOConfig, policy: Any) -> RankSampler:
+        """The engine of this rank."""
+        return RankSampler(self._own.make_sampler(config, policy), policy, self._ranks)
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
         """The learner that all ranks' learners go with."""
@@ -42,6 +56,14 @@ class ReplicatedBackend:
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""
+
+    def follow(self, config: GRPOConfig) -> None:
+        """Another rank than 0: build the same parts, and do what rank 0 does until the run ends."""
+        self.check(config)
+        policy = self.make_policy(config)
+        samples = not config.server.upload_adapters_to_server
+        sampler = self.make_own(config, policy) if samples else None
+        follow(self._ranks, self._own.make_learner(config, policy), sampler)
 
 
 def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
@@ -60,12 +82,11 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         return _train(config, resume)
     config = _on_own_device(config)
     try:
+        backend = ReplicatedBackend(ranks)
         if ranks.rank > 0:
-            own = PyTorchBackend(SharedPacks(ranks))
-            own.check(config)
-            follow(own.make_learner(config, own.make_policy(config)), ranks)
+            backend.follow(config)
             return None
-        return _train(config, resume or _goes_on(config), ReplicatedBackend(ranks))
+        return _train(config, resume or _goes_on(config), backend)
     finally:
         ranks.close()
 

@@ -8,7 +8,7 @@ many threads each. Rank 0 calls `LeadingLearner`; the others `follow`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -50,6 +50,49 @@ def share_out(sizes: Sequence[int], world: int) -> list[list[int]]:
     return [sorted(numbers) for numbers in own]
 
 
+def run_shared(ranks: Ranks, sizes: Sequence[int], work: Callable[[list[int]], Iterable[Result]]) -> list[Result]:
+    """Every rank runs its part of some items, and knows the results of all.
+
+    Args:
+        ranks: who takes part; all call this with the same sizes.
+        sizes: of the items, by which they are shared out.
+        work: given the numbers of this rank's items, returns their results in that order.
+
+    Returns:
+        The results in the order of the items.
+
+    Raises:
+        torch.OutOfMemoryError: memory ran out, on whichever rank.
+        CoveyError: as `work` raised it, on whichever rank.
+        ModelError: a rank failed otherwise; it is named.
+    """
+    numbers = share_out(sizes, ranks.world)[ranks.rank]
+    own: list[Result] = []
+    failed: Exception | None = None
+    try:
+        own = list(work(numbers))
+    except Exception as error:  # the others are told before it is raised here
+        failed = error
+    heard = ranks.gather((numbers, own, _told(failed, ranks)))
+    for _, _, error in heard:
+        if error is not None:
+            raise failed if failed is not None and ranks.rank == 0 else error
+    by_number = {number: result for numbers, found, _ in heard for number, result in zip(numbers, found, strict=True)}
+    return [by_number[number] for number in range(len(sizes))]
+
+
+def _told(failed: Exception | None, ranks: Ranks) -> Exception | None:
+    """What the other ranks raise."""
+    if failed is None or isinstance(failed, CoveyError):
+        return failed
+    said = f"rank {ranks.rank} of {ranks.world} failed: {type(failed).__name__}: {failed}"
+    if is_out_of_memory(failed):
+        return torch.OutOfMemoryError(said)
+    if ranks.rank > 0:
+        log.error("rank %d failed", ranks.rank, exc_info=failed)
+    return ModelError(f"{said}; see what it prints")
+
+
 class SharedPacks:
     """See `covey.pytorch.gradient_sum.Share`: each rank runs its part, and knows all results."""
 
@@ -60,36 +103,9 @@ class SharedPacks:
         self._ranks = ranks
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> list[Result]:
-        """See `Share.map`.
-
-        Raises:
-            torch.OutOfMemoryError: memory ran out, on whichever rank: all begin again with smaller packs.
-            ModelError: a rank failed otherwise; it is named.
-        """
-        numbers = share_out([pack.num_tokens for pack in packs], self._ranks.world)[self._ranks.rank]
-        failed: Exception | None = None
-        own: list[Result] = []
-        try:
-            own = list(work([packs[number] for number in numbers]))
-        except Exception as error:  # the others are told before it is raised here
-            failed = error
-        memory = failed is not None and is_out_of_memory(failed)
-        said = None if failed is None else f"{type(failed).__name__}: {failed}"
-        heard = self._ranks.gather((numbers, own, said, memory))
-        if failed is not None:
-            if not memory and self._ranks.rank > 0:
-                log.error("rank %d failed", self._ranks.rank, exc_info=failed)
-                raise ModelError(f"rank {self._ranks.rank} failed: {said}") from failed
-            raise failed
-        for rank, (_, _, reason, out_of_memory) in enumerate(heard):
-            if out_of_memory:
-                raise torch.OutOfMemoryError(f"on rank {rank}: {reason}")
-            if reason is not None:
-                raise ModelError(f"rank {rank} of {self._ranks.world} failed: {reason}; see what it prints")
-        by_number = {
-            number: result for numbers, found, *_ in heard for number, result in zip(numbers, found, strict=True)
-        }
-        return [by_number[number] for number in range(len(packs))]
+        """See `Share.map`. When memory runs out on one rank, all begin again with smaller packs."""
+        sizes = [pack.num_tokens for pack in packs]
+        return run_shared(self._ranks, sizes, lambda numbers: work([packs[number] for number in numbers]))
 
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> ExactSum:
         """See `Share.sum`."""
@@ -123,7 +139,7 @@ class LeadingLearner:
         return self._own.optimizer
 
     def _together(self, name: str, *args: Any, **settings: Any) -> Any:
-        with self._ranks.telling((name, args, settings)):
+        with self._ranks.telling(("learner", name, args, settings)):
             return _call(self._own, self._ranks, name, args, settings)
 
     def scores(self, batch: Batch, rows: NDArray[np.int64], **settings: Any) -> tuple[FloatNT, FloatNT | None]:
@@ -177,12 +193,21 @@ class _Spelled:
         return Objective(replace(find_loss(self.loss), **self.averages), **self.rest)
 
 
-def follow(learner: Learner, ranks: Ranks) -> None:
-    """Another rank: call what rank 0 calls, until it says that the run has ended."""
+def follow(ranks: Ranks, learner: Learner, sampler: Any = None) -> None:
+    """Another rank: call what rank 0 calls, until it says that the run has ended.
+
+    Args:
+        ranks: of which this is one.
+        learner: what this rank learns with.
+        sampler: what it samples with, see `covey.distributed.in_turns`; None = it does not.
+    """
     while (message := ranks.hear()) != STOP:
-        name, args, settings = message
+        target, name, args, settings = message
         try:
-            _call(learner, ranks, name, args, settings)
+            if target == "learner":
+                _call(learner, ranks, name, args, settings)
+            else:
+                getattr(sampler, name)(*args, **settings)
         except CoveyError:  # rank 0 raises it too, and decides what comes next
             continue
 
