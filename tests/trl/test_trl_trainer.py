@@ -415,7 +415,7 @@ def test_config_is_training_arguments(tmp_path: Path) -> None:
     [
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"vllm_structured_outputs_regex": "a+"}, "reward the wanted form"),
-        ({"generation_kwargs": {"num_beams": 2}}, "num_beams"),
+        ({"generation_kwargs": {"beams": 2}}, "beams"),
         ({"optim": "adafactor"}, "AdamW"),
         ({"num_generations": 1}, "2 or more"),
         ({"per_device_train_batch_size": 4}, "whole groups"),

@@ -77,11 +77,10 @@ MEANINGS: dict[str, Meaning] = {
     "shuffle_dataset": Meaning("translated", "data.shuffle"),
     "activation_checkpointing": Meaning("translated", "model.gradient_checkpointing"),
     "model_init_kwargs": Meaning("translated", "the model is loaded with them"),
-    "repetition_penalty": Meaning(
-        "warned", "sampling must be the distribution that is trained, and a penalty would leave it; it is not applied"
-    ),
+    "repetition_penalty": Meaning("translated", "unless 1, the model's own generate samples"),
     "generation_kwargs": Meaning(
-        "translated", "sampling.top_k, top_p, min_p, temperature, stop_strings; others refused"
+        "translated",
+        "sampling.top_k, top_p, min_p, temperature, stop_strings; with others the model's generate samples",
     ),
     "cast_lm_head_to_fp32": Meaning("translated", "log-probabilities are computed in float32 in any case"),
     "logging_strategy": Meaning("translated", "run.logging_steps"),
