@@ -162,6 +162,30 @@ def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path
     assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
 
 
+def test_the_cap_of_cispo_is_trls(folder: Path, tmp_path: Path) -> None:
+    """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
+    for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
+        args = GRPOConfig(str(tmp_path), **SMALL, loss_type="cispo", **given)
+        assert GRPOTrainer(str(folder), unique_letters, args, ROWS).run.args.algorithm.epsilon_max == cap
+
+
+def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def now_and_then(completions: list[Any], **columns: Any) -> list[float | None]:
+        calls.append(len(completions))
+        return [len(calls) if len(calls) < 3 else None for _ in completions]
+
+    def never(completions: list[Any], **columns: Any) -> list[None]:
+        return [None for _ in completions]
+
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    trainer = GRPOTrainer(str(folder), [unique_letters, now_and_then, never], args, ROWS)
+    trainer.train()
+    last = trainer.state.log_history[-1]
+    assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
+
+
 def test_reward_models(folder: Path, reward_folder: Path, tmp_path: Path) -> None:
     args = GRPOConfig(str(tmp_path), **SMALL)
     trainer = GRPOTrainer(str(folder), [str(reward_folder), unique_letters], args, ROWS)

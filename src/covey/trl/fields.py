@@ -65,7 +65,7 @@ MEANINGS: dict[str, Meaning] = {
     **_all("translated", "schedule.max_steps, counted in generations", "max_steps num_train_epochs"),
     "warmup_steps": Meaning("translated", "optim.warmup_steps, or optim.warmup_ratio below 1"),
     "min_p": Meaning("translated", "sampling.min_p; unset: 0"),
-    "epsilon_high": Meaning("translated", "algorithm.epsilon_high; with cispo algorithm.epsilon_max"),
+    "epsilon_high": Meaning("translated", "algorithm.epsilon_high; with cispo algorithm.epsilon_max, unset: epsilon"),
     **_all("translated", "algorithm.loss_parameters of vespo", "vespo_k_pos vespo_lambda_pos vespo_k_neg"),
     "vespo_lambda_neg": Meaning("translated", "algorithm.loss_parameters of vespo"),
     "use_bias_correction_kl": Meaning("translated", "algorithm.kl_estimator: k3_unbiased, else k3"),

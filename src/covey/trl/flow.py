@@ -164,15 +164,17 @@ class Flow:
                 self.state.best_model_checkpoint = str(saved) if saved.is_dir() else None
                 self.control.should_save |= self.args.save_strategy == SaveStrategy.BEST
 
-    def _means(self) -> dict[str, float]:
-        """Means over the generations since the last record; counters as they stand."""
+    def _means(self) -> dict[str, float | None]:
+        """Means over the generations since the last record, None where there is nothing to take one of, such as the
+        reward of a function that judged no completion; counters as they stand.
+        """
         last = ("num_tokens", "policy_version", "phase", "learning_rate", "epoch")
-        means = {
-            name: values[-1] if name in last else sum(values) / len(values)
-            for name, values in self._sums.items()
-            if name != "epoch"
-        }
+        means = {}
+        for name, values in self._sums.items():
+            known = [value for value in values if not math.isnan(value)]
+            means[name] = values[-1] if name in last else sum(known) / len(known) if known else None
         self._sums = {}
+        means.pop("epoch", None)
         return means
 
     def _tell(self, event: str, **what: Any) -> None:

@@ -72,9 +72,10 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
     if args.loss_type == "vespo":
         names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
         found["loss_parameters"] = {name: getattr(args, f"vespo_{name}") for name in names}
-    high = "epsilon_max" if args.loss_type == "cispo" else "epsilon_high"
-    if args.epsilon_high is not None:
-        found[high] = args.epsilon_high
+    if args.loss_type == "cispo":
+        found["epsilon_max"] = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    elif args.epsilon_high is not None:
+        found["epsilon_high"] = args.epsilon_high
     return found | {"beta": args.beta, "kl_estimator": "k3_unbiased" if args.use_bias_correction_kl else "k3"}
 
 
