@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from covey.trl.fields import FORMER, MEANINGS
 from covey.trl.rewards import (
@@ -526,6 +527,26 @@ def test_rewards_of_trl() -> None:
     assert accuracy_reward(answers, [r"\frac{1}{2}", r"\frac{1}{2}", "-"]) == [1.0, 0.0, None]
     thoughts = [r"<think>\boxed{2}</think>\boxed{0.5}", r"\boxed{0.5}"]
     assert reasoning_accuracy_reward(thoughts, ["0.5", "0.5"]) == [1.0, 0.0]
+
+
+def test_a_subclass_that_would_have_no_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Mine\.compute_loss: is never called; .*loss_type='FILE\.py:NAME'"):
+
+        class Mine(GRPOTrainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_a_subclass_adds_to_what_is_logged(folder: Path, tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log(logs | {"mine": len(logs)})
+
+    rows = {"eval_dataset": ROWS[:1]}
+    trainer = Mine(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL, logging_steps=2), ROWS, **rows)
+    trainer.train()
+    trainer.evaluate()
+    assert len(trainer.state.log_history) == 3
+    assert all(record["mine"] > 3 for record in trainer.state.log_history)
 
 
 def test_reruns_leave_no_stale_checkpoints(folder: Path, tmp_path: Path) -> None:

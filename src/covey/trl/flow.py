@@ -31,6 +31,7 @@ class Flow:
         steps_per_generation: optimiser steps that one generation is trained on.
         save: writes a checkpoint in transformers' layout.
         evaluate: measures several evaluation sets by name, in place of Covey's trainer, which has one.
+        log: is given each record; hands it on to `record`.
 
     Attributes:
         control: what callbacks ask for.
@@ -47,11 +48,12 @@ class Flow:
         steps_per_generation: int,
         save: Callable[[], None],
         evaluate: Callable[[], Any] | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.args, self.state, self.handler = args, state, handler
         self.control = TrainerControl()
         self._steps, self._per_epoch, self._per_generation = steps, steps_per_epoch, steps_per_generation
-        self._save, self._evaluate = save, evaluate
+        self._save, self._evaluate, self.log = save, evaluate, log or self.record
         self._asked_to_save = False
         self._sums: dict[str, list[float]] = {}
         self._losses: list[float] = []
@@ -143,7 +145,7 @@ class Flow:
         """Mean loss of the run's generations."""
         return sum(self._losses) / max(len(self._losses), 1)
 
-    def log(self, logs: Mapping[str, Any]) -> None:
+    def record(self, logs: Mapping[str, Any]) -> None:
         """Append a record to the history and tell the callbacks, trackers among them."""
         record = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**record, "step": self.state.global_step})

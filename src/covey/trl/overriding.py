@@ -14,6 +14,8 @@ _INSTEAD: dict[str, str] = {
     **dict.fromkeys(("_generate", "_generate_single_turn"), "give rollout_func, or replace model.generate"),
     **dict.fromkeys(("_calculate_rewards", "_generate_and_score_completions"), "write a reward function"),
     **dict.fromkeys(("_tool_call_loop", "_get_tool_suffix_ids"), "give tools, environment_factory or rollout_func"),
+    "_save_checkpoint": "write a callback with on_save",
+    **dict.fromkeys(("evaluation_loop", "prediction_loop"), "write a callback with on_evaluate"),
     **dict.fromkeys(("create_optimizer", "create_scheduler"), "give optimizers"),
     **dict.fromkeys(
         ("get_train_dataloader", "_get_train_sampler", "get_eval_dataloader", "_get_eval_sampler"),

@@ -212,6 +212,7 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             steps_per_generation=self.args.optimizer_steps_per_generation,
             save=self._save_checkpoint,
             evaluate=self.evaluate if self._named else None,
+            log=self.log,
         )
 
     def _trackers(self) -> list[Any]:
@@ -416,8 +417,8 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         self.callback_handler.remove_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add a record to the history, and tell callbacks and trackers."""
-        self._flow.log(logs)
+        """Add a record to the history, and tell callbacks and trackers; subclasses may add to it first."""
+        self._flow.record(logs)
 
     # ------------------------------------------------------------------ saving, resuming
 
