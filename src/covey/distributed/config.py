@@ -40,7 +40,10 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     )
     learners: int = Field(default=1, ge=1, description="Processes that train.")
     timeout_seconds: float = Field(
-        default=600.0, gt=0, le=1e9, description="Seconds that a sampler may be silent before it is given up."
+        default=600.0,
+        gt=0,
+        le=1e9,
+        description="Seconds that a sampler may be silent before it is given up; a start has at least 120.",
     )
     max_restarts: int = Field(
         default=3, ge=0, description="How often in a row a sampler is replaced before the run goes on without it."

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from covey.distributed.conversations import FleetDevice
 from covey.distributed.journal import Journal
-from covey.distributed.members import Held, LocalMember, Member, frozen, weights_hash
+from covey.distributed.members import START_SECONDS, Held, LocalMember, Member, frozen, weights_hash
 from covey.distributed.units import Job, make_units, unit_key
 from covey.errors import CoveyError, GenerationError, ServingError
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
@@ -330,10 +330,11 @@ class Fleet:
             place.member.watch()
         if place.job is not None and place.job.finished > place.seen:
             place.since, place.seen = self._clock(), place.job.finished
-        if self._clock() - place.since > self._timeout:
+        most = self._timeout if place.member is not None else max(self._timeout, START_SECONDS)
+        if self._clock() - place.since > most:
             if place.member is None:
                 place.future.add_done_callback(_stop_late)
-            self._fail(place, f"silent for {self._timeout:g} s (distributed.timeout_seconds)")
+            self._fail(place, f"silent for {most:g} s (distributed.timeout_seconds)")
 
     def _take(self, place: _Place, found: Any) -> None:
         if place.doing == "starting":

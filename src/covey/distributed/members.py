@@ -15,6 +15,8 @@ from covey.rollout.learning import Sampler, Weights
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 T = TypeVar("T")
+START_SECONDS = 120.0
+"""A start may take so long at the least: it loads a model and tells nothing meanwhile."""
 
 
 class MemberError(Exception):

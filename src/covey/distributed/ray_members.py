@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from covey.adapters import Adapter, fingerprint
 from covey.backend import load_backend
 from covey.config import GRPOConfig
-from covey.distributed.members import Held, Member, MemberError, adapter_hash, in_thread
+from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
 from covey.distributed.preflight import PACKAGES, Node, check_alike, check_room, check_store, installed
 from covey.errors import ConfigError, CoveyError
 from covey.pytorch.engine.merge import bare_model, weights_of
@@ -206,7 +206,7 @@ class Cluster:
         return self._put[1], None if adapter is None else dict(adapter.config)
 
     def close(self) -> None:
-        """Leave the cluster; one that was started here ends."""
+        """Leave the cluster, which ends what was started in it; one that was started here ends too."""
         self._put = None
         if self._connected and self._own:
             ray.shutdown()
@@ -240,7 +240,7 @@ class Cluster:
         options = {"num_cpus": CPUS, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
         actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
         try:
-            about = _get(actor.start.remote(), self._config.distributed.timeout_seconds)
+            about = _get(actor.start.remote(), max(START_SECONDS, self._config.distributed.timeout_seconds))
         except BaseException:
             with suppress(Exception):
                 ray.kill(actor, no_restart=True)
@@ -255,28 +255,26 @@ class Cluster:
 
 
 def _connect(address: str, samplers: int) -> bool:
-    """Connect to a cluster; True if it was started here, so that it must be ended here."""
+    """Connect to a cluster; True if that was done here, so that it must be left here."""
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do in its next version
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address == "auto" and "RAY_ADDRESS" not in os.environ:
-        with suppress(ConnectionError):
-            ray.init(address="auto", **quiet)
-            return False
-        cpus = max(os.cpu_count() or 1, samplers)
-        ray.init(
-            address="local", num_cpus=cpus, object_store_memory=_LOCAL_STORE_BYTES, include_dashboard=False, **quiet
-        )
-        return True
     known = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    if known == "auto":
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:
+            here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, samplers), "include_dashboard": False}
+            ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **quiet)
+        return True
     _require_reachable(known)
     try:
         ray.init(address=known, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300})") from error
-    return False
+    return True
 
 
 def _require_reachable(address: str) -> None:
