@@ -1,1 +1,1 @@
-"""A run on several processes: ranks that train together."""
+"""One run on many processes: units of sampling with the same numbers wherever they run, and ranks that train."""
