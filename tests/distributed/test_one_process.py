@@ -123,7 +123,7 @@ def few_vowels(completions: list[Any], **columns: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"learners": 2}, "distributed.learners=2: one process trains in this version; set distributed.learners=1"),
+        ({"learners": 0}, "distributed.learners=0"),
         ({"samplers": -1}, "distributed.samplers=-1"),
         ({"gpus_per_sampler": 2.0}, "distributed.gpus_per_sampler=2.0"),
         ({"sampler_kind": "vllm"}, "distributed.sampler_kind='vllm'"),

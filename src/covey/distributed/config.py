@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 
 class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -38,7 +38,13 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         description="Size of a unit, which is sampled in one call, alone: times sampling.num_generations completions. "
         "It is part of the numbers.",
     )
-    learners: int = Field(default=1, ge=1, description="Processes that train.")
+    learners: int = Field(
+        default=1,
+        ge=1,
+        le=100_000,
+        description="Processes that train, as torchrun --nproc-per-node starts them; they sample too, unit by unit, "
+        "where nobody else does. No part of the numbers, but for 1 without torchrun.",
+    )
     timeout_seconds: float = Field(
         default=600.0,
         gt=0,
@@ -53,11 +59,3 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         description="Write sampled units to the run folder until the next checkpoint, so that a run that is killed "
         "does not sample them again.",
     )
-
-    @model_validator(mode="after")
-    def _one_learner(self) -> Self:
-        if self.learners != 1:
-            raise ValueError(
-                f"learners={self.learners}: one process trains in this version; set distributed.learners=1"
-            )
-        return self

@@ -52,14 +52,14 @@ class RankSampler:
 
         def sample(numbers: list[int]) -> Iterator[list[Completion]]:
             over = 0
+
+            def tell(done: int, total: int) -> None:
+                if progress is not None:
+                    progress(over + done, len(requests))
+
             for number in numbers:
-                before, own = over, units[number].requests
-                yield self.engine(
-                    own,
-                    settings,
-                    policy_version=policy_version,
-                    progress=progress and (lambda done, total, before=before: progress(before + done, len(requests))),
-                )
+                own = units[number].requests
+                yield self.engine(own, settings, policy_version=policy_version, progress=tell)
                 over += len(own)
 
         return [completion for unit in run_shared(self._ranks, sizes, sample) for completion in unit]

@@ -80,6 +80,10 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
     ranks = Ranks.of_torchrun()
     if ranks is None:
         return _train(config, resume)
+    if config.distributed.learners not in (1, ranks.world):
+        raise ConfigError(
+            f"distributed.learners={config.distributed.learners}: torchrun has started {ranks.world}; leave it out"
+        )
     config = _on_own_device(config)
     try:
         backend = ReplicatedBackend(ranks)

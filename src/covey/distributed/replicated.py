@@ -74,9 +74,8 @@ def run_shared(ranks: Ranks, sizes: Sequence[int], work: Callable[[list[int]], I
     except Exception as error:  # the others are told before it is raised here
         failed = error
     heard = ranks.gather((numbers, own, _told(failed, ranks)))
-    for _, _, error in heard:
-        if error is not None:
-            raise failed if failed is not None and ranks.rank == 0 else error
+    if (told := next((told for _, _, told in heard if told is not None), None)) is not None:
+        raise failed if failed is not None and ranks.rank == 0 else told
     by_number = {number: result for numbers, found, _ in heard for number, result in zip(numbers, found, strict=True)}
     return [by_number[number] for number in range(len(sizes))]
 

@@ -27,6 +27,12 @@ class PyTorchBackend:
 
     def check(self, config: GRPOConfig) -> None:
         """Refuse a mesh: PyTorch runs on one device."""
+        learners = config.distributed.learners
+        if learners > 1 and self._share is None:
+            raise ConfigError(
+                f"distributed.learners={learners}: this is one process; start the run with "
+                f"torchrun --nproc-per-node {learners} -m covey train RECIPE"
+            )
         if config.model.mesh is not None:
             raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")
 
