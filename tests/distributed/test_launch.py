@@ -12,10 +12,14 @@ from covey.distributed.ranks import Ranks
 from covey.errors import ConfigError
 
 
+def lengths(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
 def test_several_learners_need_a_launcher(settings: dict[str, Any]) -> None:
     rows = [{"prompt": "say one: "}]
     with pytest.raises(ConfigError, match=r"distributed\.learners=3: this is one process; .*--nproc-per-node 3"):
-        GRPOTrainer(reward_funcs=len, args=GRPOConfig(**settings, learners=3), train_dataset=rows)
+        GRPOTrainer(reward_funcs=lengths, args=GRPOConfig(**settings, learners=3), train_dataset=rows)
 
 
 def test_learners_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +44,6 @@ def test_what_ranks_cannot_do(settings: dict[str, Any], changes: dict[str, Any],
 def test_an_optimiser_of_ones_own_is_refused(settings: dict[str, Any]) -> None:
     backend = launch.ReplicatedBackend(Ranks())
     rows = [{"prompt": "say one: "}, {"prompt": "say two: "}]
-    trainer = GRPOTrainer(reward_funcs=len, args=GRPOConfig(**settings), train_dataset=rows, backend=backend)
+    trainer = GRPOTrainer(reward_funcs=lengths, args=GRPOConfig(**settings), train_dataset=rows, backend=backend)
     with pytest.raises(ConfigError, match="in one process only"):
         trainer.learner.use_optimizer(None)
