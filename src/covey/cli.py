@@ -109,6 +109,7 @@ def train(
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     from covey.distributed import launch
 
+    launch.become_launcher(config, sys.argv[1:])
     if trainer := launch.run(config):
         print_summary(out, trainer, Path(config.run.output_dir))
 
@@ -130,6 +131,7 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
+    launch.become_launcher(config, sys.argv[1:])
     if trainer := launch.run(config, resume=True):
         print_summary(out, trainer, run)
 

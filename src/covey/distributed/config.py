@@ -42,8 +42,8 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         default=1,
         ge=1,
         le=100_000,
-        description="Processes that train, as torchrun --nproc-per-node starts them; they sample too, unit by unit, "
-        "where nobody else does. No part of the numbers, but for 1 without torchrun.",
+        description="Processes that train: covey train starts them on this machine, torchrun on several. They sample "
+        "too, unit by unit, where nobody else does. No part of the numbers, but for 1 without torchrun.",
     )
     timeout_seconds: float = Field(
         default=600.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
     Returns:
         The trainer, at the end of the run; None on another rank than 0.
     """
-    ranks = Ranks.of_torchrun()
+    ranks = Ranks.of_torchrun(config.distributed.timeout_seconds)
     if ranks is None:
         return _train(config, resume)
     if config.distributed.learners not in (1, ranks.world):
@@ -93,6 +94,22 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         return _train(config, resume or _goes_on(config), backend)
     finally:
         ranks.close()
+
+
+def become_launcher(config: GRPOConfig, arguments: Sequence[str]) -> None:
+    """Where the settings ask for several learners and nobody has started them: become torchrun, which does.
+
+    Args:
+        config: of the run.
+        arguments: of the `covey` command, which every rank is given.
+    """
+    count = config.distributed.learners
+    if count == 1 or "WORLD_SIZE" in os.environ:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    restarts = ["--max-restarts", str(config.distributed.max_restarts)]
+    os.execv(sys.executable, [sys.executable, *launcher, *restarts, "-m", "covey", *arguments])
 
 
 def _train(config: GRPOConfig, resume: bool, backend: ReplicatedBackend | None = None) -> GRPOTrainer:
