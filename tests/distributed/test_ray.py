@@ -119,12 +119,13 @@ def test_a_node_that_is_lost(
     on_ray: Callable[..., GRPOTrainer], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = trained(on_ray("alone", 0), without=COUNTED)
-    begin, calls = RayMember.begin, {"n": 0}
+    begin, calls, lost = RayMember.begin, {"n": 0}, list[Any]()
     workers = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
 
     def begin_(member: RayMember, *arguments: Any) -> Any:
         calls["n"] += 1
         if calls["n"] == 4:
+            lost.append(workers[0])
             cluster.remove_node(workers[0], allow_graceful=False)
         return begin(member, *arguments)
 
@@ -134,29 +135,32 @@ def test_a_node_that_is_lost(
         assert trained(trainer, without=COUNTED) == alone
         assert len(events(trainer.args.run.output_dir, "sampler")) == 1
     finally:
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        for _ in lost:
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
 
 
 def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_folder: Path, tmp_path: Path) -> None:
     """A Ray of its own on this machine; resumed without Ray."""
-    settings = ("distributed.groups_per_unit=1", "schedule.max_steps=30", "evaluation.eval_steps=0")
+    settings = ("distributed.groups_per_unit=1", "schedule.max_steps=60", "evaluation.eval_steps=0")
     run("train", str(recipe_folder), f"run.output_dir={tmp_path / 'whole'}", "distributed.samplers=0", *settings)
     folder = tmp_path / "run"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "covey", "train", str(recipe_folder)),
-            *(f"run.output_dir={folder}", "distributed.samplers=2", *settings),
+            *(f"run.output_dir={folder}", "distributed.samplers=2", "distributed.ray_address=local", *settings),
         ],
         env=environment | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    family: set[int] = set()
     try:
         deadline = time.monotonic() + 200
-        while not (folder / "checkpoints" / "step_000004").exists() and process.poll() is None:
+        while not [*(folder / "checkpoints").glob("step_*")]:
+            assert process.poll() is None
             assert time.monotonic() < deadline
-            time.sleep(0.01)
+            time.sleep(0.05)
         family = descendants(process.pid)
         assert len(family) >= 4  # Ray's own and two actors
     finally:
@@ -166,7 +170,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_fold
     while (left := {pid for pid in family if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    run("resume", str(folder), "distributed.samplers=0")
+    run("resume", str(folder), "distributed.samplers=0", *settings)
     assert learned(folder, without=COUNTED) == learned(tmp_path / "whole", without=COUNTED)
 
 
