@@ -30,6 +30,7 @@ from covey.distributed import fleet as fleet_module
 from covey.distributed import ray_members
 from covey.distributed.ray_members import RayMember
 from covey.errors import ConfigError, GenerationError
+from covey.observe.run_folder import RunFolder
 
 pytestmark = [
     pytest.mark.ray,
@@ -139,6 +140,24 @@ def test_a_node_that_is_lost(
             cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
 
 
+def test_agents_play_on_actors(settings: dict[str, Any], cluster: Cluster, tmp_path: Path) -> None:
+    world = {
+        "world": "house:rooms=2,num_train=6,num_eval=3",
+        "max_conversation_tokens": 600,
+        "max_completion_length": 16,
+        "action_format": "choice",
+        "max_steps": 1,
+        "eval_on_start": False,
+        "eval_at_end": False,
+    }
+    said = []
+    for name, changes in (("here", {}), ("there", {"samplers": 2, "ray_address": cluster.address})):
+        args = GRPOConfig(**(settings | world | changes | {"output_dir": str(tmp_path / name)}))
+        GRPOTrainer(args=args).train()
+        said.append([row["completion"] for row in RunFolder.read(tmp_path / name).read_completions(1)])
+    assert said[0] == said[1]
+
+
 def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_folder: Path, tmp_path: Path) -> None:
     """A Ray of its own on this machine; resumed without Ray."""
     settings = ("distributed.groups_per_unit=1", "schedule.max_steps=60", "evaluation.eval_steps=0")
@@ -161,8 +180,10 @@ def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_fold
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        family = descendants(process.pid)
-        assert len(family) >= 4  # Ray's own and two actors
+        # Ray's two agents notice the end at once and wait a minute for an answer from what is not there any more
+        family = {pid for pid in descendants(process.pid) if not name_of(pid).endswith("Agent")}
+        assert sum("EngineHost" in name_of(pid) for pid in family) == 2
+        assert len(family) >= 4  # with Ray's own
     finally:
         process.kill()
         process.wait(timeout=30)
@@ -188,6 +209,13 @@ def descendants(pid: int) -> set[int]:
         found.update(children)
         open_ += children
     return found
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""
 
 
 def alive(pid: int) -> bool:

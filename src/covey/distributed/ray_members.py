@@ -304,8 +304,8 @@ def _require_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         raise ConfigError(
-            f"distributed.ray_address={address!r:.200}: must be auto, local or HOST:PORT, as `ray start --head` prints it; "
-            "from outside of a cluster, use ray job submit"
+            f"distributed.ray_address={address!r:.200}: must be auto, local or HOST:PORT, as `ray start --head` prints "
+            "it; from outside of a cluster, use ray job submit"
         )
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
