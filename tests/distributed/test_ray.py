@@ -78,6 +78,17 @@ def test_one_two_and_three_samplers_are_one_process(on_ray: Callable[..., GRPOTr
         assert not ray.is_initialized()  # nothing outlives the run
 
 
+@pytest.mark.parametrize("changes", [{"use_peft": False}, {"max_staleness": 1}], ids=str)
+def test_all_weights_and_samples_ahead(on_ray: Callable[..., GRPOTrainer], changes: dict[str, Any]) -> None:
+    found = []
+    for samplers in (0, 2):
+        trainer = on_ray(f"with-{samplers}", samplers, max_steps=3, **changes)
+        trainer.train()
+        weights = "model.safetensors" if "use_peft" in changes else ""
+        found.append(learned(trainer.args.run.output_dir, weights=weights))
+    assert found[0] == found[1]
+
+
 def test_kills_and_a_hang_change_nothing(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
     """`kill -9` of an actor in a unit and in a sync, and one that stops without a word."""
     alone = trained(on_ray("alone", 0), without=COUNTED)
