@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from covey import cli
+from covey import cli, cli_weights
 
 
 class Command:
@@ -15,6 +15,8 @@ class Command:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
+        for console in (cli.out, cli.err, cli_weights.err):  # a line is a line, however long the test's folder is named
+            monkeypatch.setattr(console, "width", max(console.width, 1000))
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
         """Exit status, standard output, standard error."""

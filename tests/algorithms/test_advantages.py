@@ -35,8 +35,8 @@ from covey.errors import ConfigError, DataError
 NAN = float("nan")
 WITHIN_GROUPS = [
     name
-    for name in sorted(ADVANTAGE_ESTIMATORS)
-    if find_estimator(name).group_relative and not find_estimator(name).needs_turns
+    for name, estimator in ((name, find_estimator(name)) for name in sorted(ADVANTAGE_ESTIMATORS))
+    if estimator.group_relative and not estimator.needs_turns and not estimator.needs_sum_pi_squared
 ]
 BOUNDED = settings(max_examples=30, deadline=None, derandomize=True)
 

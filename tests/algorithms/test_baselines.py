@@ -60,6 +60,22 @@ def test_opo() -> None:
     assert found.tolist() == [0.75, -0.25, 0, 0]
 
 
+def test_optimal_token_baseline() -> None:
+    half = np.log(np.full((3, 2), 0.5))
+    found = by(
+        "optimal_token_baseline",
+        [1.0, 0.0, 0.0],
+        [0, 0, 0],
+        of_lengths(2, 2, 1),
+        logprobs=np.array([half[0], [0.0, half[0, 0]], half[2]]),  # the second one's first token was certain
+        sum_pi_squared=np.array([[0.5, 0.5], [1.0, 0.5], [0.5, 0.5]]),
+    )
+    # W: 1/2, 1 | 0, 1/2 | 1/2. Baselines: 1/2 at the first token, 1 / 1.5 at the second, which the third never reaches.
+    np.testing.assert_allclose(found, [[1 / 2, 1 / 3], [-1 / 2, -2 / 3], [-1 / 2, 0]])
+    certain = {"logprobs": np.zeros((2, 1)), "sum_pi_squared": np.ones((2, 1))}
+    assert by("optimal_token_baseline", [1.0, 0.0], [0, 0], of_lengths(1, 1), **certain).tolist() == [[0], [0]]
+
+
 def test_gpg() -> None:
     assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1]).tolist() == [-1, 1, 0, 0]
     assert by("gpg", [0.0, 1.0, 1.0, 1.0], [0, 0, 1, 1], parameters={"f_norm": 2.0}).tolist() == [-0.5, 0.5, 0, 0]
@@ -109,6 +125,25 @@ def verl_opo(rewards: Any, groups: Any, mask: Any) -> Any:
     return out
 
 
+def verl_optimal_token_baseline(rewards: Any, groups: Any, mask: Any) -> Any:
+    logprobs, squares = probabilities(mask.shape)
+    weights = np.cumsum((1 - 2 * np.exp(logprobs) + squares) * mask, axis=1)
+    out = np.zeros(mask.shape)
+    for g in set(groups.tolist()):
+        inside = groups == g
+        total = (weights[inside] * mask[inside]).sum(axis=0) + 1e-8
+        baseline = (rewards[inside, None] * weights[inside] * mask[inside]).sum(axis=0) / total
+        out[inside] = (rewards[inside, None] - baseline) * mask[inside]
+    return out
+
+
+def probabilities(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Log-probabilities of drawn tokens and sums of squared probabilities, of distributions over five tokens."""
+    rng = np.random.default_rng(11)
+    p = rng.dirichlet(np.ones(5), size=shape)
+    return np.log(p[..., 0]), (p**2).sum(axis=-1)
+
+
 def verl_gpg(rewards: Any, groups: Any, mask: Any) -> Any:
     alpha = len(rewards) / max(np.count_nonzero(rewards), 1)
     means = {g: rewards[groups == g].mean() for g in set(groups.tolist())}
@@ -129,6 +164,7 @@ PEERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "reinforce_plus_plus": (verl_reinforce_plus_plus, {"gamma": 0.9}),
     "reinforce_plus_plus_baseline": (verl_baseline, {}),
     "opo": (verl_opo, {}),
+    "optimal_token_baseline": (verl_optimal_token_baseline, {}),
     "gpg": (verl_gpg, {"alpha": "nonzero"}),
     "grpo_passk": (verl_passk, {}),
 }
@@ -141,8 +177,9 @@ def test_as_the_peer_computes_it(name: str) -> None:
         groups, mask = np.repeat(np.arange(6), 4), of_lengths(*rng.integers(1, 9, 24).tolist())
         function, parameters = PEERS[name]
         expected = function(rewards, groups, mask)
-        found = by(name, rewards, groups, mask, parameters)
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+        logprobs, squares = probabilities(mask.shape)
+        found = by(name, rewards, groups, mask, parameters, logprobs=logprobs, sum_pi_squared=squares)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-7 if name == "optimal_token_baseline" else 1e-9)
     if name == "reinforce_plus_plus_baseline":  # groups of one are what they are without a baseline
         alone = by(name, rewards, np.arange(24), mask)
         np.testing.assert_allclose(alone, verl_baseline(rewards, np.arange(24), mask), atol=1e-9)
@@ -159,15 +196,17 @@ def test_all_libraries_agree(name: str) -> None:
     )
     rewards[4] = NAN
     greedy = rng.normal(size=12)
-    expected = by(name, rewards, groups, mask, greedy=greedy)
+    logprobs, squares = probabilities(mask.shape)
+    more = {"greedy": greedy, "logprobs": logprobs, "sum_pi_squared": squares}
+    expected = by(name, rewards, groups, mask, **more)
     as_torch = Outcomes(*map(torch.from_numpy, (rewards, groups)), mask=torch.from_numpy(mask))
-    by_torch = ADVANTAGE_ESTIMATORS[name](replace(as_torch, greedy=torch.from_numpy(greedy)))
+    by_torch = ADVANTAGE_ESTIMATORS[name](replace(as_torch, **{k: torch.from_numpy(v) for k, v in more.items()}))
     np.testing.assert_allclose(by_torch.numpy(), expected, atol=1e-9)
 
-    def traced(r: Any, g: Any, m: Any, b: Any) -> Any:
-        return ADVANTAGE_ESTIMATORS[name](Outcomes(r, g, mask=m, greedy=b))
+    def traced(r: Any, g: Any, m: Any, more: Any) -> Any:
+        return ADVANTAGE_ESTIMATORS[name](Outcomes(r, g, mask=m, **more))
 
-    by_jax = jax.jit(traced)(*map(jnp.asarray, (rewards, groups, mask, greedy)))
+    by_jax = jax.jit(traced)(*map(jnp.asarray, (rewards, groups, mask)), {k: jnp.asarray(v) for k, v in more.items()})
     np.testing.assert_allclose(by_jax, expected, atol=1e-9)
 
 

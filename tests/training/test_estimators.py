@@ -92,6 +92,27 @@ def test_the_reference_is_scored_for_an_estimator_that_asks(settings: dict[str, 
         assert turns is None
 
 
+def test_squared_probabilities_are_those_of_the_plain_model(settings: dict[str, Any], elsewhere: Path) -> None:
+    (elsewhere / "probe.py").write_text(
+        "seen = []\n"
+        "def probe(step):\n"
+        "    seen.append((step.sum_pi_squared, step.mask))\n"
+        "    return step.rewards - 0.5\n"
+        "probe.group_relative = False\nprobe.needs_sum_pi_squared = True\n"
+    )
+    trainer = build(settings, adv_estimator="probe.py:probe", beta=0.0, temperature=0.7)
+    phase = trainer.phases.at(trainer._elapsed())
+    groups = trainer.sample_step(phase, 0, trainer.state.policy_version, print).rollout.groups
+    batch = trainer.make_batch(groups, phase)
+    found, mask = trainer.estimator.function.__globals__["seen"][0]
+    for row, episode in enumerate(batch.episodes):
+        with torch.no_grad():
+            logits = trainer.policy.model(torch.tensor(episode.token_ids[None])).logits[0] / 0.7
+        before = torch.from_numpy(np.flatnonzero(episode.sampled) - 1)
+        expected = logits[before].double().softmax(-1).square().sum(-1)
+        np.testing.assert_allclose(found[row][mask[row]], expected, atol=1e-5)
+
+
 def test_from_the_command_line(model_folder: Path, elsewhere: Path, recipe_folder: Path, covey: Command) -> None:
     arguments = ("adv_estimator=mine.py:kl_in_reward", "adv_parameters={kl_coef=0.1}", "num_generations=1")
     status, _, err = covey("train", recipe_folder / "recipe.toml", *arguments, "run.output_dir=run", "max_steps=2")
@@ -171,7 +192,7 @@ def playing(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"max_conversation_tokens": 600, "action_format": "choice", "max_completion_length": 16}
 
 
-@pytest.mark.parametrize("name", ["gigpo", "remax", "mine.py:kl_in_reward"])
+@pytest.mark.parametrize("name", ["gigpo", "remax", "optimal_token_baseline", "mine.py:kl_in_reward"])
 def test_agents_in_a_world_given_as_an_object(settings: dict[str, Any], elsewhere: Path, name: str) -> None:
     world = House(rooms=2, num_train=6, num_eval=2)
     trainer = GRPOTrainer(args=GRPOConfig(**playing(settings), adv_estimator=name, beta=0.0), world=world)

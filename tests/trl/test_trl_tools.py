@@ -187,6 +187,29 @@ class TestTools:
         assert record["sampling/sampling_logp_difference/max"] < 1e-4
         assert record["ratio/mean"] == pytest.approx(1, abs=1e-4)
 
+    def test_a_generate_that_was_replaced(self, folder: Path) -> None:
+        """It is asked for all first turns at once, then for the next ones of those that have called."""
+        trainer, asked = trainer_of(folder, tools=[add]), []
+
+        def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
+            kept = zip(input_ids, attention_mask > 0, strict=True)
+            asked.append([trainer.processing_class.decode(ids[mask]) for ids, mask in kept])
+            turns = [call("add", a=3, b=4), "no", call("add", a=3, c=4)] if len(input_ids) == 3 else ["It is 7.", "Oh"]
+            ids = [[*trainer.processing_class(turn)["input_ids"], END_ID] for turn in turns]
+            return torch.cat([input_ids, torch.tensor([each + [0] * (99 - len(each)) for each in ids])], dim=1)
+
+        trainer.model.generate = generate
+        rollout = trainer.run.rollout()
+        texts = [trained_text(trainer, episode) for episode in rollout.groups[0].episodes]
+        wrong = f"{call('add', a=3, c=4)}<|im_end|>Oh<|im_end|>"
+        assert texts == [f"{call('add', a=3, b=4)}<|im_end|>It is 7.<|im_end|>", "no<|im_end|>", wrong]
+        assert [len(prompts) for prompts in asked] == [3, 2]
+        assert asked[1][0].endswith("<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+        assert rollout.metrics == {
+            "tools/call_frequency": pytest.approx(2 / 3),
+            "tools/failure_frequency": pytest.approx(1 / 2),
+        }
+
     def test_failures(self, folder: Path, dictate: Callable[[Script], None], caplog: pytest.LogCaptureFixture) -> None:
         calls = [
             call("broken", a=1),

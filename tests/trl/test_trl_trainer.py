@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from covey.trl.fields import FORMER, MEANINGS
 from covey.trl.rewards import (
@@ -160,6 +161,30 @@ def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path
     trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
     assert trainer.train().global_step == 8
     assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
+
+
+def test_the_cap_of_cispo_is_trls(folder: Path, tmp_path: Path) -> None:
+    """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
+    for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
+        args = GRPOConfig(str(tmp_path), **SMALL, loss_type="cispo", **given)
+        assert GRPOTrainer(str(folder), unique_letters, args, ROWS).run.args.algorithm.epsilon_max == cap
+
+
+def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def now_and_then(completions: list[Any], **columns: Any) -> list[float | None]:
+        calls.append(len(completions))
+        return [len(calls) if len(calls) < 3 else None for _ in completions]
+
+    def never(completions: list[Any], **columns: Any) -> list[None]:
+        return [None for _ in completions]
+
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    trainer = GRPOTrainer(str(folder), [unique_letters, now_and_then, never], args, ROWS)
+    trainer.train()
+    last = trainer.state.log_history[-1]
+    assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
 
 
 def test_reward_models(folder: Path, reward_folder: Path, tmp_path: Path) -> None:
@@ -415,7 +440,7 @@ def test_config_is_training_arguments(tmp_path: Path) -> None:
     [
         ({"fsdp": "full_shard"}, "fsdp"),
         ({"vllm_structured_outputs_regex": "a+"}, "reward the wanted form"),
-        ({"generation_kwargs": {"num_beams": 2}}, "num_beams"),
+        ({"generation_kwargs": {"beams": 2}}, "beams"),
         ({"optim": "adafactor"}, "AdamW"),
         ({"num_generations": 1}, "2 or more"),
         ({"per_device_train_batch_size": 4}, "whole groups"),
@@ -502,6 +527,26 @@ def test_rewards_of_trl() -> None:
     assert accuracy_reward(answers, [r"\frac{1}{2}", r"\frac{1}{2}", "-"]) == [1.0, 0.0, None]
     thoughts = [r"<think>\boxed{2}</think>\boxed{0.5}", r"\boxed{0.5}"]
     assert reasoning_accuracy_reward(thoughts, ["0.5", "0.5"]) == [1.0, 0.0]
+
+
+def test_a_subclass_that_would_have_no_effect_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Mine\.compute_loss: is never called; .*loss_type='FILE\.py:NAME'"):
+
+        class Mine(GRPOTrainer):
+            def compute_loss(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_a_subclass_adds_to_what_is_logged(folder: Path, tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log(logs | {"mine": len(logs)})
+
+    rows = {"eval_dataset": ROWS[:1]}
+    trainer = Mine(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL, logging_steps=2), ROWS, **rows)
+    trainer.train()
+    trainer.evaluate()
+    assert len(trainer.state.log_history) == 3
+    assert all(record["mine"] > 3 for record in trainer.state.log_history)
 
 
 def test_reruns_leave_no_stale_checkpoints(folder: Path, tmp_path: Path) -> None:

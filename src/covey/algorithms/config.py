@@ -21,6 +21,7 @@ AdvantageEstimator = Literal[
     "reinforce_plus_plus_baseline",
     "remax",
     "opo",
+    "optimal_token_baseline",
     "gpg",
     "grpo_passk",
 ]
@@ -49,7 +50,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "naive_grpo (the same, each multi-turn episode counted once), dr_grpo (mean only), rloo (mean of "
         "the others), gigpo (agents: episodes, and turns that began with the same observation), reinforce_plus_plus "
         "(against the batch) and reinforce_plus_plus_baseline (group's mean, then batch), remax (against the prompt's "
-        "greedy completion), opo (mean weighed by length), gpg, grpo_passk (the best of the group only), or a function "
+        "greedy completion), opo (mean weighed by length), optimal_token_baseline (weighed by the length of gradients, "
+        "token by token), gpg, grpo_passk (the best of the group only), or a function "
         "of yours, FILE.py:FUNCTION or MODULE:FUNCTION.",
     )
     adv_parameters: dict[str, bool | int | float | str] = Field(

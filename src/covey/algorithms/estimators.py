@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -88,6 +88,8 @@ class Outcomes:
         mask: `[N, T]` True where the completion has a sampled token.
         logprobs: `[N, T]` the sampler's log-probabilities, in nats.
         reference: `[N, T]` those of the reference policy, where `needs_reference`.
+        sum_pi_squared: `[N, T]` sum over the vocabulary of the squared probabilities that the policy gave before each
+            token, where `needs_sum_pi_squared`.
         greedy: `[N]` reward of the greedy completion of the same prompt, where `greedy_baseline`; NaN where it cannot
             be scored.
         turns: of agents, else None.
@@ -103,6 +105,7 @@ class Outcomes:
     mask: Array | None = None
     logprobs: Array | None = None
     reference: Array | None = None
+    sum_pi_squared: Array | None = None
     greedy: Array | None = None
     turns: Turns | None = None
 
@@ -144,6 +147,7 @@ class Estimator:
         group_relative: An advantage is a difference within the group, so a group needs two completions and one whose
             rewards are all equal has advantages of 0. True unless the function says otherwise.
         needs_reference: The run loads the reference policy and scores every token under it.
+        needs_sum_pi_squared: The run scores every token under the policy before it computes advantages, twice.
         greedy_baseline: The run samples and scores one greedy completion for each prompt.
         needs_turns: It compares the turns of agents, so it works in a world only.
         scaled: It reads `scale` and `correction`.
@@ -154,6 +158,7 @@ class Estimator:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     group_relative: bool = True
     needs_reference: bool = False
+    needs_sum_pi_squared: bool = False
     greedy_baseline: bool = False
     needs_turns: bool = False
     scaled: bool = True
@@ -343,6 +348,32 @@ def opo(step: Outcomes) -> Array:
     return xp.where(scorable & ~tied, advantages, xp.zeros_like(advantages))
 
 
+@states(scaled=False, needs_sum_pi_squared=True)
+def optimal_token_baseline(step: Outcomes) -> Array:
+    """Optimal token baseline (arXiv 2602.07078): at each token the mean of the group's completions that reach it,
+    weighed by the squared length of their gradients so far, `A_t = r - sum(r W_t) / sum(W_t)`.
+
+    `W_t` adds `1 - 2 pi + sum_v pi_v^2` over the tokens up to t: the squared length of the gradient of `log pi` by the
+    logits. Rewards 1 and 0 of tokens drawn with `pi = 1/2` from two: each adds 1/2, the baseline is 1/2; if the second
+    one's token had `pi = 1` its W is 0 and the baseline 1. Where all W are 0 nothing is learned: the advantage is 0.
+
+    Returns:
+        `[N, T]`.
+    """
+    rewards, groups, scorable = prepare(step.rewards, step.groups)
+    xp = array_namespace(rewards)
+    mask = step.tokens & scorable[:, None]
+    pi, squares = (as_float(to_library_of(rewards, x)) for x in (xp.exp(step.logprobs), step.sum_pi_squared))
+    lengths = xp.where(mask, xp.maximum(1 - 2 * pi + squares, xp.zeros_like(pi)), 0.0)
+    weights = xp.where(mask, xp.cumulative_sum(lengths, axis=1), 0.0)
+    earned = xp.where(scorable, rewards, xp.zeros_like(rewards))[:, None]
+    same = xp.astype(groups[:, None] == groups[None, :], weights.dtype)  # [N, N]
+    total = same @ weights
+    baseline = (same @ (weights * earned)) / xp.where(total > 0, total, xp.ones_like(total))
+    tied = group_statistics(rewards, groups, scorable).tied
+    return xp.where(mask & (total > 0) & ~tied[:, None], earned - baseline, 0.0)
+
+
 @states(scaled=False)
 def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "nonzero"] = "differing") -> Array:
     """GPG (arXiv 2504.02546, equation 7): `alpha (r - mean_g) / f_norm`; alpha makes up for groups without gradient.
@@ -420,6 +451,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "opo": opo,
+    "optimal_token_baseline": optimal_token_baseline,
     "gpg": gpg,
     "grpo_passk": grpo_passk,
 }
@@ -437,13 +469,8 @@ def multi_reward_advantages(
     correction: int = 1,
     epsilon: float = 1e-6,
 ) -> Array:
-    """Advantages from the rewards of several functions, in one call.
-
-    `sum_then_normalize` applies the estimator to the weighted sum. `normalize_then_sum` is `gdpo`, whatever `estimator`
-    and `scale` say. Other arguments as in `combine_rewards`.
-
-    Returns:
-        `[N]` advantages, never NaN.
+    """`[N]` advantages, never NaN, from the rewards of several functions: `sum_then_normalize` applies the estimator to
+    the weighted sum, `normalize_then_sum` is `gdpo`. Other arguments as in `combine_rewards`.
     """
     how: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
     if aggregation == "normalize_then_sum":
@@ -468,6 +495,6 @@ def find_estimator(name: str, parameters: Mapping[str, Any] | None = None) -> Es
             f"algorithm.adv_parameters={parameters!r}: adv_estimator {name!r} is called with one value and these "
             f"({error}); it takes {', '.join(known) or 'none'}"
         ) from error
-    statements = ("group_relative", "needs_reference", "greedy_baseline", "needs_turns", "scaled")
+    statements = [each.name for each in fields(Estimator) if isinstance(each.default, bool)]
     said = {each: bool(getattr(function, each)) for each in statements if hasattr(function, each)}
     return Estimator(name, function, parameters, **said)

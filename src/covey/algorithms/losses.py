@@ -240,8 +240,13 @@ def sapo(
     _require(neg > 0, "sapo_temperature_neg", neg, "the gate divides by it", "more than 0")
     xp, ratio = x.xp, _ratio(x, importance_sampling_level)
     tau = xp.where(x.advantages > 0, xp.full_like(ratio, pos), xp.full_like(ratio, neg))
-    sigmoid = 0.5 * (1 + xp.tanh(0.5 * tau * (ratio - 1)))  # as 1 / (1 + exp(-x)), without its overflow
-    return Surrogate(-4 / tau * sigmoid * x.advantages, ratio=ratio)
+    return Surrogate(-sapo_gate(ratio, tau) * x.advantages, ratio=ratio)
+
+
+def sapo_gate(ratio: Array, tau: Array) -> Array:
+    """`sigmoid(tau (w - 1)) · 4 / tau` of ratios `w`."""
+    sigmoid = 0.5 * (1 + array_namespace(ratio).tanh(0.5 * tau * (ratio - 1)))  # 1 / (1 + exp(-x)) may overflow
+    return 4 / tau * sigmoid
 
 
 @loss(aggregation="sequence_sum_mean")
@@ -269,6 +274,14 @@ def vespo(
     `W` is the ratio of the whole sequence, the *product* over its tokens, times the sampler's correction; k and lambda
     are the first pair where A >= 0, the second where A < 0. Logarithms of `W` are held between log(1e-8) and 20.
     """
+    phi, weight = vespo_weights(x, k_pos, lambda_pos, k_neg, lambda_neg)
+    return Surrogate(-phi * x.advantages * x.logp, ratio=x.xp.broadcast_to(weight, x.logp.shape))
+
+
+def vespo_weights(
+    x: LossInputs, k_pos: float, lambda_pos: float, k_neg: float, lambda_neg: float
+) -> tuple[Array, Array]:
+    """`phi(W)` `[N, T]` and `W` `[N, 1]` of `vespo`, constants."""
     xp = x.xp
     log_w = row_sum(xp.clip(stop_gradient(x.log_ratio), -20.0, 20.0), x.mask)
     if x.correction is not None:
@@ -278,8 +291,7 @@ def vespo(
     good = x.advantages >= 0
     k = xp.where(good, xp.full_like(x.logp, k_pos), xp.full_like(x.logp, k_neg))
     rate = xp.where(good, xp.full_like(x.logp, lambda_pos), xp.full_like(x.logp, lambda_neg))
-    phi = xp.exp(rate + k * log_w - rate * xp.exp(log_w))
-    return Surrogate(-phi * x.advantages * x.logp, ratio=xp.broadcast_to(xp.exp(log_w), x.logp.shape))
+    return xp.exp(rate + k * log_w - rate * xp.exp(log_w)), xp.exp(log_w)
 
 
 # --- losses that look at the covariance of log-probability and advantage over the whole step

@@ -92,10 +92,11 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
         except ValidationError as error:
             raise _explained(error, given) from error
         _, estimator = self.objective, self.estimator  # what stands in a file is read now
-        if estimator.needs_turns or estimator.needs_reference or estimator.greedy_baseline:
+        needs_more = estimator.needs_turns or estimator.needs_reference or estimator.needs_sum_pi_squared
+        if needs_more or estimator.greedy_baseline:
             raise ConfigError(
-                f"adv_estimator={self.algorithm.adv_estimator!r}: it needs turns, the reference or greedy completions, "
-                "which this trainer does not give to estimators; choose another one, such as grpo"
+                f"adv_estimator={self.algorithm.adv_estimator!r}: it needs turns, other log-probabilities or greedy "
+                "completions, which this trainer does not give to estimators; choose another one, such as grpo"
             )
         if problem := estimator.group_problem({"num_samples_per_prompt": self.sampling.num_generations}):
             raise ConfigError(problem)

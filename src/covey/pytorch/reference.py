@@ -101,6 +101,20 @@ class Reference:
         with self.active():
             return self._model(*args, **kwargs)
 
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Its weights by the model's names, frozen ones too; an adapter only where it holds on to one."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._snapshot or not parameter.requires_grad:
+                yield name, self._snapshot.get(name, parameter.detach())
+
+    def get_parameter(self, name: str) -> Tensor:
+        """One of them.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        return dict(self.named_parameters())[name]
+
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
         current = [(parameter, parameter.data) for parameter in self._trainable().values()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,17 @@ if TYPE_CHECKING:
 HasAnswer = Callable[[Prompt, str], bool]
 """Does this completion of this prompt hold an answer at all, right or wrong?"""
 
-ScoreReference = Callable[[Batch], NDArray[np.float32]]
-"""`[N, T]` log-probabilities of a batch's sampled tokens under the reference policy, 0 beyond a row's end."""
+
+class Score(Protocol):
+    """`[N, T]` log-probabilities of a batch's sampled tokens, 0 beyond a row's end.
+
+    Args of the call:
+        batch: the rows, without advantages yet.
+        reference: under the reference policy in place of the policy.
+        sharper: the temperature is divided by it.
+    """
+
+    def __call__(self, batch: Batch, *, reference: bool = False, sharper: float = 1.0) -> NDArray[np.float32]: ...
 
 
 def has_text(prompt: Prompt, text: str) -> bool:
@@ -62,7 +71,7 @@ def make_batch(
     reward_weights: Sequence[float],
     max_completion_length: int,
     has_answer: HasAnswer = has_text,
-    score_reference: ScoreReference | None = None,
+    score: Score | None = None,
 ) -> Batch:
     """Advantages and masks of all episodes of a step.
 
@@ -81,7 +90,7 @@ def make_batch(
         reward_weights: one for each reward function, in the order of `Group.reward_parts`.
         max_completion_length: sampling limit in tokens, for the overlong punishment.
         has_answer: for the validity mask.
-        score_reference: asked where the estimator states `needs_reference`.
+        score: asked where the estimator states `needs_reference` or `needs_sum_pi_squared`.
 
     Raises:
         ConfigError: The estimator is somebody's own and raised, or returned what are no advantages.
@@ -89,9 +98,12 @@ def make_batch(
     estimator = estimator_of(algorithm)
     batch = _without_advantages(groups, algorithm, environment, has_answer)
     tokens = {"logprobs": batch.old_logprobs}
-    if estimator.needs_reference:
-        assert score_reference is not None, "the caller knows the reference"
-        tokens["reference"] = score_reference(batch)
+    if score is not None and estimator.needs_reference:
+        tokens["reference"] = score(batch, reference=True)
+    if score is not None and estimator.needs_sum_pi_squared:
+        # log sum p^2 = logsumexp(2 x) - 2 logsumexp(x), for logits x; a token's log-probability is x - logsumexp(x),
+        # and at half the temperature 2 x - logsumexp(2 x).
+        tokens["sum_pi_squared"] = np.exp(np.minimum(2 * score(batch) - score(batch, sharper=2.0), 0.0))
     if any(group.trajectories for group in groups):
         advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
     else:

@@ -283,13 +283,13 @@ class Scorer:
         self._warned = True
         first = int(unscored[0])
         _log.warning(
-            "sample %d (row %s): every reward function returned None, so this completion teaches nothing "
-            "(%d of %d in this call); at least one function should score every row. Completion: %s",
+            "All reward functions returned None for the following kwargs: sample %d (row %s), completion %r. It "
+            "teaches nothing (%d of %d in this call); at least one function should score every row",
             first,
             prompts[first].uid,
+            shorten(episodes[first].text),
             len(unscored),
             len(rewards),
-            shorten(episodes[first].text),
         )
 
     def _log_metric(self, name: str, value: float) -> None:

@@ -285,9 +285,9 @@ class GRPOTrainer(StepByStep):
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
         """The groups with their advantages and masks, as the phase trains on them."""
 
-        def score_reference(batch: Batch) -> NDArray[np.float32]:
+        def score(batch: Batch, *, reference: bool = False, sharper: float = 1.0) -> NDArray[np.float32]:
             rows = np.arange(len(batch.episodes))
-            return self.learner.scores(batch, rows, temperature=phase.temperature, reference=True)[0]
+            return self.learner.scores(batch, rows, temperature=phase.temperature / sharper, reference=reference)[0]
 
         args = self.args
         return make_batch(
@@ -298,7 +298,7 @@ class GRPOTrainer(StepByStep):
             reward_weights=self.data.scorer.weights.tolist(),
             max_completion_length=args.sampling.max_completion_length,
             has_answer=self.data.has_answer,
-            score_reference=score_reference,
+            score=score,
         )
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:

@@ -99,7 +99,7 @@ class GRPOConfig(TrainingArguments):
     vespo_lambda_pos: float = _option(3.0, "Parameter lambda of vespo for positive advantages.")
     vespo_k_neg: float = _option(3.0, "Parameter k of vespo for negative advantages.")
     vespo_lambda_neg: float = _option(2.0, "Parameter lambda of vespo for negative advantages.")
-    importance_sampling_level: str = _option("token", "token, sequence or sequence_token.")
+    importance_sampling_level: str = _option("token", "token or sequence.")
     reward_weights: list[float] | None = _option(None, "Weight of each reward function.")
     multi_objective_aggregation: str = _option("sum_then_normalize", "sum_then_normalize or normalize_then_sum.")
     scale_rewards: str = _option("group", "group, batch or none; true and false mean group and none.")

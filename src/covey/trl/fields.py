@@ -65,7 +65,7 @@ MEANINGS: dict[str, Meaning] = {
     **_all("translated", "schedule.max_steps, counted in generations", "max_steps num_train_epochs"),
     "warmup_steps": Meaning("translated", "optim.warmup_steps, or optim.warmup_ratio below 1"),
     "min_p": Meaning("translated", "sampling.min_p; unset: 0"),
-    "epsilon_high": Meaning("translated", "algorithm.epsilon_high; with cispo algorithm.epsilon_max"),
+    "epsilon_high": Meaning("translated", "algorithm.epsilon_high; with cispo algorithm.epsilon_max, unset: epsilon"),
     **_all("translated", "algorithm.loss_parameters of vespo", "vespo_k_pos vespo_lambda_pos vespo_k_neg"),
     "vespo_lambda_neg": Meaning("translated", "algorithm.loss_parameters of vespo"),
     "use_bias_correction_kl": Meaning("translated", "algorithm.kl_estimator: k3_unbiased, else k3"),
@@ -77,11 +77,10 @@ MEANINGS: dict[str, Meaning] = {
     "shuffle_dataset": Meaning("translated", "data.shuffle"),
     "activation_checkpointing": Meaning("translated", "model.gradient_checkpointing"),
     "model_init_kwargs": Meaning("translated", "the model is loaded with them"),
-    "repetition_penalty": Meaning(
-        "warned", "sampling must be the distribution that is trained, and a penalty would leave it; it is not applied"
-    ),
+    "repetition_penalty": Meaning("translated", "unless 1, the model's own generate samples"),
     "generation_kwargs": Meaning(
-        "translated", "sampling.top_k, top_p, min_p, temperature, stop_strings; others refused"
+        "translated",
+        "sampling.top_k, top_p, min_p, temperature, stop_strings; with others the model's generate samples",
     ),
     "cast_lm_head_to_fp32": Meaning("translated", "log-probabilities are computed in float32 in any case"),
     "logging_strategy": Meaning("translated", "run.logging_steps"),

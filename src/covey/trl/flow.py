@@ -31,6 +31,7 @@ class Flow:
         steps_per_generation: optimiser steps that one generation is trained on.
         save: writes a checkpoint in transformers' layout.
         evaluate: measures several evaluation sets by name, in place of Covey's trainer, which has one.
+        log: is given each record; hands it on to `record`.
 
     Attributes:
         control: what callbacks ask for.
@@ -47,11 +48,12 @@ class Flow:
         steps_per_generation: int,
         save: Callable[[], None],
         evaluate: Callable[[], Any] | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.args, self.state, self.handler = args, state, handler
         self.control = TrainerControl()
         self._steps, self._per_epoch, self._per_generation = steps, steps_per_epoch, steps_per_generation
-        self._save, self._evaluate = save, evaluate
+        self._save, self._evaluate, self.log = save, evaluate, log or self.record
         self._asked_to_save = False
         self._sums: dict[str, list[float]] = {}
         self._losses: list[float] = []
@@ -143,7 +145,7 @@ class Flow:
         """Mean loss of the run's generations."""
         return sum(self._losses) / max(len(self._losses), 1)
 
-    def log(self, logs: Mapping[str, Any]) -> None:
+    def record(self, logs: Mapping[str, Any]) -> None:
         """Append a record to the history and tell the callbacks, trackers among them."""
         record = {**logs, "epoch": self.state.epoch}
         self.state.log_history.append({**record, "step": self.state.global_step})
@@ -164,15 +166,17 @@ class Flow:
                 self.state.best_model_checkpoint = str(saved) if saved.is_dir() else None
                 self.control.should_save |= self.args.save_strategy == SaveStrategy.BEST
 
-    def _means(self) -> dict[str, float]:
-        """Means over the generations since the last record; counters as they stand."""
+    def _means(self) -> dict[str, float | None]:
+        """Means over the generations since the last record, None where there is nothing to take one of, such as the
+        reward of a function that judged no completion; counters as they stand.
+        """
         last = ("num_tokens", "policy_version", "phase", "learning_rate", "epoch")
-        means = {
-            name: values[-1] if name in last else sum(values) / len(values)
-            for name, values in self._sums.items()
-            if name != "epoch"
-        }
+        means = {}
+        for name, values in self._sums.items():
+            known = [value for value in values if not math.isnan(value)]
+            means[name] = values[-1] if name in last else sum(known) / len(known) if known else None
         self._sums = {}
+        means.pop("epoch", None)
         return means
 
     def _tell(self, event: str, **what: Any) -> None:

@@ -74,7 +74,7 @@ class RolloutCollector:
         fields = _checked(returned, len(owners))
         episodes = [self._episode(fields, place, settings, policy_version) for place in range(len(owners))]
         if self._learner is not None:
-            episodes = _measured(episodes, self._learner, settings.temperature)
+            episodes = measured(episodes, self._learner, settings.temperature)
         sampled = time.perf_counter()
         extra = {name: fields[name] for name in fields if name not in (*_REQUIRED, "env_mask")}
         asked = [
@@ -146,7 +146,7 @@ def _first(value: Any) -> float:
     return float(value[0]) if isinstance(value, list | tuple) else float(value)
 
 
-def _measured(episodes: Sequence[Episode], learner: Learner, temperature: float) -> list[Episode]:
+def measured(episodes: Sequence[Episode], learner: Learner, temperature: float) -> list[Episode]:
     """With the policy's own log-probabilities, so that its first update begins at a ratio of 1."""
     lengths = np.array([episode.num_sampled for episode in episodes])
     exists: NDArray[np.bool_] = np.arange(max(int(lengths.max()), 1))[None, :] < lengths[:, None]

@@ -31,17 +31,21 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutp
 import covey
 from covey.errors import CheckpointError, ConfigError, CoveyError, DataError
 from covey.observe.run_folder import RunFolder
+from covey.rollout.collect import AnswerCollector
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
 from covey.trl.acting import Acting
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, Rates, trl_names
+from covey.trl.formulas import Formulas
+from covey.trl.generating import Generating, check_options
 from covey.trl.loading import model_name, place_model
+from covey.trl.overriding import NeverCalled
 from covey.trl.publishing import Publishing
 from covey.trl.records import Records
 from covey.trl.reward_models import with_models
-from covey.trl.translate import optimizer_steps, prompts_per_generation, settings
+from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
 
@@ -51,7 +55,7 @@ _POINTER = "covey.json"
 """In a checkpoint of transformers' layout: which of Covey's checkpoints it was written with."""
 
 
-class GRPOTrainer(Records, Publishing):
+class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
     """Trains a language model with GRPO; arguments, attributes and methods are those of TRL 1.16's trainer.
 
     Args:
@@ -129,6 +133,8 @@ class GRPOTrainer(Records, Publishing):
                 f"eval_dataset=None beside eval_strategy={IntervalStrategy(args.eval_strategy).value!r} and "
                 f"eval_on_start={args.eval_on_start}: there is nothing to evaluate on; pass it, or switch both off"
             )
+        self._generate_options = generate_options(args)
+        check_options(self._generate_options)
         lora = peft_config is not None or isinstance(model, PeftModel)
         self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
@@ -183,6 +189,9 @@ class GRPOTrainer(Records, Publishing):
             processing_class=tokenizer,
             peft_config=self._peft_config,
         )
+        if not run.args.server.upload_adapters_to_server:
+            run.engine = Generating(run, self.args, self._generate_options)
+            run.collect = AnswerCollector(run.engine, run.data.scorer, run.decode)
         self._acting.install(run, self)
         optimizer, scheduler = self._optimizers
         learner: Any = run.learner  # PyTorch's
@@ -203,6 +212,7 @@ class GRPOTrainer(Records, Publishing):
             steps_per_generation=self.args.optimizer_steps_per_generation,
             save=self._save_checkpoint,
             evaluate=self.evaluate if self._named else None,
+            log=self.log,
         )
 
     def _trackers(self) -> list[Any]:
@@ -407,8 +417,8 @@ class GRPOTrainer(Records, Publishing):
         self.callback_handler.remove_callback(callback)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add a record to the history, and tell callbacks and trackers."""
-        self._flow.log(logs)
+        """Add a record to the history, and tell callbacks and trackers; subclasses may add to it first."""
+        self._flow.record(logs)
 
     # ------------------------------------------------------------------ saving, resuming
 

@@ -72,9 +72,10 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
     if args.loss_type == "vespo":
         names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
         found["loss_parameters"] = {name: getattr(args, f"vespo_{name}") for name in names}
-    high = "epsilon_max" if args.loss_type == "cispo" else "epsilon_high"
-    if args.epsilon_high is not None:
-        found[high] = args.epsilon_high
+    if args.loss_type == "cispo":
+        found["epsilon_max"] = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    elif args.epsilon_high is not None:
+        found["epsilon_high"] = args.epsilon_high
     return found | {"beta": args.beta, "kl_estimator": "k3_unbiased" if args.use_bias_correction_kl else "k3"}
 
 
@@ -108,21 +109,38 @@ def _server(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _generation(args: GRPOConfig) -> dict[str, Any]:
-    """`generation_kwargs` that Covey's sampler has; others would sample from another distribution than is trained."""
-    given = as_mapping("generation_kwargs", args.generation_kwargs)
+    """Those `generation_kwargs` that Covey's sampler has."""
     found: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in as_mapping("generation_kwargs", args.generation_kwargs).items():
         if name in _SAMPLING:
             found[name] = value
         elif name in ("max_new_tokens", "max_tokens"):
             found["max_completion_length"] = value
         elif name in ("stop", "stop_strings"):
             found["stop_strings"] = (value,) if isinstance(value, str) else tuple(value)
-        elif not (name == "do_sample" and value is True):
-            raise ConfigError(
-                f"generation_kwargs[{name!r}]={value!r:.100}: completions would not be samples of the distribution "
-                f"that is trained; Covey takes {', '.join(_SAMPLING)}, max_new_tokens and stop_strings, leave it out"
-            )
+    return found
+
+
+_OURS = (*_SAMPLING, "max_new_tokens", "max_tokens", "stop", "stop_strings")
+
+
+def generate_options(args: GRPOConfig) -> dict[str, Any]:
+    """What is asked of sampling beyond that: options of transformers' `generate`, which samples then.
+
+    Raises:
+        ConfigError: a server samples, which has no such options.
+    """
+    given = as_mapping("generation_kwargs", args.generation_kwargs)
+    found = {name: value for name, value in given.items() if name not in _OURS}
+    if found.get("do_sample") is True and len(found) == 1:
+        found = {}  # as in any case
+    if args.repetition_penalty != 1:
+        found.setdefault("repetition_penalty", args.repetition_penalty)
+    if found and _server(args):
+        raise ConfigError(
+            f"{', '.join(f'{name}={value!r:.100}' for name, value in found.items())}: the server does not sample so; "
+            "leave it out, or set use_vllm=False"
+        )
     return found
 
 

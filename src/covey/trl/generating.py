@@ -1,0 +1,203 @@
+"""`model.generate` in the engine's place: where somebody replaced it, or asks for what Covey's sampler does not have.
+
+What it returns need not be drawn from the policy: beams, penalties and functions of one's own draw otherwise. As in
+TRL, the policy's log-probabilities of these tokens are measured afterwards, and the ratio begins at 1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+import covey
+from covey.errors import ConfigError, GenerationError, raised_at
+from covey.rollout.turns import NO_LIMIT, Device, Drawn, Row, Session
+from covey.trl.arguments import GRPOConfig
+from covey.trl.rollouts import measured
+from covey.types import Completion, Episode, FinishReason, Progress, Request, SamplingSettings
+
+log = logging.getLogger("covey.trl")
+
+_ROWS = 64
+"""Completions in one call."""
+_GENERATE = GenerationMixin.generate
+_config: Any = GenerationConfig
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that transformers does not know.
+
+    Raises:
+        ConfigError: an option that `generate` has not, or a value that it does not take.
+    """
+    unknown = [name for name in options if not hasattr(_config(), name)]
+    if unknown:
+        raise ConfigError(f"generation_kwargs: {', '.join(unknown)}: transformers' generate has no such option")
+    try:
+        _config(**options).validate(strict=False)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"generation_kwargs={dict(options)!r:.200}: {error!s:.300}") from error
+
+
+class Generating:
+    """A run's engine; or, where that is wanted, `generate` of the model that is trained.
+
+    Args:
+        run: whose engine, model and learner.
+        args: TRL's settings.
+        options: of `transformers.GenerationConfig` that the engine does not have. Without any, `generate` is used where
+            it was replaced, on the model or in transformers.
+    """
+
+    def __init__(self, run: covey.GRPOTrainer, args: GRPOConfig, options: Mapping[str, Any]) -> None:
+        self._engine: Any = run.engine
+        self._run, self._args, self.options = run, args, dict(options)
+        self._told = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """See `covey.types.Generator`."""
+        if not self._wanted():
+            found: list[Completion] = self._engine(requests, settings, policy_version=policy_version, progress=progress)
+            return found
+        session = self._open(settings, policy_version, NO_LIMIT)
+        return session.run([session.start(request) for request in requests], progress)
+
+    def session(self, settings: SamplingSettings, *, policy_version: int, own_tokens: int, **rows: Any) -> Session[Any]:
+        """See `covey.rollout.turns.TurnGenerator`."""
+        if self._wanted():
+            return self._open(settings, policy_version, own_tokens)
+        opened: Session[Any] = self._engine.session(
+            settings, policy_version=policy_version, own_tokens=own_tokens, **rows
+        )
+        return opened
+
+    def _wanted(self) -> bool:
+        model = self._run.policy_model
+        replaced = GenerationMixin.generate is not _GENERATE or "generate" in vars(model)
+        if (replaced or self.options) and not self._told:
+            self._told = True
+            why = ", ".join(self.options) or "it was replaced"
+            log.warning("sampling with the model's own generate (%s), which is slower than Covey's engine", why)
+        return replaced or bool(self.options)
+
+    def _open(self, settings: SamplingSettings, policy_version: int, own_tokens: int) -> Session[Any]:
+        device = _GenerateDevice(self, own_tokens)
+        return Session(device, settings, policy_version=policy_version, tokenizer=self._run.policy.tokenizer)
+
+    # ------------------------------------------------------------------ one call
+
+    def turns(self, rows: Sequence[Row]) -> Drawn:
+        """A turn of each row.
+
+        Raises:
+            GenerationError: `generate` raised, or returned something else than `[rows, width]` token ids.
+        """
+        run, settings, histories = self._run, rows[0].settings, [row.history() for row in rows]
+        model, tokenizer = run.policy_model, run.policy.tokenizer
+        width = max(map(len, histories))
+        padding = settings.eos_token_ids[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        ids, mask = np.full((len(rows), width), padding, np.int64), np.zeros((len(rows), width), np.int64)
+        for place, history in enumerate(histories):
+            ids[place, width - len(history) :], mask[place, width - len(history) :] = history, 1
+        device = next(model.parameters()).device
+        devices = [device] if device.type == "cuda" else []
+        half = torch.bfloat16 if self._args.bf16 else torch.float16
+        try:
+            # Seeded by the first row's stream, so that a resumed run draws what the unbroken one does.
+            with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, half, self._halves):
+                torch.manual_seed(rows[0].key >> 1)
+                output = model.generate(
+                    input_ids=torch.from_numpy(ids).to(device),
+                    attention_mask=torch.from_numpy(mask).to(device),
+                    generation_config=self._config(settings, max(row.limit for row in rows), padding),
+                )
+            found = output[:, width:].tolist()
+        except Exception as error:  # the user's function, or one of transformers' many
+            raise GenerationError(
+                f"the model's generate raised {type(error).__name__}: {error!s:.300}{raised_at(error)}"
+            ) from error
+        if len(found) != len(rows) or not all(found):
+            raise GenerationError(
+                f"the model's generate returned {tuple(output.shape)} for prompts of {ids.shape}; it must return as "
+                "many rows, the prompts with at least one more token each"
+            )
+        turns, reasons = zip(*[_turn(row, tokens) for row, tokens in zip(rows, found, strict=True)], strict=True)
+        return self._drawn(rows, histories, turns, reasons)
+
+    @property
+    def _halves(self) -> bool:
+        return bool(self._args.bf16 or self._args.fp16)
+
+    def _config(self, settings: SamplingSettings, max_new_tokens: int, padding: int) -> Any:
+        drawn = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}
+        options: dict[str, Any] = {"do_sample": settings.temperature > 0, **(drawn if settings.temperature else {})}
+        if settings.min_p:
+            options["min_p"] = settings.min_p
+        ends = {"eos_token_id": list(settings.eos_token_ids), "pad_token_id": padding}
+        return _config(**(options | ends | {"max_new_tokens": max_new_tokens} | self.options))
+
+    def _drawn(
+        self, rows: Sequence[Row], histories: Sequence[Any], turns: Sequence[Any], reasons: Sequence[FinishReason]
+    ) -> Drawn:
+        episodes = [
+            Episode(
+                token_ids=np.concatenate([history, np.array(turn, np.int64)]),
+                sampled=np.arange(len(history) + len(turn)) >= len(history),
+                logprobs=np.zeros(len(history) + len(turn), np.float32),
+                text="",
+                finish_reason=reason,
+                policy_version=0,
+            )
+            for history, turn, reason in zip(histories, turns, reasons, strict=True)
+        ]
+        scored = measured(episodes, self._run.learner, rows[0].settings.temperature or 1.0)
+        tokens = np.full((len(rows), max(map(len, turns))), -1, np.int64)
+        logprobs = np.zeros(tokens.shape, np.float32)
+        for place, (turn, episode) in enumerate(zip(turns, scored, strict=True)):
+            tokens[place, : len(turn)], logprobs[place, : len(turn)] = turn, episode.logprobs[episode.sampled]
+        return Drawn(rows, tokens, logprobs, finished=reasons)
+
+
+class _GenerateDevice(Device):
+    """Asks for whole turns."""
+
+    def __init__(self, sampler: Generating, own_tokens: int) -> None:
+        super().__init__(sampler.context_length, own_tokens)
+        self._sampler = sampler
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """First turns."""
+        while queue:
+            yield self._sampler.turns([queue.popleft() for _ in range(min(_ROWS, len(queue)))])
+
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        """Next turns, with all that was said before."""
+        while resuming:
+            rows, resuming[:] = resuming[:_ROWS], resuming[_ROWS:]
+            yield self._sampler.turns(rows)
+
+
+def _turn(row: Row, tokens: Sequence[int]) -> tuple[list[int], FinishReason]:
+    """The tokens as far as the turn goes: what follows its end is padding."""
+    taken: list[int] = []
+    for token in tokens[: row.limit]:
+        taken.append(token)
+        if token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):
+            return taken, "stop"
+    return taken, "length"
