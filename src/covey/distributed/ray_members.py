@@ -241,7 +241,9 @@ class Cluster:
             gpus = 1.0 if self._config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
         self._gpus, samplers = gpus, chosen.samplers or 0
         check_room(nodes, samplers, CPUS, gpus)
-        check_alike(_with_versions(nodes), installed(), CPUS, gpus)
+        nodes = _with_versions(nodes)
+        check_room(nodes, samplers, CPUS, gpus)
+        check_alike(nodes, installed(), CPUS, gpus)
         _await_room(samplers, gpus)
 
     def _start(self, session: int) -> Member:
@@ -328,7 +330,7 @@ def _nodes() -> list[Node]:
 
 
 def _with_versions(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with what is installed there; this process knows what its own has."""
+    """The nodes that run a task, with what is installed there; this process knows what its own has."""
 
     def ask(names: Sequence[str]) -> dict[str, str]:  # sent by value, so that it runs where Covey is missing
         import platform
@@ -360,8 +362,11 @@ def _with_versions(nodes: Sequence[Node]) -> list[Node]:
             f"Ray node {silent[0]} does not run a task within {_PROBE_SECONDS:g} s ({len(silent)} of {len(nodes)} "
             "nodes); look at it with ray status"
         )
-    found = {name: _get(ref, _PROBE_SECONDS) for name, ref in asked.items()}
-    return [replace(node, versions=found.get(node.name)) for node in nodes]
+    found: dict[str, Any] = {here: None}
+    for name, ref in asked.items():
+        with suppress(MemberError):  # a node that has died since; Ray lists it for a while
+            found[name] = _get(ref, _PROBE_SECONDS)
+    return [replace(node, versions=found[node.name]) for node in nodes if node.name in found]
 
 
 def _await_room(samplers: int, gpus: float) -> None:
