@@ -146,9 +146,13 @@ def plan(
 
     Says what dominates, and which setting would about halve it.
     """
+    from covey.distributed.start import layout
     from covey.training.plan import measure
 
-    found = measure(_trainer(GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])))
+    config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
+    found = measure(_trainer(config))
+    if not as_json and layout(config):
+        out.print(f"layout: {layout(config)}", highlight=False)
     if as_json:
         out.print_json(data=found.to_dict())
         return

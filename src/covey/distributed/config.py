@@ -20,7 +20,8 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     ray_address: str = Field(
         default="auto",
         min_length=1,
-        description="Ray cluster, HOST:PORT; auto = the one that this process is on, else one that is started here.",
+        description="Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one "
+        "that this machine is part of, else local.",
     )
     gpus_per_sampler: float | None = Field(
         default=None,
