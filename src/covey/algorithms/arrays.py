@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -142,3 +143,13 @@ def group_numbers(ids: Any, reference: Array) -> Array:
         return to_library_of(reference, ids)
     numbers: dict[Hashable, int] = {}
     return to_library_of(reference, np.asarray([numbers.setdefault(i, len(numbers)) for i in ids], np.int64))
+
+
+def locked(value: Any) -> Any:
+    """A dataclass with its NumPy arrays read-only, for code of somebody else's: what it changed would be trained on."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: locked(getattr(value, each.name)) for each in fields(value)})
+    if isinstance(value, np.ndarray):
+        value = value.view()
+        value.flags.writeable = False
+    return value

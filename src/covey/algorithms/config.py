@@ -258,8 +258,9 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
                 f"entropy_coef_max={high}; choose a number between these"
             )
         for name in self.loss_parameters:
-            if name in type(self).model_fields:
-                raise ValueError(f"loss_parameters.{name}: it is a setting of its own; set algorithm.{name}")
+            setting = "use_adaptive_entropy" if name == "adaptive_entropy" else name
+            if setting in type(self).model_fields:
+                raise ValueError(f"loss_parameters.{name}: it is a setting of its own; set algorithm.{setting}")
         if ":" not in self.loss_type:  # a file is read when the run begins: a config can be read without it
             self.objective()
         return self
