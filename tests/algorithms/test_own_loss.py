@@ -11,7 +11,7 @@ import pytest
 import torch
 from algorithm_cases import jax_gradient, loss_of, random_case, torch_gradient
 
-from covey.algorithms import LOSSES, LossInputs, Surrogate, find_loss, loss, make_objective, policy_loss
+from covey.algorithms import LOSSES, LossInputs, Surrogate, find_estimator, find_loss, loss, make_objective, policy_loss
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
 
@@ -204,3 +204,20 @@ def test_every_loss_of_the_shelf_names_its_source() -> None:
     for name, one in LOSSES.items():
         assert one.function.__doc__, name
         assert one.name == name
+
+
+def group_free(step: Any) -> Any:
+    return step.rewards - 0.5
+
+
+def test_functions_themselves_are_named_where_they_are_found_again() -> None:
+    config = GRPOConfig(loss_type=plain, adv_estimator=group_free).algorithm
+    assert find_loss(config.loss_type).function is plain
+    assert find_estimator(config.adv_estimator).function is group_free
+    for setting in ("loss_type", "adv_estimator"):
+        with pytest.raises(ConfigError, match=rf"algorithm.{setting}=.* a lambda.*define it with def at the top"):
+            GRPOConfig(**{setting: lambda x: x})
+    with pytest.raises(ConfigError, match="stands in the program that began the run"):
+        find_loss("__main__:no_such_function")
+    with pytest.raises(ConfigError, match=r"takes no options after its name; .*loss_parameters"):
+        find_loss("mine.py:gmpo:clip=0.3")

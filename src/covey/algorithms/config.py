@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from covey.algorithms.losses import default_of, find_loss, loss_name
+from covey.algorithms.losses import default_of, find_loss, function_name, loss_name
 from covey.algorithms.mismatch import Correction
 from covey.algorithms.objective import Objective, make_objective
 
@@ -234,6 +234,11 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     @classmethod
     def _a_loss(cls, value: Any) -> Any:
         return loss_name(value)
+
+    @field_validator("adv_estimator", mode="before")
+    @classmethod
+    def _an_estimator(cls, value: Any) -> Any:
+        return function_name(value)
 
     @field_validator("epsilon", "epsilon_max", "sapo_temperature_pos", "sapo_temperature_neg", mode="before")
     @classmethod

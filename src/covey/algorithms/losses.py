@@ -30,7 +30,7 @@ from covey.algorithms.arrays import (
 )
 from covey.algorithms.loss_function import Loss, LossInputs, Surrogate, loss
 from covey.errors import ConfigError
-from covey.functions import load_function
+from covey.functions import load_function, name_of
 
 # --- importance ratios
 
@@ -388,15 +388,18 @@ def _loss_in_file(name: str, folder: str) -> Loss:
         raise ConfigError(f"loss_type={name!r}: {error}") from error
 
 
+def function_name(value: Any) -> Any:
+    """A function given in the place of its name as that name; anything else as it is."""
+    return name_of(getattr(value, "function", value)) if callable(value) else value
+
+
 def loss_name(value: Any) -> Any:
     """A setting `loss_type` as text: a name, or where a function given in its place is found again.
 
     Raises:
         ValueError: a name that is not on the shelf; the message lists those that are.
     """
-    if callable(value):
-        function = getattr(value, "function", value)
-        return f"{function.__module__}:{function.__qualname__}"
+    value = function_name(value)
     if isinstance(value, str) and ":" not in value and value not in LOSSES:
         close = difflib.get_close_matches(value, LOSSES, n=1)
         fix = f"did you mean {close[0]!r}?" if close else "set algorithm.loss_type to one of these"
