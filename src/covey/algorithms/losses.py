@@ -21,6 +21,7 @@ from covey.algorithms.arrays import (
     bounded_exp,
     largest,
     lookup,
+    magnitude,
     masked,
     masked_difference,
     row_mean,
@@ -310,7 +311,7 @@ def kl_cov(x: LossInputs, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) 
 
     Of the step's tokens a share of `kl_cov_ratio` is held back so, rounded down, and at least one.
     """
-    held = x.xp.where(x.selected, x.xp.abs(x.log_ratio), x.xp.zeros_like(x.logp))
+    held = x.xp.where(x.selected, magnitude(x.log_ratio), x.xp.zeros_like(x.logp))
     return Surrogate(-x.ratio * x.advantages + ppo_kl_coef * held)
 
 
