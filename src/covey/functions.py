@@ -130,6 +130,15 @@ def _import_file(path: Path) -> ModuleType:
     return importlib.import_module(name)
 
 
+def user_file_hashes() -> dict[str, str]:
+    """Path -> SHA-256 of each file of the user's that was imported; one that is gone by now is left out."""
+    return {
+        path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for path in USER_FILES.values()
+        if Path(path).is_file()
+    }
+
+
 def _functions(module: ModuleType) -> list[str]:
     """What a module defines itself, without what it imports."""
 

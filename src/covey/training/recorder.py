@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from covey.config import GRPOConfig
 from covey.errors import CheckpointError, CoveyError, ModelError
+from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
 from covey.observe.doctor import Doctor
 from covey.observe.observers import Observers
@@ -274,6 +275,7 @@ class Recorder:
                 "random": random_state(),
                 "tokens_per_micro_batch": run.learner.tokens_per_micro_batch,
                 "settings": run.args.to_dict(),
+                "files": user_file_hashes(),
             },
             run_id=folder.run_id,
         )
