@@ -150,7 +150,7 @@ def plan(
     from covey.training.plan import measure
 
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
-    found = measure(_trainer(config))
+    found = measure(_trainer(config.replace(learners=1)))
     if not as_json and layout(config):
         out.print(f"layout: {layout(config)}", highlight=False)
     if as_json:

@@ -35,10 +35,11 @@ class ReplicatedBackend:
         """Refuse what several ranks cannot train."""
         if config.model.backend != "pytorch":
             raise ConfigError(f"model.backend={config.model.backend!r}: several ranks train with pytorch; set that")
-        if config.schedule.max_staleness > 0 and not config.server.upload_adapters_to_server:
+        others = config.server.upload_adapters_to_server or config.distributed.samplers
+        if config.schedule.max_staleness > 0 and not others:
             raise ConfigError(
                 f"schedule.max_staleness={config.schedule.max_staleness}: ranks sample and train in turns, nothing is "
-                "sampled ahead; set it to 0, or sample on a server"
+                "sampled ahead; set it to 0, or let servers or actors sample"
             )
         self._own.check(config)
 
@@ -62,7 +63,7 @@ class ReplicatedBackend:
         """Another rank than 0: build the same parts, and do what rank 0 does until the run ends."""
         self.check(config)
         policy = self.make_policy(config)
-        samples = not config.server.upload_adapters_to_server
+        samples = not config.server.upload_adapters_to_server and not config.distributed.samplers
         sampler = self.make_own(config, policy) if samples else None
         follow(self._ranks, self._own.make_learner(config, policy), sampler)
 
