@@ -7,6 +7,7 @@
     completions/            step_000012.parquet: what was sampled, with rewards and advantages;
                             eval_000012.parquet: the same for an evaluation
     checkpoints/            step_000010/: see covey.training.checkpoint
+    units/                  what was sampled since the newest one, where units are kept: see covey.distributed.journal
     best/ adapter/          the best and the final policy, for use elsewhere
     learning_curve.png      drawn from metrics.jsonl
     events.jsonl log.txt    what happened, for programs and for people
@@ -39,7 +40,7 @@ from covey.observe.records import JsonLines, Record, is_answers, is_metrics, rea
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
-_FOLDERS = ("completions", "checkpoints", "best", "adapter")
+_FOLDERS = ("completions", "checkpoints", "units", "best", "adapter")
 _FILES = (
     "config.toml",
     "versions.json",
@@ -69,6 +70,7 @@ class RunFolder:
         self.events_path, self.log_path = path / "events.jsonl", path / "log.txt"
         self.curve_path = path / "learning_curve.png"
         self.completions, self.checkpoints = path / "completions", path / "checkpoints"
+        self.units = path / "units"
         self.best, self.adapter = path / "best", path / "adapter"
         self._lock: FolderLock | None = None
         for name in _FILES:

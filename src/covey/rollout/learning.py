@@ -112,8 +112,10 @@ class Learner(Protocol):
         tokens_per_micro_batch: tokens under way in forward and backward passes.
     """
 
-    steps: int
     tokens_per_micro_batch: int
+
+    @property
+    def steps(self) -> int: ...
 
     def scores(
         self,

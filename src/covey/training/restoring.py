@@ -147,6 +147,8 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
 
 _FREE = ("output_dir", "run_name", "report_to", "progress", "logging_steps", "num_completions_to_print")
 """Settings of [run] that change nothing in what is learned."""
+_FREE_HERE = ("learners", "ray_address", "gpus_per_sampler", "timeout_seconds", "max_restarts", "keep_units")
+"""The same of [distributed]."""
 _SHAPE = ("model", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
 """Settings of [model] that say what the weights of a checkpoint are the weights of."""
 
@@ -163,7 +165,8 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
         for section, fields in config.to_dict().items() if before else ():
             for name, value in fields.items():
                 was = before.get(section, {}).get(name, value)  # settings of a later version are not compared
-                if was == value or (section == "run" and name in _FREE):
+                free = _FREE if section == "run" else _FREE_HERE if section == "distributed" else ()
+                if was == value or name in free:
                     continue
                 changed.append(f"{section}.{name} {was!r:.60} -> {value!r:.60}")
                 if section == "model" and name in _SHAPE:

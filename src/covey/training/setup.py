@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,15 +18,15 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Estimator
 from covey.algorithms.config import AlgorithmConfig
-from covey.backend import Backend
 from covey.config import GRPOConfig
+from covey.distributed import start
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.observe.metric_names import says_which_is_best
 from covey.processes import total_memory
 from covey.rollout.batching import HasAnswer, estimator_of, has_text
-from covey.rollout.learning import Sampler, TrainedPolicy
+from covey.rollout.learning import TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.tasks import Task, get_task, task_options
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
@@ -213,37 +211,8 @@ def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.
     return DataOrder(count, config.run.seed, config.data.shuffle)
 
 
-def make_engine(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) -> Sampler:
-    """What samples: the backend's engine, or a server in its place.
-
-    Raises:
-        ServingError: the server cannot be reached.
-    """
-    return connect(config, policy) if config.server.upload_adapters_to_server else backend.make_sampler(config, policy)
-
-
-def connect(config: GRPOConfig, policy: TrainedPolicy) -> Sampler:
-    """The server of `server.inference_server_url`, for this run folder: a resumed run is the same trainer."""
-    from covey.serving.client import InferenceClient
-    from covey.serving.dialects import find_dialect
-    from covey.serving.remote import RemoteEngine
-
-    chosen = config.server
-    client = InferenceClient(
-        chosen.inference_server_url,
-        chosen.server_token,
-        timeout=chosen.server_timeout,
-        retry_seconds=chosen.server_retry_seconds,
-    )
-    folder = Path(config.run.output_dir).resolve()
-    trainer = f"{socket.gethostname()}:{folder}"[-200:]  # as much as a server takes for a name
-    return RemoteEngine(
-        client,
-        trainer=trainer,
-        dialect=find_dialect(chosen.inference_server_kind),
-        folder=chosen.adapter_folder or f"{folder}-adapters",
-        vocabulary=policy.vocabulary,
-    )
+make_engine = start.make_sampler
+"""What samples: the backend's engine, servers in its place, or actors."""
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
