@@ -109,8 +109,7 @@ def train(
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     from covey.distributed import launch
 
-    launch.become_launcher(config, sys.argv[1:])
-    if trainer := launch.run(config):
+    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config)):
         print_summary(out, trainer, Path(config.run.output_dir))
 
 
@@ -131,8 +130,7 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    launch.become_launcher(config, sys.argv[1:])
-    if trainer := launch.run(config, resume=True):
+    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config, resume=True)):
         print_summary(out, trainer, run)
 
 
@@ -150,7 +148,7 @@ def plan(
     from covey.training.plan import measure
 
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
-    found = measure(_trainer(config.replace(learners=1)))
+    found = measure(_trainer(config))
     if not as_json and layout(config):
         out.print(f"layout: {layout(config)}", highlight=False)
     if as_json:
@@ -489,4 +487,4 @@ def _last_message(prompt: str) -> str:
 def _trainer(config: GRPOConfig) -> GRPOTrainer:
     from covey.training.trainer import GRPOTrainer
 
-    return GRPOTrainer(args=config)
+    return GRPOTrainer(args=config.replace(learners=1))  # it trains nothing, or tries a step

@@ -150,6 +150,18 @@ def test_one_command_starts_all_ranks(recipe_folder: Path, unbroken: Path, tmp_p
     printed = finished(process)
     assert process.returncode == 0, printed
     assert_equal_runs(tmp_path / "run", unbroken)
+    process = started([sys.executable, "-m", "covey", "eval", tmp_path / "run"])  # needs no other ranks
+    printed = finished(process)
+    assert process.returncode == 0, printed
+
+
+def test_what_is_refused_is_said_once_and_not_started_again(recipe_folder: Path, tmp_path: Path) -> None:
+    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2", "model.model=/nowhere")
+    process = started([sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml", *settings])
+    printed = finished(process)
+    assert process.returncode == 2, printed
+    assert "/nowhere" in printed[printed.rindex("covey: ") :]
+    assert "started again" not in printed
 
 
 def test_the_launcher_starts_killed_ranks_again(recipe_folder: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +15,28 @@ import torch
 
 from covey.config import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
-from covey.distributed.ranks import Ranks
+from covey.distributed.ranks import RankLostError, Ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
-from covey.errors import ConfigError
+from covey.errors import ConfigError, CoveyError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
 from covey.training import agents, setup
 from covey.training.trainer import GRPOTrainer
 from covey.types import Prompt
+
+log = logging.getLogger(__name__)
+
+_REFUSED = "COVEY_REFUSED"
+"""Environment variable: the file in which a rank says why it was refused."""
+_TORCHRUN = """
+import ctypes, runpy, signal, sys
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the process that has started it
+except AttributeError:
+    pass
+sys.argv[0] = "torchrun"
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
 
 
 class ReplicatedBackend:
@@ -86,31 +103,60 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         raise ConfigError(
             f"distributed.learners={config.distributed.learners}: torchrun has started {ranks.world}; leave it out"
         )
-    config = _on_own_device(config)
     try:
+        config = _on_own_device(config)
         backend = ReplicatedBackend(ranks)
         if ranks.rank > 0:
             backend.follow(config)
             return None
         return _train(config, resume or _goes_on(config), backend)
+    except RankLostError:
+        raise
+    except CoveyError as error:  # nothing that another start would mend
+        if _REFUSED in os.environ:
+            Path(os.environ[_REFUSED]).write_text(str(error))
+        raise
     finally:
         ranks.close()
 
 
-def become_launcher(config: GRPOConfig, arguments: Sequence[str]) -> None:
-    """Where the settings ask for several learners and nobody has started them: become torchrun, which does.
+def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
+    """Where the settings ask for several learners and nobody has started them: start them with torchrun, and wait.
+
+    When one dies, all are started again, `max_restarts` times at most, and go on with the run that is in the folder.
 
     Args:
         config: of the run.
         arguments: of the `covey` command, which every rank is given.
+
+    Returns:
+        False where this process trains itself.
+
+    Raises:
+        CoveyError: as a rank raised it.
+        ModelError: ranks have died too often.
     """
-    count = config.distributed.learners
-    if count == 1 or "WORLD_SIZE" in os.environ:
-        return
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    restarts = ["--max-restarts", str(config.distributed.max_restarts)]
-    os.execv(sys.executable, [sys.executable, *launcher, *restarts, "-m", "covey", *arguments])
+    chosen = config.distributed
+    if chosen.learners == 1 or "WORLD_SIZE" in os.environ:
+        return False
+    threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // chosen.learners, 1))}
+    command = ["--standalone", "--nproc-per-node", str(chosen.learners), "-m", "covey", *arguments]
+    with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder:
+        refused = Path(folder) / "refused"
+        environment = threads | os.environ | {_REFUSED: str(refused)}
+        for attempt in range(chosen.max_restarts + 1):
+            if attempt:
+                log.warning("a rank has died: all are started again (%d of %d)", attempt, chosen.max_restarts)
+            with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
+                status = launcher.wait()
+            if status == 0:
+                return True
+            if refused.exists():
+                raise CoveyError(refused.read_text())
+    raise ModelError(
+        f"distributed.learners={chosen.learners}: ranks have died {chosen.max_restarts + 1} times; see what they "
+        f"printed, and continue with covey resume {config.run.output_dir}"
+    )
 
 
 def _train(config: GRPOConfig, resume: bool, backend: ReplicatedBackend | None = None) -> GRPOTrainer:

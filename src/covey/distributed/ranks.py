@@ -22,6 +22,10 @@ IDLE = "idle"
 STOP = "stop"
 
 
+class RankLostError(ModelError):
+    """Another rank is gone, or does not answer."""
+
+
 class Ranks:
     """The processes that train, as one of them sees them.
 
@@ -129,7 +133,7 @@ class Ranks:
             try:
                 with self.telling(STOP):
                     pass
-            except ModelError:
+            except RankLostError:
                 pass  # they are gone already
         dist.destroy_process_group()
 
@@ -138,7 +142,7 @@ class Ranks:
         try:
             yield
         except (RuntimeError, ValueError) as error:
-            raise ModelError(
+            raise RankLostError(
                 f"rank {self.rank} of {self.world}, {doing}: another rank is gone or did not answer within "
                 f"{self._timeout:g} s ({str(error).splitlines()[0][:300]}); see what the others print, and start "
                 "again: the run continues from its last checkpoint"

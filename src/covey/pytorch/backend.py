@@ -27,12 +27,6 @@ class PyTorchBackend:
 
     def check(self, config: GRPOConfig) -> None:
         """Refuse a mesh: PyTorch runs on one device."""
-        learners = config.distributed.learners
-        if learners > 1 and self._share is None:
-            raise ConfigError(
-                f"distributed.learners={learners}: this is one process; train with the command covey train, which "
-                f"starts the others, or with torchrun --nproc-per-node {learners} -m covey train RECIPE"
-            )
         if config.model.mesh is not None:
             raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")
 
@@ -79,6 +73,12 @@ class PyTorchBackend:
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> Learner:
         """The learner; it runs packs side by side unless something samples beside it in this process."""
+        learners = config.distributed.learners
+        if learners > 1 and self._share is None:
+            raise ConfigError(
+                f"distributed.learners={learners}: this is one process; train with the command covey train, which "
+                f"starts the others, or with torchrun --nproc-per-node {learners} -m covey train RECIPE"
+            )
         beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
         scale = FLOAT16_LOSS_SCALE if config.optim.autocast == "float16" else 1.0
         return Learner(policy, side_by_side=beside, loss_scale=scale, share=self._share, **adamw_options(config))
