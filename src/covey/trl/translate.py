@@ -76,7 +76,9 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
         found["epsilon_max"] = args.epsilon if args.epsilon_high is None else args.epsilon_high
     elif args.epsilon_high is not None:
         found["epsilon_high"] = args.epsilon_high
-    return found | {"beta": args.beta, "kl_estimator": "k3_unbiased" if args.use_bias_correction_kl else "k3"}
+    if args.beta:
+        found["kl_estimator"] = "k3_unbiased" if args.use_bias_correction_kl else "k3"
+    return found | {"beta": args.beta}
 
 
 def _mismatch(args: GRPOConfig) -> dict[str, Any]:
@@ -252,7 +254,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "save_total_limit": args.save_total_limit,
         "logging_steps": max(1, math.ceil(logging_steps(args, steps) / per_generation)),
         "progress": not args.disable_tqdm,
-        "num_completions_to_print": args.num_completions_to_print if args.log_completions else None,
+        "num_completions_to_print": None,  # `covey.trl.tables` prints them
     }
     if args.use_adaptive_entropy:
         for field in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):
