@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from rich.console import Console
@@ -25,7 +26,9 @@ from covey.trl import (
     get_dataset,
 )
 from covey.trl.experimental.openenv import generate_rollout_completions
+from covey.trl.fields import warned
 from covey.trl.tables import columns, send, show
+from covey.trl.translate import settings
 
 ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
 SMALL: dict[str, Any] = {
@@ -212,3 +215,38 @@ def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -
     args = GRPOConfig(str(tmp_path), **SMALL, model_init_kwargs=options | {"torch_dtype": torch.bfloat16})
     trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
     assert next(trainer.model.parameters()).dtype == torch.float32
+
+
+class _Answer:
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+
+    def json(self) -> dict[str, Any]:
+        return self.body
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"), [({"status": "ok", "policy_version": 3}, "covey"), ({"status": "ok"}, "vllm"), (None, "vllm")]
+)
+def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def get(url: str, timeout: float) -> _Answer:
+        asked.append(url)
+        if body is None:
+            raise httpx.ConnectError("nobody listens")
+        return _Answer(body)
+
+    monkeypatch.setattr("covey.trl.translate.httpx.get", get)
+    args = GRPOConfig("out", use_vllm=True, vllm_mode="server", vllm_server_port=8123, top_k=-1)
+    found = settings(args, num_prompts=8, lora=True)
+    assert asked == ["http://127.0.0.1:8123/health"]  # not 0.0.0.0, where a server listens
+    assert found.server.inference_server_url == "http://127.0.0.1:8123"
+    assert found.server.inference_server_kind == kind
+    assert found.sampling.top_k == 0
+
+
+def test_vllm_in_this_process_is_said_to_be_none() -> None:
+    said = list(warned(GRPOConfig("out", use_vllm=True, vllm_mode="colocate")))
+    assert said == ["use_vllm=True with vllm_mode='colocate' has no effect: Covey's engine samples in this process"]
+    assert not list(warned(GRPOConfig("out")))

@@ -160,6 +160,7 @@ class GRPOConfig(TrainingArguments):
         self._check_kinds()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers wants it said before it allows mixed precision
+        self.top_k = 0 if self.top_k in (None, -1) else self.top_k  # former defaults of TRL and vLLM: all tokens
         self.report_to = "none" if self.report_to is None else self.report_to
         if self.tf32 and not is_torch_tf32_available():
             self.tf32 = None

@@ -213,6 +213,8 @@ def refused(args: GRPOConfig) -> Iterator[str]:
 
 def warned(args: GRPOConfig) -> Iterator[str]:
     """A sentence for each field that is set and has no effect."""
+    if args.use_vllm and args.vllm_mode == "colocate":
+        yield "use_vllm=True with vllm_mode='colocate' has no effect: Covey's engine samples in this process"
     for name, meaning in (MEANINGS | FORMER).items():
         if meaning.kind == "warned" and was_set(args, name):
             yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
 from transformers.trainer_utils import IntervalStrategy
 
 import covey
@@ -98,14 +99,24 @@ def _mismatch(args: GRPOConfig) -> dict[str, Any]:
     }
 
 
+def _kind(url: str) -> str:
+    """`covey serve` tells the version of its weights; whatever else answers, or does not, counts as vLLM."""
+    try:
+        found = httpx.get(f"{url.rstrip('/')}/health", timeout=5).json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return "vllm"
+    return "covey" if isinstance(found, dict) and "policy_version" in found else "vllm"
+
+
 def _server(args: GRPOConfig) -> dict[str, Any]:
     if not (args.use_vllm and args.vllm_mode == "server"):
         return {}
-    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host  # an address to listen on
+    url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
     return {
         "upload_adapters_to_server": True,
         "inference_server_url": url,
-        "inference_server_kind": "vllm",
+        "inference_server_kind": _kind(url),
         "server_retry_seconds": float(args.vllm_server_timeout),
     }
 
