@@ -4,7 +4,7 @@
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards), the sections of the settings
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe, config                    (config puts the sections together)
-4  backend, pytorch/backend.py, jax/backend.py
+4  backend, pytorch/backend.py, jax/backend.py, watch
 5  training
 6  cli, covey/__init__.py, trl
 """
@@ -32,9 +32,22 @@ LEVELS = {
     **dict.fromkeys(("serving", "observe"), 3),
     **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_text"), 3),
     "backend": 4,
+    "watch": 4,
     "training": 5,
     **dict.fromkeys(
-        ("cli", "cli_export", "cli_play", "cli_reports", "cli_serve", "cli_weights", "__main__", "__init__", "trl"), 6
+        (
+            "cli",
+            "cli_export",
+            "cli_play",
+            "cli_reports",
+            "cli_serve",
+            "cli_watch",
+            "cli_weights",
+            "__main__",
+            "__init__",
+            "trl",
+        ),
+        6,
     ),
     # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
     **dict.fromkeys(("observe.config", "serving.config", "training.config", "observe.metric_names"), 1),
@@ -60,6 +73,7 @@ WITHOUT_TORCH = {
     "jax",
     "config",
     "backend",
+    "watch",
 }
 HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax", "orbax")
 MAX_LINES = 500
