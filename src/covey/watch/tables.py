@@ -135,7 +135,12 @@ def compare(before: Iterable[Record], after: Iterable[Record], shown: str = "cha
     """
     earlier = {(row.get("uid"), row.get("sample")): (index, row) for index, row in enumerate(before)}
     counts = dict.fromkeys(("gained", "lost", "both", "neither", "unjudged"), 0)
-    names = {(False, True): "gained", (True, False): "lost", (True, True): "both", (False, False): "neither"}
+    names: dict[Any, str] = {
+        (False, True): "gained",
+        (True, False): "lost",
+        (True, True): "both",
+        (False, False): "neither",
+    }
     pairs = []
     for index, row in enumerate(after):
         other = earlier.get((row.get("uid"), row.get("sample")))
