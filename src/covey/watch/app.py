@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import Field
 
 from covey.errors import RunFolderError
 from covey.watch.run import WatchedRun, describe
@@ -31,8 +32,8 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-Place = Annotated[int, Query(ge=0, le=1 << 53)]
-Step = Annotated[int, Query(ge=0, le=10**12)]
+Place = Annotated[int, Field(ge=0, le=1 << 53)]
+Step = Annotated[int, Field(ge=0, le=10**12)]
 Short = Annotated[str, Query(max_length=300)]
 Kind = Literal["step", "eval"]
 
@@ -122,8 +123,8 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         return _json(run(number).ledger(step))
 
     @app.get("/api/{number}/ledger/{row}")
-    def ledger_of(number: int, row: int, step: Step) -> Response:
-        return _json(run(number).ledger_of(step, row))
+    def ledger_of(number: int, row: Place, step: Step, turn: Place = 0) -> Response:
+        return _json(run(number).ledger_of(step, row, turn))
 
     @app.get("/api/describe")
     def meanings(name: Annotated[list[str], Query(max_length=500)]) -> Response:

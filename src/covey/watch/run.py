@@ -128,9 +128,9 @@ class WatchedRun:
         """The completions of a step that have a ledger, with their sums."""
         return {"completions": ledger_completions(self._ledger(step))}
 
-    def ledger_of(self, step: int, row: int) -> Record:
-        """A completion's tokens, each with all that is known of it."""
-        return ledger_completion(self._ledger(step), row)
+    def ledger_of(self, step: int, row: int, turn: int = 0) -> Record:
+        """A completion's tokens in a pass, each with all that is known of it."""
+        return ledger_completion(self._ledger(step), row, turn)
 
     def _ledger(self, step: int) -> list[Record]:
         return self._read(self.folder.path / LEDGER / f"step_{step:06d}.parquet")

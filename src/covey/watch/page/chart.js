@@ -62,13 +62,15 @@ export class Chart {
         spanGaps: true,
         points: { show: Boolean(line.points) || line.xs.length === 1, size: 6 },
         thin: line.thin,
+        told: line.told && new Map(line.xs.map((x, place) => [x, line.told[place]])),
       });
     }
     this.lines = usable;
     const data = tables.length ? uPlot.join(tables) : [[]];
-    const shape = JSON.stringify([series, bands, xLabel, log]);
+    const shape = JSON.stringify([series, bands, xLabel, log, zero]);
     this.marks = marks;
     if (this.plot && shape === this.shape) {
+      plotted(series, this.plot);
       this.plot.setData(data);
       return;
     }
@@ -94,6 +96,14 @@ export class Chart {
       data,
       this.box,
     );
+    this.nameLines();
+  }
+
+  /** What the lines are called, while nothing is pointed at. */
+  nameLines() {
+    const names = this.lines.filter((line) => line.label && !line.thin);
+    this.readout.replaceChildren(...(names.length < 2 ? [] : names.flatMap((line) =>
+      [h("span", { class: "dot", style: { background: line.colour } }), ` ${line.label}   `])));
   }
 
   drawMarks(plot) {
@@ -108,6 +118,7 @@ export class Chart {
       ctx.moveTo(x, bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
+      ctx.textAlign = "left";
       ctx.font = `${11 * devicePixelRatio}px sans-serif`;
       ctx.fillText(mark.name, x + 3 * devicePixelRatio, bbox.top + 11 * devicePixelRatio);
     }
@@ -117,12 +128,12 @@ export class Chart {
   tell(plot, xLabel) {
     const at = plot.cursor.idx;
     if (at === null || at === undefined) {
-      this.readout.textContent = "";
+      this.nameLines();
       return;
     }
     const parts = [`${xLabel} ${number(plot.data[0][at])}`];
     plot.series.forEach((series, index) => {
-      const value = plot.data[index]?.[at];
+      const value = series.told ? series.told.get(plot.data[0][at]) : plot.data[index]?.[at];
       if (index && series.label && !series.edge && !series.thin && value !== null && value !== undefined) {
         parts.push(`${series.label} ${number(value)}`);
       }
@@ -157,6 +168,11 @@ export class Chart {
     this.plot?.destroy();
     this.card.remove();
   }
+}
+
+/** New values to be told, for lines that stay. */
+function plotted(series, plot) {
+  series.forEach(({ told }, at) => { plot.series[at].told = told; });
 }
 
 /** What a logarithmic axis can show. */

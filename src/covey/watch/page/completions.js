@@ -103,7 +103,7 @@ function question(messages, label) {
   const before = messages.slice(0, -1);
   return h("div", {}, label,
     h("div", { class: "question text" }, asked.content),
-    before.length ? h("details", {}, h("summary", { class: "note" }, `${before.length} messages before it`),
+    before.length ? h("details", {}, h("summary", { class: "note" }, before.length === 1 ? `${before[0].role} message` : `${before.length} messages before it`),
       before.map((message) => h("div", { class: "text soft" }, `${message.role}: ${message.content}`))) : null);
 }
 
@@ -153,7 +153,7 @@ function one(row, step, kind) {
     } }, `all ${number(row.characters)} characters`);
     card.append(more);
   }
-  if (kind === "step" && runs[state.run].tables.ledger.includes(step)) {
+  if (kind === "step" && row.turns === null && runs[state.run].tables.ledger.includes(step)) {
     card.append(h("button", { class: "small", onclick: () => goTo("Tokens", { run: state.run, step, row: row.row }) }, "tokens"));
   }
   return card;

@@ -5,7 +5,7 @@ import { choice, h, number } from "./dom.js";
 
 const COLUMNS = { loss: "contribution to the loss", gradient: "d loss / d log-prob", advantage: "advantage", weight: "weight in the loss", ratio: "ratio",
   difference: "trainer – sampler", logp: "log-prob of the trainer", sampler_logp: "log-prob of the sampler", entropy: "entropy", kl: "KL", clipped: "clipped" };
-const state = { run: 0, step: null, row: null, column: "advantage" };
+const state = { run: 0, step: null, row: null, column: "advantage", turn: 0 };
 let root, visit = 0;
 
 export function show(into, where = {}) {
@@ -30,15 +30,23 @@ async function load() {
   if (!steps.includes(state.step)) [state.step, state.row] = [steps.at(-1), null];
   try {
     const { completions } = await ask(`${run.index}/ledger`, { step: state.step });
-    if (!completions.some(({ row }) => row === state.row)) state.row = completions[0]?.row ?? null;
-    const { tokens } = await ask(`${run.index}/ledger/${state.row}`, { step: state.step });
-    if (mine === visit) draw(run, steps, completions, tokens);
+    if (mine !== visit) return;
+    const turns = [...new Set(completions.map((each) => each.pass))];
+    if (!turns.includes(state.turn)) [state.turn] = turns;
+    const here = completions.filter((each) => each.pass === state.turn);
+    if (!here.length) {
+      root.replaceChildren(h("p", {}, `Step ${state.step} trained on nothing: no completion had a gradient.`));
+      return;
+    }
+    if (!here.some(({ row }) => row === state.row)) state.row = here[0].row;
+    const { tokens } = await ask(`${run.index}/ledger/${state.row}`, { step: state.step, turn: state.turn });
+    if (mine === visit) draw(run, steps, turns, here, tokens);
   } catch (error) {
     if (mine === visit) root.replaceChildren(h("p", { class: "failed" }, error.message));
   }
 }
 
-function draw(run, steps, completions, tokens) {
+function draw(run, steps, turns, completions, tokens) {
   const set = (name, read) => (value) => {
     state[name] = read(value);
     load();
@@ -68,10 +76,11 @@ function draw(run, steps, completions, tokens) {
     h("div", { class: "bar" },
       runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)) : null,
       choice("step", steps, state.step, set("step", Number)),
+      turns.length > 1 ? choice("pass", turns.map((turn) => [turn, String(turn + 1)]), state.turn, set("turn", Number)) : null,
       choice("completion", completions.map(({ row, group, tokens: count }) => [row, `${row} (group ${group}, ${count} tokens)`]), state.row, set("row", Number)),
       choice("colour", known.map((name) => [name, COLUMNS[name]]), state.column, set("column", String))),
     h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss; the ${completions.length} in the ledger add up to ${number(whole)}. `
-      + "Blue is above, red below zero (of ratios: one). Crossed out is masked."),
+      + "Those that are not in it had no gradient, or were too many. Blue is above, red below zero (of ratios: one). Crossed out is masked."),
     h("div", { class: "card tokens" }, spans), h("h2", {}, "Under the pointer"), facts);
   if (tokens.length) tell(0);
 }

@@ -48,9 +48,10 @@ export function update() {
     const { steps, ys } = run.points(name);
     const values = new Map(steps.map((step, at) => [step, ys[at]]));
     shares.push([name, ys.reduce((a, b) => a + b, 0)]);
+    const told = whole.steps.map((step) => values.get(step) ?? 0);
     below = below.map((sum, at) => sum + (values.get(whole.steps[at]) ?? 0));
     const colour = COLOURS[PARTS.indexOf(name)];
-    return { label: name.slice(5), colour, xs: whole.steps, ys: below, fill: `${colour}cc` };
+    return { label: name.slice(5), colour, xs: whole.steps, ys: below, fill: colour, told };
   });
   // The highest is drawn first, so that each shows above the one before.
   charts.parts.draw([{ label: "whole step", colour: "#59626e", xs: whole.steps, ys: whole.ys }, ...stacked.reverse()], { zero: true });
