@@ -83,6 +83,9 @@ function draw() {
       ` ${mark.kind}: ${mark.text}`)));
 }
 
+/** Steps on either side: as in `covey curve` up to a thousand steps, a hundredth of what is longer. */
+const automatic = (steps) => Math.max(1, Math.min(10, Math.floor(steps / 10)), Math.floor(steps / 100));
+
 function linesOf(run, name) {
   const { xs, ys } = run.points(name, settings.x);
   const line = { label: run.label, colour: run.colour, xs, ys };
@@ -92,7 +95,7 @@ function linesOf(run, name) {
     return [{ ...line, points: true, ...(whole ? { low, high } : {}) }];
   }
   if (name.startsWith("eval/")) return [{ ...line, points: true }];
-  const reach = settings.smoothing === "auto" ? Math.max(1, Math.min(10, Math.floor(ys.length / 10))) : Number(settings.smoothing);
+  const reach = settings.smoothing === "auto" ? automatic(ys.length) : Number(settings.smoothing);
   if (reach === 0 || ys.length < 3) return [line];
   return [{ ...line, label: "", thin: true }, { ...line, ys: smooth(ys, reach) }];
 }

@@ -117,8 +117,12 @@ class Run {
     const tables = await ask(`${this.index}/tables`);
     if (JSON.stringify(tables) !== JSON.stringify(this.tables)) changed.add("tables");
     this.tables = tables;
-    if (changed.has("metrics")) this.doctor = (await ask(`${this.index}/doctor`)).said;
     return changed;
+  }
+
+  /** Asked for by itself: of a long run the doctor reads for a while. */
+  async askDoctor() {
+    this.doctor = (await ask(`${this.index}/doctor`)).said;
   }
 
   status() {

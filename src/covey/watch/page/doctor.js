@@ -17,11 +17,11 @@ let root;
 
 export function show(into) {
   root = into;
-  update(new Set(["metrics"]));
+  update(new Set(["doctor"]));
 }
 
 export function update(changed) {
-  if (!changed.has("metrics") && !changed.has("events")) return;
+  if (!changed.has("doctor") && !changed.has("events")) return;
   const parts = [];
   const draws = [];
   for (const run of shownRuns()) {

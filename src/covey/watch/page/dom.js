@@ -33,6 +33,7 @@ export function tick(label, checked, onchange) {
 /** A number for people: four significant digits, and no more zeros than needed. */
 export function number(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(2);

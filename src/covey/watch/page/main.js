@@ -47,12 +47,18 @@ function tell(problem = "") {
   at("state").classList.toggle("failed", Boolean(problem));
 }
 
+async function keepUp(run) {
+  const changed = await run.update();
+  tell();
+  if (changed.size) VIEWS[current].update?.(changed);
+  if (!changed.has("metrics")) return;
+  await run.askDoctor();
+  VIEWS[current].update?.(new Set(["doctor"]));
+}
+
 async function follow() {
   try {
-    const changed = new Set();
-    for (const run of runs) for (const what of await run.update()) changed.add(what);
-    tell();
-    if (changed.size) VIEWS[current].update?.(changed);
+    await Promise.all(runs.map(keepUp));
   } catch (error) {
     tell(error instanceof TypeError ? "covey watch has ended, or cannot be reached." : error.message);
   }
