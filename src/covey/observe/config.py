@@ -39,7 +39,7 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
         default=0,
         ge=0,
         description="Optimiser steps between token ledgers, which tell of each token what it got and what it added to "
-        "the loss (`covey watch` shows them); 0 = none. One costs a forward pass and 0.1 kB a token.",
+        "the loss (`covey watch` shows them); 0 = none. One costs a forward pass and about 50 bytes a token.",
     )
     progress: bool = Field(default=True, description="Show progress on the screen (standard error).")
     num_completions_to_print: int | None = Field(

@@ -83,7 +83,7 @@ export class Chart {
         width: this.box.clientWidth || 400,
         height: this.height,
         legend: { show: false },
-        cursor: { drag: { x: true, y: false }, sync: { key: "covey" }, points: { size: 6 } },
+        cursor: { y: false, drag: { x: true, y: false }, sync: { key: "covey" }, points: { size: 6 } },
         scales: { x: { time: false }, y: log ? { distr: 3 } : range },
         axes: [
           { ...axis, size: 30, values: (_, ticks) => ticks.map(number) },

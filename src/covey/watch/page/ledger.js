@@ -5,7 +5,7 @@ import { choice, h, number } from "./dom.js";
 
 const COLUMNS = { loss: "contribution to the loss", gradient: "d loss / d log-prob", advantage: "advantage", weight: "weight in the loss", ratio: "ratio",
   difference: "trainer – sampler", logp: "log-prob of the trainer", sampler_logp: "log-prob of the sampler", entropy: "entropy", kl: "KL", clipped: "clipped" };
-const state = { run: 0, step: null, row: null, column: "advantage", turn: 0 };
+const state = { run: 0, step: null, row: null, column: "loss", turn: 0 };
 let root, visit = 0;
 
 export function show(into, where = {}) {
@@ -71,6 +71,8 @@ function draw(run, steps, turns, completions, tokens) {
       known.map((name) => h("tr", {}, h("td", {}, COLUMNS[name]), h("td", { class: "number" }, number(token[name])))))));
   };
   const whole = completions.reduce((sum, { loss }) => sum + loss, 0);
+  const { steps: logSteps, ys: losses } = run.points("loss");
+  const logged = losses[logSteps.indexOf(state.step)];
   const mine = completions.find(({ row }) => row === state.row);
   root.replaceChildren(
     h("div", { class: "bar" },
@@ -79,7 +81,7 @@ function draw(run, steps, turns, completions, tokens) {
       turns.length > 1 ? choice("pass", turns.map((turn) => [turn, String(turn + 1)]), state.turn, set("turn", Number)) : null,
       choice("completion", completions.map(({ row, group, tokens: count }) => [row, `${row} (group ${group}, ${count} tokens)`]), state.row, set("row", Number)),
       choice("colour", known.map((name) => [name, COLUMNS[name]]), state.column, set("column", String))),
-    h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss; the ${completions.length} in the ledger add up to ${number(whole)}. `
+    h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss; the ${completions.length} in the ledger add up to ${number(whole)}; the step's loss is ${number(logged)}${turns.length > 1 ? " (mean of its passes)" : ""}. `
       + "Those that are not in it had no gradient, or were too many. Blue is above, red below zero (of ratios: one). Crossed out is masked."),
     h("div", { class: "card tokens" }, spans), h("h2", {}, "Under the pointer"), facts);
   if (tokens.length) tell(0);
