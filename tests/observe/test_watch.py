@@ -6,6 +6,9 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -373,3 +376,17 @@ def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypa
     status, _, said = covey("watch", tmp_path / "empty")
     assert status == 2
     assert "pip install 'covey[serve]'" in said
+
+
+def test_the_command_serves_until_it_is_told_to_stop(finished: Path) -> None:
+    command = [sys.executable, "-m", "covey", "watch", str(finished), "--port", "0", "--no-browser"]
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2]), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        address, token = process.stdout.readline().split()[0].split("/#token=")
+        headers = {"Authorization": f"Bearer {token}"}
+        assert httpx.get(f"{address}/api/runs", headers=headers, timeout=20).json()[0]["path"] == str(finished)
+        assert httpx.get(f"{address}/api/runs", timeout=20).status_code == 401
+        assert len(token) > 20
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130, -signal.SIGINT)

@@ -7,7 +7,7 @@ const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid:
 const SHOWN = [["all", "all"], ["right", "right ones"], ["wrong", "wrong ones"], ["truncated", "truncated"],
   ["masked", "masked"], ["tied", "of tied groups"], ["mixed", "of groups that teach"]];
 const CHANGED = [["changed", "changed"], ["gained", "gained"], ["lost", "lost"], ["all", "all"]];
-let root, bar, body, visit = 0, goTo;
+let root, bar, body, visit = 0, goTo, newest = true;
 
 export function show(into, where = {}, go) {
   Object.assign(state, where);
@@ -21,7 +21,9 @@ export function show(into, where = {}, go) {
 }
 
 export function update(changed) {
-  if (changed.has("tables") && !root.contains(document.activeElement)) load();
+  if (!changed.has("tables") || root.contains(document.activeElement)) return;
+  if (newest) state.step = null; // who looks at the newest step stays with it
+  load();
 }
 
 function controls() {
@@ -66,6 +68,7 @@ async function load(offset = 0) {
   if (!evals.includes(state.after)) state.after = evals.at(-1) ?? null;
   const steps = run.tables[state.kind] ?? evals;
   if (!steps.includes(state.step)) state.step = steps.at(-1) ?? null;
+  newest = state.step === steps.at(-1);
   if (!offset) controls();
   if (!steps.length) {
     body.textContent = "No completions are recorded (run.log_completions), or none yet.";
@@ -111,7 +114,7 @@ function group(each) {
   const facts = h("div", { class: "facts" },
     h("span", {}, `group ${number(each.group)}`), each.kind ? h("span", {}, each.kind) : null,
     h("span", {}, "mean reward ", h("b", {}, number(each.mean))), each.size > 1 ? h("span", {}, `spread ${number(each.std)}`) : null,
-    each.tied ? h("span", { class: "tag warn" }, "tied: teaches nothing") : null,
+    each.tied ? h("span", { class: "tag warn" }, "tied: equal rewards") : null,
     each.rows.length < each.size ? h("span", {}, `${each.rows.length} of ${each.size} shown`) : null,
     h("span", { class: "soft" }, each.uid));
   return h("section", { class: "card group" }, question(each.prompt, facts), h("div", { class: "side" }, each.rows.map((row) => one(row, state.step, state.kind))));
