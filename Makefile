@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-worlds test-vllm wheel site docs check lint bench clean
+.PHONY: demo test test-ray test-worlds test-vllm wheel site docs check lint bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -44,6 +44,11 @@ test: $(VENV)/.dev
 test-worlds: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[alfworld,textworld]'
 	$(BIN)/python -m pytest tests/environments
+
+# Ray is an extra; its tests start a cluster of three nodes on this machine (5 minutes).
+test-ray: $(VENV)/.dev
+	$(PIP) install -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -m ray tests/distributed
 
 # vLLM's build for CPUs brings 3 GB and packages built for CUDA, which are not needed: an environment of its own.
 .venv-vllm/.done: constraints.txt

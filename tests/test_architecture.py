@@ -4,9 +4,10 @@
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards), the sections of the settings
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe, config                    (config puts the sections together)
-4  backend, pytorch/backend.py, jax/backend.py, watch
+4  backend, pytorch/backend.py, jax/backend.py, distributed, watch
 5  training
-6  cli, covey/__init__.py, trl
+6  distributed/launch.py
+7  cli, covey/__init__.py, trl
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ LEVELS = {
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
     **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_text"), 3),
-    "backend": 4,
-    "watch": 4,
+    **dict.fromkeys(("backend", "distributed", "watch"), 4),
     "training": 5,
     **dict.fromkeys(
         (
@@ -47,11 +47,14 @@ LEVELS = {
             "__init__",
             "trl",
         ),
-        6,
+        7,
     ),
     # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
-    **dict.fromkeys(("observe.config", "serving.config", "training.config", "observe.metric_names"), 1),
+    **dict.fromkeys(
+        ("observe.config", "serving.config", "training.config", "distributed.config", "observe.metric_names"), 1
+    ),
     **dict.fromkeys(("pytorch.backend", "jax.backend"), 4),
+    "distributed.launch": 6,
 }
 SAME_LEVEL = {
     ("tasks", "rewards"),
@@ -153,7 +156,7 @@ def fault(importer: str, found: Import) -> str | None:
     if LEVELS[theirs] < LEVELS[ours] or (ours, theirs) in SAME_LEVEL:
         return None
     both = {LEVELS[ours], LEVELS[theirs]}
-    if both in ({0}, {6}) or (both == {3} and ours.startswith("config") and theirs.startswith("config")):
+    if both in ({0}, {7}) or (both == {3} and ours.startswith("config") and theirs.startswith("config")):
         return None
     # A room's own modules; one that stands higher than its room is not for the others in it.
     if room(importer) == room(found.module) and LEVELS[theirs] <= LEVELS[room(importer)]:
@@ -247,6 +250,19 @@ def test_backends_stay_in_their_rooms() -> None:
             if (jax and importer != "jax") or (not jax and base in WITHOUT_TORCH):
                 faults.append(f"{path.relative_to(SOURCE)}:{found.line} imports {found.module}")
     assert not faults, "\n".join(faults)
+
+
+def test_ray_is_imported_where_it_is_used() -> None:
+    """Who has no cluster needs no Ray, and what is sampled does not depend on it."""
+    using = {
+        module_of(path)
+        for path in FILES
+        for found in imports_in(path)
+        if found.module.split(".")[0] == "ray" or found.module == "covey.distributed.ray_members"
+    }
+    assert using == {"covey.distributed.ray_members", "covey.distributed.start"}
+    start = SOURCE / "distributed" / "start.py"
+    assert all(found.deferred for found in imports_in(start) if found.module.endswith("ray_members"))
 
 
 def test_library_rooms_do_not_print() -> None:

@@ -108,12 +108,10 @@ def train(
     """
     chosen = [] if backend is None else [f"model.backend={backend}"]
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
-    from covey.observe.run_folder import RunFolder
+    from covey.distributed import launch
 
-    RunFolder.check_new(config.run.output_dir)
-    trainer = _trainer(config)
-    trainer.train()
-    print_summary(out, trainer, Path(config.run.output_dir))
+    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config)):
+        print_summary(out, trainer, Path(config.run.output_dir))
 
 
 @app.command()
@@ -122,6 +120,7 @@ def resume(
     overrides: Overrides = None,
 ) -> None:
     """Go on with a run from its newest checkpoint, to the numbers it would have had unbroken."""
+    from covey.distributed import launch
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)
@@ -132,9 +131,8 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    trainer = _trainer(config)
-    trainer.train(resume_from_checkpoint=True)
-    print_summary(out, trainer, run)
+    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config, resume=True)):
+        print_summary(out, trainer, run)
 
 
 @app.command()
@@ -147,9 +145,13 @@ def plan(
 
     Says what dominates, and which setting would about halve it.
     """
+    from covey.distributed.start import layout
     from covey.training.plan import measure
 
-    found = measure(_trainer(GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])))
+    config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
+    found = measure(_trainer(config))
+    if not as_json and layout(config):
+        out.print(f"layout: {layout(config)}", highlight=False)
     if as_json:
         out.print_json(data=found.to_dict())
         return
@@ -487,4 +489,4 @@ def _last_message(prompt: str) -> str:
 def _trainer(config: GRPOConfig) -> GRPOTrainer:
     from covey.training.trainer import GRPOTrainer
 
-    return GRPOTrainer(args=config)
+    return GRPOTrainer(args=config.replace(learners=1))  # it trains nothing, or tries a step

@@ -36,6 +36,7 @@ from covey.config_text import (
     shown,
     unusable,
 )
+from covey.distributed.config import DistributedConfig
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.files import no_path
@@ -51,6 +52,7 @@ from covey.training.config import EvaluationConfig, OptimConfig, PhaseConfig, Sc
 __all__ = [
     "AlgorithmConfig",
     "DataConfig",
+    "DistributedConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
     "FieldHelp",
@@ -89,6 +91,9 @@ class GRPOConfig(BaseModel):
     )
     server: ServerConfig = Field(
         default_factory=ServerConfig, description="Sampling on an inference server in place of this process."
+    )
+    distributed: DistributedConfig = Field(
+        default_factory=DistributedConfig, description="Samplers in other processes and on other machines."
     )
     optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its learning rate.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="How long a run is, in phases.")
@@ -290,6 +295,17 @@ def _check_across_sections(config: GRPOConfig) -> None:
         problems.append(
             f"environment.world={shown(config.environment.world)} and data.task or data.dataset: an agent's tasks "
             "come from its world; remove one of them"
+        )
+    samplers = config.distributed.samplers
+    if samplers and config.server.upload_adapters_to_server:
+        problems.append(
+            f"distributed.samplers={samplers} and server.upload_adapters_to_server=True: either actors sample or "
+            "servers do; set distributed.samplers to 0, or upload_adapters_to_server to false"
+        )
+    if samplers and config.model.backend != "pytorch":
+        problems.append(
+            f"distributed.samplers={samplers} and model.backend={config.model.backend!r}: actors sample with PyTorch; "
+            "set distributed.samplers to 0"
         )
     to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
     if to_covey and not config.model.use_peft:

@@ -50,6 +50,14 @@ def _corrects(config: Any) -> bool:
 _BOUNDS = ("importance_sampling_cap", "importance_sampling_floor")
 _ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
+_OF_UNITS = ("groups_per_unit", "timeout_seconds", "max_restarts", "keep_units")
+
+
+def _has_units(config: Any) -> bool:
+    server = config.server
+    return config.distributed.samplers is not None or (server.upload_adapters_to_server and len(server.urls) > 1)
+
+
 _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("kl_estimator", uses_kl, "algorithm.beta is above 0"),
     ("epsilon", _loss_takes("epsilon"), "algorithm.loss_type clips; this one does not"),
@@ -100,6 +108,8 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("lora_target_modules", _set("use_peft"), "model.use_peft is true"),
     ("inference_server_url", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
+    *((field, _has_units, "distributed.samplers is set, or there are several servers") for field in _OF_UNITS),
+    *((field, _set("samplers"), "distributed.samplers is above 0") for field in ("ray_address", "gpus_per_sampler")),
     (
         "adapter_folder",
         lambda c: c.server.inference_server_kind != "covey",

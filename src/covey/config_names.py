@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from covey import config_documents
 from covey.algorithms.config import AlgorithmConfig
+from covey.distributed.config import DistributedConfig
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.observe.config import RunConfig
@@ -33,6 +34,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "rewards": RewardConfig,
     "environment": EnvironmentConfig,
     "server": ServerConfig,
+    "distributed": DistributedConfig,
     "optim": OptimConfig,
     "schedule": ScheduleConfig,
     "evaluation": EvaluationConfig,

@@ -22,10 +22,10 @@ def make_learner(**options: Any) -> Learner:
     return Learner(policy, **({"learning_rate": 1e-2} | options))
 
 
-def make_batch(seed: int = 0, agents: bool = False) -> Batch:
+def make_batch(seed: int = 0, agents: bool = False, groups: int = 3) -> Batch:
     rng = np.random.default_rng(seed)
     episodes, group = [], []
-    for g in range(3):
+    for g in range(groups):
         prompt = rng.integers(4, 97, size=rng.integers(2, 7))
         for _ in range(4):
             tail = int(rng.integers(1, 9))

@@ -13,7 +13,8 @@ import torch
 from learner_cases import make_batch, make_learner
 
 from covey.algorithms import make_objective
-from covey.pytorch.learner import Learner, map_in_threads
+from covey.pytorch.lanes import map_in_threads
+from covey.pytorch.learner import Learner
 from covey.rollout.learning import Gradients
 
 

@@ -113,6 +113,9 @@ agent/waiting_share | fraction | of the time in which episodes were played: noth
     episode waited for its environment
 tools/call_frequency | calls | tool calls in a completion, mean over completions; only with tools, in covey.trl
 tools/failure_frequency | fraction | tool calls that raised, named no tool or could not be read
+samplers/reissued_units | units | units that were asked for again since a sampler failed, since the step before; only
+    with distributed.samplers or several servers, as all of samplers/
+samplers/restarts | samplers | that were replaced, since the step before
 staleness/mean | optimiser steps | age of a group, by which the weights that sampled it are older than those that this
     step began with, mean over groups; only with schedule.max_staleness above 0, as all of staleness/
 staleness/max | optimiser steps | the oldest group's age
@@ -121,6 +124,8 @@ staleness/dropped_groups | groups | groups that were sampled for this step and d
     schedule.max_staleness
 step_time | seconds | wall-clock time of the whole step
 time/sampling | seconds | of it, sampling completions (with schedule.max_staleness above 0, beside earlier steps)
+time/samplers_waiting | seconds | of sampling since the step before, those in which a sampler had nothing to sample
+    (the last units, replacements), mean over samplers; as samplers/
 time/scoring | seconds | of it, reward functions (the same)
 time/waiting_for_samples | seconds | of it, waiting for samples: those of this step, and those under way before new
     weights can be published; only with schedule.max_staleness above 0

@@ -8,6 +8,7 @@
                             eval_000012.parquet: the same for an evaluation
     ledger/                 step_000012.parquet: tokens, with run.ledger_steps; see covey.training.ledger
     checkpoints/            step_000010/: see covey.training.checkpoint
+    units/                  what was sampled since the newest one, where units are kept: see covey.distributed.journal
     best/ adapter/          the best and the final policy, for use elsewhere
     learning_curve.png      drawn from metrics.jsonl
     events.jsonl log.txt    what happened, for programs and for people
@@ -40,7 +41,7 @@ from covey.observe.records import JsonLines, Record, is_answers, is_metrics, rea
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
-_FOLDERS = ("completions", "ledger", "checkpoints", "best", "adapter")
+_FOLDERS = ("completions", "ledger", "checkpoints", "units", "best", "adapter")
 _FILES = (
     "config.toml",
     "versions.json",
@@ -71,6 +72,7 @@ class RunFolder:
         self.curve_path = path / "learning_curve.png"
         self.completions, self.checkpoints = path / "completions", path / "checkpoints"
         self.ledger = path / "ledger"
+        self.units = path / "units"
         self.best, self.adapter = path / "best", path / "adapter"
         self._lock: FolderLock | None = None
         for name in _FILES:

@@ -12,13 +12,18 @@ from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError
 from covey.pytorch.engine import Engine
+from covey.pytorch.gradient_sum import Share
 from covey.pytorch.learner import FLOAT16_LOSS_SCALE, Learner
 from covey.pytorch.policy import Policy
 from covey.types import Prompt
 
 
 class PyTorchBackend:
-    """Policy, engine and learner on one device."""
+    """Policy, engine and learner on one device, with which others may share the packs of a step."""
+
+    def __init__(self, share: Share | None = None) -> None:
+        """The learner's `share`; all packs are its own, unless others have a part."""
+        self._share = share
 
     def check(self, config: GRPOConfig) -> None:
         """Refuse a mesh: PyTorch runs on one device."""
@@ -68,9 +73,15 @@ class PyTorchBackend:
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> Learner:
         """The learner; it runs packs side by side unless something samples beside it in this process."""
+        learners = config.distributed.learners
+        if learners > 1 and self._share is None:
+            raise ConfigError(
+                f"distributed.learners={learners}: this is one process; train with the command covey train, which "
+                f"starts the others, or with torchrun --nproc-per-node {learners} -m covey train RECIPE"
+            )
         beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
         scale = FLOAT16_LOSS_SCALE if config.optim.autocast == "float16" else 1.0
-        return Learner(policy, side_by_side=beside, loss_scale=scale, **adamw_options(config))
+        return Learner(policy, side_by_side=beside, loss_scale=scale, share=self._share, **adamw_options(config))
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""

@@ -8,15 +8,11 @@ computed again from zero gradients.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
-from functools import cache
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -25,6 +21,8 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics, mismatch_correction, policy_loss
 from covey.errors import ConfigError, ModelError
+from covey.pytorch.gradient_sum import Alone, Share
+from covey.pytorch.lanes import map_in_threads
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
 from covey.pytorch.policy import Policy
@@ -66,16 +64,19 @@ class Learner:
         tokens_per_micro_batch: int = 1024,
         side_by_side: bool = True,
         loss_scale: float = 1.0,
+        share: Share | None = None,
     ) -> None:
         """Take the policy and AdamW's settings.
 
         `side_by_side=False` never runs two packs at once: for a learner beside which something else computes. That
         fills the gaps already, and its results would depend on the number of threads that lanes set for all.
         `loss_scale` keeps small gradients within the range of float16; the optimiser sees them divided by it.
+        `share` says which packs of a step are this process's, and adds up with others; all, unless there are others.
         """
         self.policy = policy
         self._side_by_side = side_by_side
         self._loss_scale = loss_scale
+        self._share: Share = share or Alone()
         self.max_grad_norm = max_grad_norm
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.steps = 0
@@ -122,18 +123,20 @@ class Learner:
         """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere."""
 
         @torch.no_grad()
-        def score(pack: Pack) -> TokenScores:
-            return self._score(pack, batch.episodes, temperature, entropy=entropy)
+        def score(pack: Pack) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+            found = self._score(pack, batch.episodes, temperature, entropy=entropy)
+            return _numbers(found.logp), None if found.entropy is None else _numbers(found.entropy)
 
         def run() -> tuple[FloatNT, FloatNT | None]:
             logp = np.zeros(batch.mask.shape, np.float32)
             uncertainty = np.zeros(batch.mask.shape, np.float32) if entropy else None
             packs, lanes = self._packs(batch.episodes, rows)
             with self.policy.reference.active() if reference else nullcontext():  # for all lanes at once
-                for pack, found in zip(packs, map_in_threads(score, packs, lanes), strict=True):
-                    pack.put(found.logp.float().cpu().numpy(), logp)
-                    if uncertainty is not None and found.entropy is not None:
-                        pack.put(found.entropy.float().cpu().numpy(), uncertainty)
+                found = self._share.map(lambda packs: map_in_threads(score, packs, lanes), packs)
+                for pack, (own_logp, own_entropy) in zip(packs, found, strict=True):
+                    pack.put(own_logp, logp)
+                    if uncertainty is not None and own_entropy is not None:
+                        pack.put(own_entropy, uncertainty)
             return logp, uncertainty
 
         return self._within_memory(run)
@@ -225,28 +228,26 @@ class Learner:
 
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
-            parts = []
             logp = np.zeros(batch.mask.shape, np.float32)
             scored = np.zeros(batch.mask.shape, np.bool_)
             packs, lanes = self._packs(batch.episodes, rows, exact_kl=exact is not None)
+            total = self._share.sum(parameters, len(packs), side_by_side=lanes > 1)
 
             def gradient(pack: Pack) -> tuple[torch.Tensor, LossTerms, Sequence[torch.Tensor | None]]:
                 found, terms = loss_of(pack)
-                if lanes == 1:
-                    (terms.loss * self._loss_scale).backward()
-                    return found.logp.detach(), terms, ()
-                # lanes must not add to the same gradients, and their sum has one order
-                grads = torch.autograd.grad(terms.loss * self._loss_scale, parameters, allow_unused=True)
-                return found.logp.detach(), terms, grads
+                return found.logp.detach(), terms, total.differentiate(terms.loss * self._loss_scale)
 
-            for pack, (current, terms, grads) in zip(packs, map_in_threads(gradient, packs, lanes), strict=True):
-                for parameter, grad in zip(parameters if grads else (), grads, strict=True):
-                    if grad is not None:
-                        grad = grad.contiguous()  # the fused AdamW reads memory in order, whatever the strides say
-                        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-                parts.append({name: float(value) for name, value in terms.metrics.items()})
-                pack.put(current.float().cpu().numpy(), logp)
+            def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
+                for current, terms, grads in map_in_threads(gradient, packs, lanes):
+                    total.add(grads)
+                    yield _numbers(current), {name: float(value) for name, value in terms.metrics.items()}
+
+            parts = []
+            for pack, (current, metrics) in zip(packs, self._share.map(add, packs), strict=True):
+                parts.append(metrics)
+                pack.put(current, logp)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
+            total.finish()
             return Gradients(add_metrics_float(parts), logp, scored)
 
         return self._within_memory(run)
@@ -308,7 +309,7 @@ class Learner:
         budget = self.tokens_per_micro_batch
         packs = pack_episodes(episodes, rows.tolist(), budget)
         # exact KL switches adapters off and on inside each pass
-        beside = self._side_by_side and self.policy.runs_side_by_side
+        beside = self._side_by_side and self._share.side_by_side and self.policy.runs_side_by_side
         if exact_kl or torch.get_num_threads() < _LANES or not beside:
             return packs, 1
         smaller = pack_episodes(episodes, rows.tolist(), max(budget // _LANES, 1))
@@ -343,7 +344,7 @@ class Learner:
             try:
                 return run()
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 if self.tokens_per_micro_batch <= 64:
                     raise ModelError(
@@ -389,68 +390,17 @@ def add_metrics_float(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(value) for name, value in add_metrics([_arrays(part) for part in parts]).items()}
 
 
+def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
+    return values.float().cpu().numpy()
+
+
 def _arrays(part: Mapping[str, float]) -> dict[str, NDArray[np.float64]]:
     return {name: np.asarray(value, np.float64) for name, value in part.items()}
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """True when an error says that memory ran out, in one of the ways in which libraries say it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error)
     return "out of memory" in text or "can't allocate memory" in text or "not enough memory" in text
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-_M_ARENA_MAX = -8
-"""Of glibc's `mallopt`."""
-
-
-def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
-    """`map(work, items)` with at most `lanes` items under way side by side, each with its share of the CPU's threads.
-
-    A forward and backward pass alternates between large products, which keep every core busy, and many small
-    operations, which keep one. Two passes side by side fill each other's gaps: on two cores that is 7 % faster than one
-    after the other in packs of twice the size, which take the same memory. Each piece computes the same numbers
-    whatever runs beside it, and results come back in order, so that a run can be repeated bit for bit (on the same
-    number of threads).
-
-    Gradient mode is torch's default inside `work`, whatever the caller's is. An exception in `work` is raised here,
-    when whatever else was under way has ended.
-    """
-    if lanes == 1:
-        yield from map(work, items)
-        return
-    threads = torch.get_num_threads()
-    share = max(threads // lanes, 1)
-    pool = _pool(lanes, share)
-    # the setting is this thread's, but also that of a library which all threads share
-    torch.set_num_threads(share)
-    futures = deque(pool.submit(work, item) for item in items)
-    try:
-        while futures:
-            yield futures.popleft().result()
-    finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)
-        torch.set_num_threads(threads)
-
-
-@cache
-def _pool(lanes: int, share: int) -> ThreadPoolExecutor:
-    """Kept, because each new thread would touch new memory."""
-    _share_one_heap()
-    return ThreadPoolExecutor(lanes, thread_name_prefix="covey-lane", initializer=lambda: torch.set_num_threads(share))
-
-
-def _share_one_heap() -> None:
-    """Let all threads allocate from one heap, where the C library is glibc.
-
-    By default each thread gets a heap of its own, and what one has freed the other cannot use: 0.7 GB more at the peak.
-    """
-    try:
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-    except (OSError, AttributeError):
-        return

@@ -50,6 +50,7 @@ class Policy:
         model: the transformers model, or the `PeftModel` around it.
         tokenizer: its tokenizer.
         eos_token_ids: ids that end a completion.
+        vocabulary: number of token ids that it has an embedding for.
         source: where the model came from.
         reference: see `Reference`.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
@@ -94,6 +95,7 @@ class Policy:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.eos_token_ids, self.source = loaded.eos_token_ids, loaded.source
         self._lm = causal_lm(self.model)
+        self.vocabulary = len(cast(Any, self._lm).get_input_embeddings().weight)
         self._transformer = transformer(self._lm)
         if not self.trainable_parameters():
             raise ModelError(f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model")

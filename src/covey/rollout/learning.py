@@ -74,11 +74,13 @@ class TrainedPolicy(Protocol):
     Attributes:
         tokenizer: its tokenizer.
         eos_token_ids: ids that end a completion.
+        vocabulary: number of token ids that it has an embedding for.
         model: what a sampler in this process is built from.
     """
 
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+    vocabulary: int
 
     @property
     def model(self) -> Any: ...
@@ -110,8 +112,10 @@ class Learner(Protocol):
         tokens_per_micro_batch: tokens under way in forward and backward passes.
     """
 
-    steps: int
     tokens_per_micro_batch: int
+
+    @property
+    def steps(self) -> int: ...
 
     def scores(
         self,

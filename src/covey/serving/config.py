@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import Annotated, Self
+
+from pydantic import BaseModel, Field, model_validator
 
 
 class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -11,8 +13,9 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
     upload_adapters_to_server: bool = Field(
         default=False, description="Sample on the server at inference_server_url and upload the adapter to it."
     )
-    inference_server_url: str = Field(
-        default="http://127.0.0.1:8000", description="Address of the inference server (`covey serve`)."
+    inference_server_url: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
+        default="http://127.0.0.1:8000",
+        description="Address of the inference server (`covey serve`), or several, with commas or as a list.",
     )
     inference_server_kind: str = Field(
         default="covey",
@@ -38,3 +41,20 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
         le=1e9,
         description="Seconds for which a request that failed is tried again before the run stops, to be resumed.",
     )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses one by one."""
+        given = self.inference_server_url
+        return tuple(url.strip() for url in given.split(",")) if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _different_servers(self) -> Self:
+        alike = [url.rstrip("/") for url in self.urls]
+        twice = [url for url in alike if alike.count(url) > 1]
+        if twice or "" in alike:
+            problem = f"{twice[0]} is there twice" if twice and twice[0] else "one of them is empty"
+            raise ValueError(
+                f"inference_server_url={self.inference_server_url!r:.300}: {problem}; name each server once"
+            )
+        return self

@@ -140,6 +140,8 @@ def pick_split(source: Mapping[Any, Any], split: str) -> Iterable[Any]:
 
 def as_entries(source: Any) -> Sequence[Any]:
     """Something with a length that can be iterated over, or an error: a stream may never end."""
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__") and not hasattr(source, "__iter__"):
+        return [source[index] for index in range(len(source))]  # a map-style dataset of PyTorch
     if not hasattr(source, "__len__") or not hasattr(source, "__iter__"):
         raise DataError(
             f"dataset={shown(source)}: a {type(source).__name__} is no list of rows; "

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from covey.config import GRPOConfig
+from covey.distributed.fleet import Fleet
+from covey.distributed.journal import Journal
 from covey.errors import CheckpointError, CoveyError, ModelError
+from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
 from covey.observe.doctor import Doctor
 from covey.observe.observers import Observers
 from covey.observe.run_folder import RunFolder
 from covey.observe.trackers import make_observers
-from covey.rollout.learning import Learner, TrainedPolicy
+from covey.rollout.learning import Learner, Sampler, TrainedPolicy
 from covey.rollout.scoring import Logged
 from covey.training.checkpoint import (
     checkpoint_name,
@@ -48,6 +51,7 @@ class Run(Protocol):
     args: GRPOConfig
     state: TrainerState
     policy: TrainedPolicy
+    engine: Sampler
     learner: Learner
     phases: PhasePlan
     questions: QuestionHistory
@@ -77,6 +81,7 @@ class Recorder:
         self._phase = -1
         self._notes: list[str] = []
         self._failures: set[tuple[str, str]] = set()
+        self._fleet = run.engine if isinstance(run.engine, Fleet) else None
         self.evaluated_at = -1
 
     # ------------------------------------------------------------------ life of a run
@@ -114,6 +119,8 @@ class Recorder:
             )
             for note in self._notes:
                 self.event("warning", note)
+            if self._fleet is not None and self._fleet.keeps:
+                self._fleet.journal = Journal(folder.units)
             status = "failed"
             try:
                 yield
@@ -127,6 +134,7 @@ class Recorder:
 
     def _finish(self, folder: RunFolder) -> None:
         self._save(folder)
+        Journal(folder.units).forget()
         whose = self._take_best(folder)
         with folder.publishing(folder.adapter) as aside:
             self._run.policy.save_pretrained(aside)
@@ -164,6 +172,7 @@ class Recorder:
         folder = self._folder
         if folder is None:
             return
+        self._tell_news()
         try:
             if self._consistent:
                 self._save(folder)
@@ -188,7 +197,8 @@ class Recorder:
         self._observers.on_event(kind, message)
 
     def progress(self, activity: str, done: int, total: int) -> None:
-        """Tell the observers that something long moves on."""
+        """Tell the observers that something long moves on, and what has happened to samplers meanwhile."""
+        self._tell_news()
         self._observers.on_progress(activity, done, total)
 
     def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]], answers: Answers) -> None:
@@ -198,6 +208,9 @@ class Recorder:
             assert self._folder is not None
             self._folder.append_answers(state.global_step, answers)
         self._unsaved = True
+        self._tell_news()
+        if self._fleet is not None:
+            metrics |= self._fleet.take_metrics()
         if metrics["phase"] != self._phase:
             if self._phase >= 0 or metrics["phase"] > 0:
                 self.event("phase", f"step {state.global_step}: phase {metrics['phase'] + 1} begins")
@@ -246,6 +259,10 @@ class Recorder:
         elif state.global_step > 0:
             state.evaluations_without_improvement += 1
 
+    def _tell_news(self) -> None:
+        for sentence in self._fleet.take_news() if self._fleet is not None else ():
+            self.event("sampler", sentence)
+
     def _tell_failures(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The first error of each kind that an environment ended an episode with."""
         for text in (str(row["error"]) for row in rows if row.get("ended") == "failed"):
@@ -279,11 +296,13 @@ class Recorder:
                 "random": random_state(),
                 "tokens_per_micro_batch": run.learner.tokens_per_micro_batch,
                 "settings": run.args.to_dict(),
+                "files": user_file_hashes(),
             },
             run_id=folder.run_id,
         )
         folder.append_event("checkpoint", f"step {state.global_step} is saved")
         self._unsaved = False
+        Journal(folder.units).forget(before=state.policy_version)
         best = state.best_step if run.args.evaluation.load_best_model_at_end else None
         prune_checkpoints(folder.checkpoints, self._settings.save_total_limit, best)
         self._callbacks("on_save")

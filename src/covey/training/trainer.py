@@ -128,7 +128,8 @@ class GRPOTrainer(StepByStep):
         elif model is not None:
             args = args.replace(model=str(getattr(model, "name_or_path", "") or type(model).__name__))
         sources = (reward_funcs, train_dataset, eval_dataset)
-        given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, backend)
+        stranger = None if type(backend).__module__.startswith("covey.") else backend
+        given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, stranger)
         self.world = world = agents.load_world(args) if world is None else world
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)

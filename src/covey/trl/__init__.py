@@ -6,6 +6,7 @@ Names, defaults and meanings are TRL 1.16's; `docs/coming-from-trl.md` lists the
 """
 
 from covey.trl.arguments import GRPOConfig
+from covey.trl.mixtures import DatasetConfig, DatasetMixtureConfig, get_dataset
 from covey.trl.scripts import (
     ModelConfig,
     ScriptArguments,
@@ -14,14 +15,19 @@ from covey.trl.scripts import (
     get_peft_config,
     get_quantization_config,
 )
+from covey.trl.tables import RichProgressCallback
 from covey.trl.trainer import GRPOTrainer
 
 __all__ = [
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "GRPOConfig",
     "GRPOTrainer",
     "ModelConfig",
+    "RichProgressCallback",
     "ScriptArguments",
     "TrlParser",
+    "get_dataset",
     "get_kbit_device_map",
     "get_peft_config",
     "get_quantization_config",

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils.import_utils import is_torch_tf32_available
 
 from covey.errors import ConfigError
 
@@ -159,6 +160,13 @@ class GRPOConfig(TrainingArguments):
         self._check_kinds()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers wants it said before it allows mixed precision
+        self.top_k = 0 if self.top_k in (None, -1) else self.top_k  # former defaults of TRL and vLLM: all tokens
+        self.report_to = "none" if self.report_to is None else self.report_to
+        if self.tf32 and not is_torch_tf32_available():
+            self.tf32 = None
+            warnings.warn(
+                "tf32=True has no effect: this machine's device has no such numbers", UserWarning, stacklevel=3
+            )
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and _computes_in_bfloat16()
         with warnings.catch_warnings():
@@ -220,6 +228,15 @@ class GRPOConfig(TrainingArguments):
         if group < 2:
             raise ConfigError(f"num_generations={group}: completions of a prompt are compared; give 2 or more")
         sampled, steps = self.generation_batch_size, self.steps_per_generation
+        if sampled is None and steps is None and size * self.gradient_accumulation_steps < group:
+            warnings.warn(
+                f"per_device_train_batch_size={size} times gradient_accumulation_steps="
+                f"{self.gradient_accumulation_steps} holds no group of num_generations={group}: raised to {group}, as "
+                "in the versions of TRL that counted prompts and as Unsloth does",
+                UserWarning,
+                stacklevel=4,
+            )
+            self.per_device_train_batch_size = size = group
         if sampled is not None and steps is not None and sampled != size * steps:
             raise ConfigError(
                 f"generation_batch_size={sampled} and steps_per_generation={steps}: each follows from the other "

@@ -93,9 +93,9 @@ MEANINGS: dict[str, Meaning] = {
     "greater_is_better": Meaning(
         "translated", "of every metric more is better; False beside another than the loss is refused"
     ),
-    "log_completions": Meaning("translated", "run.log_completions; the run folder always has them"),
-    "num_completions_to_print": Meaning("translated", "run.num_completions_to_print, where log_completions is set"),
-    "log_unique_prompts": Meaning("warned", "the run folder has every completion, and no tracker gets a table of them"),
+    "log_completions": Meaning("translated", "a table on the screen and at trackers; the run folder always has them"),
+    "num_completions_to_print": Meaning("translated", "rows of the table on the screen"),
+    "log_unique_prompts": Meaning("translated", "one completion of each prompt in the trackers' table"),
     "disable_tqdm": Meaning("translated", "run.progress"),
     "max_tool_calling_iterations": Meaning("translated", "with tools, rounds of calls in a completion"),
     "use_vllm": Meaning("translated", "vllm_mode server: the server section; colocate: sampled in this process"),
@@ -213,6 +213,8 @@ def refused(args: GRPOConfig) -> Iterator[str]:
 
 def warned(args: GRPOConfig) -> Iterator[str]:
     """A sentence for each field that is set and has no effect."""
+    if args.use_vllm and args.vllm_mode == "colocate":
+        yield "use_vllm=True with vllm_mode='colocate' has no effect: Covey's engine samples in this process"
     for name, meaning in (MEANINGS | FORMER).items():
         if meaning.kind == "warned" and was_set(args, name):
             yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"

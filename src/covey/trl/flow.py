@@ -110,7 +110,7 @@ class Flow:
         self, _args: Any, _state: Any, control: TrainerControl, metrics: Mapping[str, Any]
     ) -> TrainerControl:
         """An evaluation is done."""
-        self.evaluated(trl_names(metrics))
+        self.evaluated(eval_names(metrics, self.args))
         return self._ask(control)
 
     def on_save(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
@@ -192,13 +192,19 @@ class Flow:
         return control
 
 
-def trl_names(metrics: Mapping[str, Any], prefix: str = "eval") -> dict[str, Any]:
-    """`eval/reward` as TRL calls it: `eval_reward`."""
-    return {
+def eval_names(metrics: Mapping[str, Any], args: GRPOConfig, prefix: str = "eval") -> dict[str, Any]:
+    """`eval/reward` as TRL calls it: `eval_reward`; with transformers' runtime in seconds, prompts and batches each."""
+    found = {
         f"{prefix}_{name.removeprefix('eval/')}": value
         for name, value in metrics.items()
         if isinstance(value, int | float)
     }
+    seconds, completions = metrics["eval/seconds"], metrics["eval/num_completions"]
+    prompts = completions / (args.num_generations_eval or args.num_generations or 1)
+    found[f"{prefix}_runtime"] = round(seconds, 4)
+    found[f"{prefix}_samples_per_second"] = round(prompts / seconds, 3)
+    found[f"{prefix}_steps_per_second"] = round(math.ceil(completions / args.per_device_eval_batch_size) / seconds, 3)
+    return found
 
 
 class Rates:

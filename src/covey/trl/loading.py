@@ -58,12 +58,13 @@ def place_model(args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool) -> 
     if dtype in ("bfloat16", "float16") and not lora:
         log.warning("model_init_kwargs: dtype %s: weights that are trained are kept in float32, see bf16", dtype)
         dtype = "float32"
-    for name in ("device_map", "trust_remote_code"):
-        options.pop(name, None)
+    for name in ("device_map", "trust_remote_code", "attn_implementation", "use_cache"):
+        options.pop(name, None)  # placed by the trainer; attention is Covey's own, chosen by a probe
+    if options.get("revision") == "main":
+        del options["revision"]
     if options.pop("quantization_config", None) is not None:
         raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
-    if not options or set(options) <= {"attn_implementation", "use_cache"}:
-        # attention is Covey's own, chosen by a probe
+    if not options:
         return (None, tokenizer), {"model": str(model), "dtype": dtype}
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=args.trust_remote_code, **options

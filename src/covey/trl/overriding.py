@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 from covey.errors import ConfigError
 
@@ -43,3 +43,29 @@ class NeverCalled:
         ]
         if problems:
             raise ConfigError("\n".join(problems))
+
+    def get_train_dataloader(self) -> NoReturn:
+        """Refused: there is none.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("there is no data loader: prompts are drawn by the run; read trainer.train_dataset instead")
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> NoReturn:
+        """Refused: there is none.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("there is no data loader: evaluate() samples the prompts; read trainer.eval_dataset instead")
+
+    def predict(self, test_dataset: Any, *_: Any, **__: Any) -> NoReturn:
+        """Refused: a policy has no labels to predict.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "predict: a policy has no labels; use generate(prompts) for texts, evaluate(rows) for rewards"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,17 +46,19 @@ class Publishing:
 
     def create_model_card(
         self,
-        model_name: str | None = None,
+        model_name: str | Mapping[str, Any] | None = None,
         dataset_name: str | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
         """Write `output_dir/README.md`, filled in from the run so far.
 
         Args:
-            model_name: default: where it is uploaded to, or the name of `output_dir`.
+            model_name: default: where it is uploaded to, or the name of `output_dir`. A dict holds all the arguments.
             dataset_name: what it was trained on.
             tags: for the hub, beside Covey's own.
         """
+        if isinstance(model_name, Mapping):  # many scripts pass their keywords so
+            return self.create_model_card(**model_name)
         folder, inner = Path(self.args.output_dir or ""), Path(self.run.args.run.output_dir)
         run = RunFolder.read(inner) if RunFolder.is_run(inner) else None
         text = model_card(

@@ -99,13 +99,19 @@ class TrlParser(HfArgumentParser):
     """An argument parser for dataclasses that also reads defaults from a YAML file given with `--config`."""
 
     def parse_args_and_config(
-        self, args: Iterable[str] | None = None, return_remaining_strings: bool = False, **_: Any
+        self,
+        args: Iterable[str] | None = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
         """Parse the command line; `--config FILE` gives defaults, and environment variables under `env`.
 
         Args:
             args: the command line; None = that of this process.
             return_remaining_strings: return what no dataclass knows in place of an error.
+            fail_with_unknown_args: False = names in the file that no dataclass has are passed over.
+            separate_remaining_strings: return those of the file and those of the command line apart.
 
         Raises:
             ConfigError: the file cannot be read, or holds a name that no dataclass has.
@@ -117,10 +123,12 @@ class TrlParser(HfArgumentParser):
             path = words[at + 1] if at + 1 < len(words) else ""
             del words[at : at + 2]
             unknown = self._take_defaults(path)
-            if unknown and not return_remaining_strings:
+            if unknown and not return_remaining_strings and fail_with_unknown_args:
                 raise ConfigError(f"{path}: {', '.join(unknown[::2])}: no such option; remove it from the file")
         found = self.parse_args_into_dataclasses(args=words, return_remaining_strings=return_remaining_strings)
-        return (*found[:-1], unknown + found[-1]) if return_remaining_strings else found
+        if not return_remaining_strings:
+            return found
+        return (*found[:-1], unknown, found[-1]) if separate_remaining_strings else (*found[:-1], unknown + found[-1])
 
     def _take_defaults(self, path: str) -> list[str]:
         import yaml

@@ -37,7 +37,7 @@ from covey.training.checkpoint import list_checkpoints
 from covey.trl.acting import Acting
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import warned
-from covey.trl.flow import Flow, Rates, trl_names
+from covey.trl.flow import Flow, Rates, eval_names
 from covey.trl.formulas import Formulas
 from covey.trl.generating import Generating, check_options
 from covey.trl.loading import model_name, place_model
@@ -45,6 +45,7 @@ from covey.trl.overriding import NeverCalled
 from covey.trl.publishing import Publishing
 from covey.trl.records import Records
 from covey.trl.reward_models import with_models
+from covey.trl.tables import columns, send, show
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
@@ -114,6 +115,7 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             )
         if quantization_config is not None:
             raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
+        _ = args.device  # scripts read args.distributed_state, which is made with it
         for sentence in warned(args):
             warnings.warn(sentence, UserWarning, stacklevel=2)
         self._acting = acting = Acting(args, tools, environment_factory, rollout_func)
@@ -189,6 +191,7 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             processing_class=tokenizer,
             peft_config=self._peft_config,
         )
+        run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
         if not run.args.server.upload_adapters_to_server:
             run.engine = Generating(run, self.args, self._generate_options)
             run.collect = AnswerCollector(run.engine, run.data.scorer, run.decode)
@@ -385,9 +388,12 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             for name, rows in source.items():
                 found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        metrics = trl_names(self.run.evaluate(self._acting.rows(source, "test")), metric_key_prefix)
+        metrics = eval_names(self.run.evaluate(self._acting.rows(source, "test")), self.args, metric_key_prefix)
         self._flow.evaluated(metrics)
         return metrics
+
+    def end(self) -> None:
+        """Nothing is left to end: one process, and trackers end with training."""
 
     def generate(self, prompts: Sequence[Any], num_generations: int = 1) -> list[list[str]]:
         """Sample completions of prompts with the present weights.
@@ -419,6 +425,16 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a record to the history, and tell callbacks and trackers; subclasses may add to it first."""
         self._flow.record(logs)
+        if self.args.log_completions and "loss" in logs:
+            self._log_completions()
+
+    def _log_completions(self) -> None:
+        """A table of the latest generation."""
+        rows = RunFolder.read(Path(self._config.run.output_dir)).read_completions(self.run.state.global_step)
+        if rows:
+            show(columns(rows, self.state.global_step), self.args.num_completions_to_print)
+            table = columns(rows, self.state.global_step, unique_prompts=self.args.log_unique_prompts)
+            send(table, self.args.report_to or (), self.callback_handler.callbacks)
 
     # ------------------------------------------------------------------ saving, resuming
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import httpx
 from transformers.trainer_utils import IntervalStrategy
 
 import covey
@@ -76,7 +77,9 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
         found["epsilon_max"] = args.epsilon if args.epsilon_high is None else args.epsilon_high
     elif args.epsilon_high is not None:
         found["epsilon_high"] = args.epsilon_high
-    return found | {"beta": args.beta, "kl_estimator": "k3_unbiased" if args.use_bias_correction_kl else "k3"}
+    if args.beta:
+        found["kl_estimator"] = "k3_unbiased" if args.use_bias_correction_kl else "k3"
+    return found | {"beta": args.beta}
 
 
 def _mismatch(args: GRPOConfig) -> dict[str, Any]:
@@ -96,14 +99,24 @@ def _mismatch(args: GRPOConfig) -> dict[str, Any]:
     }
 
 
+def _kind(url: str) -> str:
+    """`covey serve` tells the version of its weights; whatever else answers, or does not, counts as vLLM."""
+    try:
+        found = httpx.get(f"{url.rstrip('/')}/health", timeout=5).json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return "vllm"
+    return "covey" if isinstance(found, dict) and "policy_version" in found else "vllm"
+
+
 def _server(args: GRPOConfig) -> dict[str, Any]:
     if not (args.use_vllm and args.vllm_mode == "server"):
         return {}
-    url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host  # an address to listen on
+    url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
     return {
         "upload_adapters_to_server": True,
         "inference_server_url": url,
-        "inference_server_kind": "vllm",
+        "inference_server_kind": _kind(url),
         "server_retry_seconds": float(args.vllm_server_timeout),
     }
 
@@ -252,7 +265,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "save_total_limit": args.save_total_limit,
         "logging_steps": max(1, math.ceil(logging_steps(args, steps) / per_generation)),
         "progress": not args.disable_tqdm,
-        "num_completions_to_print": args.num_completions_to_print if args.log_completions else None,
+        "num_completions_to_print": None,  # `covey.trl.tables` prints them
     }
     if args.use_adaptive_entropy:
         for field in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):

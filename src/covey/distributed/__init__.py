@@ -1,0 +1,1 @@
+"""One run on many processes: units of sampling with the same numbers wherever they run, and ranks that train."""

@@ -1,0 +1,62 @@
+"""The `distributed` section: what samples and trains when one process is not enough."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """Samplers in other processes and on other machines. Without `samplers`, all of it is as in one process."""
+
+    samplers: int | None = Field(
+        default=None,
+        ge=0,
+        le=100_000,
+        description="Ray actors that only sample. 0: this process samples, or the servers, unit by unit as actors "
+        "would and so with their numbers; none = this process in one call.",
+    )
+    ray_address: str = Field(
+        default="auto",
+        min_length=1,
+        description="Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one "
+        "that this machine is part of, else local.",
+    )
+    gpus_per_sampler: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="GPUs of each sampler, parts of one included; none = 1 where the cluster has any and model.device "
+        "is not cpu, else 0.",
+    )
+    sampler_kind: Literal["covey"] = Field(
+        default="covey", description="Engine of the samplers. (vLLM samples behind servers, see [server].)"
+    )
+    groups_per_unit: int = Field(
+        default=2,
+        ge=1,
+        description="Size of a unit, which is sampled in one call, alone: times sampling.num_generations completions. "
+        "It is part of the numbers.",
+    )
+    learners: int = Field(
+        default=1,
+        ge=1,
+        le=100_000,
+        description="Processes that train: covey train starts them on this machine, torchrun on several. They sample "
+        "too, unit by unit, where nobody else does. No part of the numbers, but for 1 without torchrun.",
+    )
+    timeout_seconds: float = Field(
+        default=600.0,
+        gt=0,
+        le=1e9,
+        description="Seconds that a sampler may be silent before it is given up; a start has at least 120.",
+    )
+    max_restarts: int = Field(
+        default=3, ge=0, description="How often in a row a sampler is replaced before the run goes on without it."
+    )
+    keep_units: bool = Field(
+        default=True,
+        description="Write sampled units to the run folder until the next checkpoint, so that a run that is killed "
+        "does not sample them again.",
+    )

@@ -1,0 +1,112 @@
+"""Sampling by the ranks that also train, in turns: each samples its share of the units, with its own engine.
+
+Units are sampled alone, so the numbers are those of any other number of ranks. Agents' conversations are rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from covey.distributed.ranks import Ranks
+from covey.distributed.replicated import run_shared
+from covey.distributed.units import make_units
+from covey.pytorch.engine import Engine
+from covey.pytorch.policy import Policy
+from covey.rollout.learning import Weights
+from covey.rollout.turns import Session
+from covey.types import Completion, Progress, Request, SamplingSettings
+
+
+class RankSampler:
+    """A rank's engine, which samples its share of the units."""
+
+    def __init__(self, engine: Engine, policy: Policy, ranks: Ranks) -> None:
+        """Sample from this rank's own policy."""
+        self.engine, self._policy, self._ranks = engine, policy, ranks
+
+    def publish(self, version: int, sha256: str) -> None:
+        """Take the policy's weights, which are to have this hash; if they have not, those of rank 0 first."""
+        own = self._policy.weights(version)
+        if not all(self._ranks.gather(own.sha256 == sha256)):  # rank 0 has loaded others, the best of the run
+            leading, *_ = self._ranks.gather(self._policy.state_dict() if self._ranks.rank == 0 else None)
+            if self._ranks.rank > 0:
+                self._policy.load_state_dict(leading)
+        self.engine.publish(self._policy.weights(version))
+
+    def release(self) -> None:
+        """Give back the memory for sampling until the next `publish`."""
+        self.engine.release()
+
+    def sample(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        unit_size: int,
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Completions of all requests, in order; every rank calls it and samples its units, one call each."""
+        units = make_units(requests, unit_size)
+        sizes = [sum(len(request.token_ids) for request in unit.requests) for unit in units]
+
+        def sample(numbers: list[int]) -> Iterator[list[Completion]]:
+            over = 0
+
+            def tell(done: int, total: int) -> None:
+                if progress is not None:
+                    progress(over + done, len(requests))
+
+            for number in numbers:
+                own = units[number].requests
+                yield self.engine(own, settings, policy_version=policy_version, progress=tell)
+                over += len(own)
+
+        return [completion for unit in run_shared(self._ranks, sizes, sample) for completion in unit]
+
+
+class LeadingSampler:
+    """Rank 0's sampler: all ranks sample when it is called. See `covey.rollout.learning.Sampler`.
+
+    Attributes:
+        context_length: most tokens of prompt and completion together.
+        cuts_units: nobody else has to.
+    """
+
+    cuts_units = True
+
+    def __init__(self, own: RankSampler, ranks: Ranks, unit_size: int) -> None:
+        """Lead with this rank's own; units have at least `unit_size` completions."""
+        self._own, self._ranks, self._unit_size = own, ranks, unit_size
+        self.context_length = own.engine.context_length
+
+    def publish(self, weights: Weights) -> None:
+        """Give the policy's weights to all engines."""
+        with self._ranks.telling(("sampler", "publish", (weights.version, weights.sha256), {})):
+            self._own.publish(weights.version, weights.sha256)
+
+    def release(self) -> None:
+        """Give back all engines' memory for sampling until the next `publish`."""
+        with self._ranks.telling(("sampler", "release", (), {})):
+            self._own.release()
+
+    def close(self) -> None:
+        """The engine stays ready: it needs no process of its own."""
+        self._own.engine.close()
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """See `covey.types.Generator`."""
+        what = (list(requests), settings, self._unit_size, policy_version)
+        with self._ranks.telling(("sampler", "sample", what, {})):
+            return self._own.sample(*what, progress=progress)
+
+    def session(self, settings: SamplingSettings, **how: Any) -> Session[Any]:
+        """Conversations of several turns, in this process."""
+        return self._own.engine.session(settings, **how)

@@ -1,0 +1,184 @@
+"""Start this process's part of a run on several ranks: rank 0 trains, the others follow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from covey.config import GRPOConfig
+from covey.distributed.in_turns import LeadingSampler, RankSampler
+from covey.distributed.ranks import RankLostError, Ranks
+from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
+from covey.errors import ConfigError, CoveyError, ModelError
+from covey.observe.run_folder import RunFolder
+from covey.pytorch.backend import PyTorchBackend
+from covey.training import agents, setup
+from covey.training.trainer import GRPOTrainer
+from covey.types import Prompt
+
+log = logging.getLogger(__name__)
+
+_REFUSED = "COVEY_REFUSED"
+"""Environment variable: the file in which a rank says why it was refused."""
+_TORCHRUN = """
+import ctypes, runpy, signal, sys
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the process that has started it
+except AttributeError:
+    pass
+sys.argv[0] = "torchrun"
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
+
+
+class ReplicatedBackend:
+    """See `covey.backend.Backend`: PyTorch on several ranks, which sample and train in turns; rank 0 has the run."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """With these ranks."""
+        self._ranks = ranks
+        self._own = PyTorchBackend(SharedPacks(ranks))
+        self.make_policy = self._own.make_policy
+
+    def check(self, config: GRPOConfig) -> None:
+        """Refuse what several ranks cannot train."""
+        if config.model.backend != "pytorch":
+            raise ConfigError(f"model.backend={config.model.backend!r}: several ranks train with pytorch; set that")
+        others = config.server.upload_adapters_to_server or config.distributed.samplers
+        if config.schedule.max_staleness > 0 and not others:
+            raise ConfigError(
+                f"schedule.max_staleness={config.schedule.max_staleness}: ranks sample and train in turns, nothing is "
+                "sampled ahead; set it to 0, or let servers or actors sample"
+            )
+        self._own.check(config)
+
+    def make_sampler(self, config: GRPOConfig, policy: Any) -> LeadingSampler:
+        """All ranks' engines."""
+        size = config.distributed.groups_per_unit * config.sampling.num_generations
+        return LeadingSampler(self.make_own(config, policy), self._ranks, size)
+
+    def make_own(self, config: GRPOConfig, policy: Any) -> RankSampler:
+        """The engine of this rank."""
+        return RankSampler(self._own.make_sampler(config, policy), policy, self._ranks)
+
+    def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
+        """The learner that all ranks' learners go with."""
+        return LeadingLearner(self._own.make_learner(config, policy), self._ranks)
+
+    def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
+        """Nothing is compiled for shapes."""
+
+    def follow(self, config: GRPOConfig) -> None:
+        """Another rank than 0: build the same parts, and do what rank 0 does until the run ends."""
+        self.check(config)
+        policy = self.make_policy(config)
+        samples = not config.server.upload_adapters_to_server and not config.distributed.samplers
+        sampler = self.make_own(config, policy) if samples else None
+        follow(self._ranks, self._own.make_learner(config, policy), sampler)
+
+
+def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
+    """Train in this process, or as one of those that torchrun has started.
+
+    Args:
+        config: of the run.
+        resume: go on from the newest checkpoint. Under torchrun a run that is in the folder already, with the same
+            settings, is gone on with in any case: the launcher starts the same command again.
+
+    Returns:
+        The trainer, at the end of the run; None on another rank than 0.
+    """
+    ranks = Ranks.of_torchrun(config.distributed.timeout_seconds)
+    if ranks is None:
+        return _train(config, resume)
+    if config.distributed.learners not in (1, ranks.world):
+        raise ConfigError(
+            f"distributed.learners={config.distributed.learners}: torchrun has started {ranks.world}; leave it out"
+        )
+    try:
+        config = _on_own_device(config)
+        backend = ReplicatedBackend(ranks)
+        if ranks.rank > 0:
+            backend.follow(config)
+            return None
+        return _train(config, resume or _goes_on(config), backend)
+    except RankLostError:
+        raise
+    except CoveyError as error:  # nothing that another start would mend
+        if _REFUSED in os.environ:
+            Path(os.environ[_REFUSED]).write_text(str(error))
+        raise
+    finally:
+        ranks.close()
+
+
+def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
+    """Where the settings ask for several learners and nobody has started them: start them with torchrun, and wait.
+
+    When one dies, all are started again, `max_restarts` times at most, and go on with the run that is in the folder.
+
+    Args:
+        config: of the run.
+        arguments: of the `covey` command, which every rank is given.
+
+    Returns:
+        False where this process trains itself.
+
+    Raises:
+        CoveyError: as a rank raised it.
+        ModelError: ranks have died too often.
+    """
+    chosen = config.distributed
+    if chosen.learners == 1 or "WORLD_SIZE" in os.environ:
+        return False
+    threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // chosen.learners, 1))}
+    command = ["--standalone", "--nproc-per-node", str(chosen.learners), "-m", "covey", *arguments]
+    with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder:
+        refused = Path(folder) / "refused"
+        environment = threads | os.environ | {_REFUSED: str(refused)}
+        for attempt in range(chosen.max_restarts + 1):
+            if attempt:
+                log.warning("a rank has died: all are started again (%d of %d)", attempt, chosen.max_restarts)
+            with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
+                status = launcher.wait()
+            if status == 0:
+                return True
+            if refused.exists():
+                raise CoveyError(refused.read_text())
+    raise ModelError(
+        f"distributed.learners={chosen.learners}: ranks have died {chosen.max_restarts + 1} times; see what they "
+        f"printed, and continue with covey resume {config.run.output_dir}"
+    )
+
+
+def _train(config: GRPOConfig, resume: bool, backend: ReplicatedBackend | None = None) -> GRPOTrainer:
+    if not resume:
+        RunFolder.check_new(config.run.output_dir)
+    trainer = GRPOTrainer(args=config, backend=backend)
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def _on_own_device(config: GRPOConfig) -> GRPOConfig:
+    """Each rank of a machine with several CUDA devices has one of them."""
+    if config.model.device not in ("auto", "cuda") or not torch.cuda.is_available():
+        return config
+    return config.replace(device=f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % torch.cuda.device_count()}")
+
+
+def _goes_on(config: GRPOConfig) -> bool:
+    """True when the run folder holds this run, with these settings."""
+    folder = Path(config.run.output_dir)
+    if not RunFolder.is_run(folder):
+        return False
+    saved = RunFolder.read(folder).config_path
+    wanted = setup.with_defaults(config, agents.load_world(config) or setup.load_task(config))
+    return saved.exists() and GRPOConfig.from_toml(saved) == wanted

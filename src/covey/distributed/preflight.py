@@ -1,0 +1,116 @@
+"""What can be known of a cluster before anything is asked of it that might wait without end."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from covey.errors import ConfigError
+
+PACKAGES = ("covey", "torch", "transformers", "peft", "numpy", "safetensors", "ray")
+"""Those whose versions are part of the numbers, or of what processes say to each other."""
+STORED_ADAPTERS = 4
+"""That the object store must have room for: the one in use, the next one, and those of readers that are late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of a cluster, as Ray sees it.
+
+    Attributes:
+        name: its address.
+        cpus, gpus: that Ray may give away.
+        store_bytes: of its object store.
+        kinds: of its GPUs.
+        versions: name -> version of Python and `PACKAGES`, "" for what is missing; None = it was not asked.
+    """
+
+    name: str
+    cpus: float
+    gpus: float
+    store_bytes: float
+    kinds: frozenset[str] = frozenset()
+    versions: Mapping[str, str] | None = None
+
+
+def installed(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Python's version and those of packages in this process, "" for one that is missing."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
+    """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word.
+
+    Args:
+        nodes: those that live.
+        samplers: to be placed.
+        cpus: that each takes of one node.
+        gpus: the same.
+
+    Raises:
+        ConfigError: there is no room; it says for how many there is.
+    """
+    room = sum(_fits(node, cpus, gpus) for node in nodes)
+    if room >= samplers:
+        return
+    there = ", ".join(f"{node.name} ({node.cpus:g} CPUs, {node.gpus:g} GPUs)" for node in nodes[:8])
+    raise ConfigError(
+        f"distributed.samplers={samplers}: each takes {cpus:g} CPU and {gpus:g} GPU, and the Ray cluster has room for "
+        f"{room}: {there}{', ...' if len(nodes) > 8 else ''}; use {room} or fewer, or add machines"
+    )
+
+
+def check_alike(nodes: Sequence[Node], own: Mapping[str, str], cpus: float, gpus: float) -> None:
+    """Refuse machines whose numbers would differ.
+
+    Raises:
+        ConfigError: a node on which a sampler may be placed has another version of something, or another kind of GPU.
+    """
+    used = [node for node in nodes if _fits(node, cpus, gpus)]
+    for node in used:
+        for name, version in own.items() if node.versions is not None else ():
+            theirs = (node.versions or {}).get(name, "")
+            if theirs != version:
+                what = f"has {name} {theirs}" if theirs else f"lacks {name}"
+                raise ConfigError(
+                    f"Ray node {node.name} {what}, this process has {version or 'none'}: their numbers would differ; "
+                    "install the same versions everywhere, such as with one container image"
+                )
+    kinds = sorted(set().union(*(node.kinds for node in used))) if gpus else []
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the Ray cluster has GPUs of several kinds ({', '.join(kinds)}): their numbers differ; use one kind"
+        )
+
+
+def check_store(nodes: Sequence[Node], size: int) -> None:
+    """Refuse object stores that are too small for the weights that samplers are given.
+
+    Args:
+        nodes: those that live.
+        size: of one version, in bytes.
+
+    Raises:
+        ConfigError: naming the node.
+    """
+    for node in nodes:
+        if node.store_bytes < STORED_ADAPTERS * size:
+            raise ConfigError(
+                f"Ray node {node.name}: its object store has {node.store_bytes / 1e6:.0f} MB, and {STORED_ADAPTERS} "
+                f"versions of the weights have {STORED_ADAPTERS * size / 1e6:.0f} MB; start Ray there with a larger "
+                "--object-store-memory"
+            )
+
+
+def _fits(node: Node, cpus: float, gpus: float) -> int:
+    """Samplers that there is room for on a node."""
+    room = [have // need for have, need in ((node.cpus, cpus), (node.gpus, gpus)) if need > 0]
+    return int(min(room))

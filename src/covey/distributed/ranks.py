@@ -1,0 +1,149 @@
+"""The processes that train together, and what they say to each other; none of it waits without a deadline.
+
+Rank 0 runs the loop and tells the others what to call. Between calls, while it samples for an hour, a thread of it says
+every few seconds that it is still there, so that the others can tell a long step from a dead process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from covey.errors import ConfigError, ModelError
+
+IDLE = "idle"
+STOP = "stop"
+
+
+class RankLostError(ModelError):
+    """Another rank is gone, or does not answer."""
+
+
+class Ranks:
+    """The processes that train, as one of them sees them.
+
+    Attributes:
+        rank: of this process, 0 for the one that runs the loop.
+        world: number of processes.
+    """
+
+    def __init__(self, rank: int = 0, world: int = 1, timeout_seconds: float = 600.0) -> None:
+        """Join the others, which the environment tells of (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on, as torchrun
+        sets them).
+
+        Raises:
+            ModelError: they did not all come in time.
+        """
+        self.rank, self.world = rank, world
+        self._timeout = timeout_seconds
+        self._busy = threading.RLock()
+        self._ended = threading.Event()
+        self._calls: Any = None
+        if world == 1:
+            return
+        deadline = timedelta(seconds=timeout_seconds)
+        with self._waiting("joining"):
+            # torchrun's store outlives its ranks: those that it starts again must not read the addresses of the dead.
+            store, *_ = next(dist.rendezvous("env://", rank, world, timeout=deadline))  # type: ignore[attr-defined]
+            attempt = dist.PrefixStore(f"covey-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=deadline)
+            self._calls = dist.new_group(backend="gloo", timeout=deadline)
+        if rank == 0:
+            threading.Thread(target=self._say_idle, name="covey-ranks", daemon=True).start()
+
+    @classmethod
+    def of_torchrun(cls, timeout_seconds: float = 600.0) -> Ranks | None:
+        """The ranks that torchrun has started, or None where it has not.
+
+        Raises:
+            ConfigError: its variables are no numbers.
+        """
+        rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        if rank is None or world is None:
+            return None
+        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+            raise ConfigError(f"RANK={rank!r}, WORLD_SIZE={world!r}: torchrun sets them; unset them to run without it")
+        return cls(int(rank), int(world), timeout_seconds)
+
+    # ------------------------------------------------------------------ calls, from rank 0 to the others
+
+    @contextmanager
+    def telling(self, message: Any) -> Iterator[None]:
+        """Rank 0: all others get the message, and until the end of the block are taken to be at work on it."""
+        with self._busy:
+            if self.world > 1:
+                with self._waiting("telling the others"):
+                    dist.broadcast_object_list([message], src=0, group=self._calls)
+            yield
+
+    def hear(self) -> Any:
+        """Another rank: the next message, or `STOP`."""
+        while True:
+            box = [None]
+            with self._waiting("waiting for rank 0"):
+                dist.broadcast_object_list(box, src=0, group=self._calls)
+            if box[0] != IDLE:
+                return box[0]
+
+    def _say_idle(self) -> None:
+        while not self._ended.wait(min(self._timeout / 4, 30.0)):
+            if self._busy.acquire(blocking=False):
+                try:
+                    if not self._ended.is_set():
+                        dist.broadcast_object_list([IDLE], src=0, group=self._calls)
+                except RuntimeError:  # the next call of the loop says who is gone
+                    return
+                finally:
+                    self._busy.release()
+
+    # ------------------------------------------------------------------ among equals
+
+    def gather(self, own: Any) -> list[Any]:
+        """What every rank gives, in the order of ranks, on every rank."""
+        if self.world == 1:
+            return [own]
+        found = [None] * self.world
+        with self._waiting("putting results together"):
+            dist.all_gather_object(found, own)
+        return found
+
+    def add(self, total: torch.Tensor) -> None:
+        """The sum of a tensor over all ranks, in place."""
+        if self.world == 1:
+            return
+        here = total.cpu()
+        with self._waiting("adding gradients"):
+            dist.all_reduce(here)
+        if here is not total:
+            total.copy_(here)
+
+    def close(self) -> None:
+        """Rank 0 lets the others go; each leaves the group. May be called twice."""
+        if self.world == 1 or self._ended.is_set():
+            return
+        self._ended.set()
+        if self.rank == 0:
+            try:
+                with self.telling(STOP):
+                    pass
+            except RankLostError:
+                pass  # they are gone already
+        dist.destroy_process_group()
+
+    @contextmanager
+    def _waiting(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise RankLostError(
+                f"rank {self.rank} of {self.world}, {doing}: another rank is gone or did not answer within "
+                f"{self._timeout:g} s ({str(error).splitlines()[0][:300]}); see what the others print, and start "
+                "again: the run continues from its last checkpoint"
+            ) from error

@@ -1,0 +1,67 @@
+"""Micro-batches side by side on a CPU: two passes fill each other's gaps."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_M_ARENA_MAX = -8
+"""Of glibc's `mallopt`."""
+
+
+def map_in_threads(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
+    """`map(work, items)` with at most `lanes` items under way side by side, each with its share of the CPU's threads.
+
+    A forward and backward pass alternates between large products, which keep every core busy, and many small
+    operations, which keep one. Two passes side by side fill each other's gaps: on two cores that is 7 % faster than one
+    after the other in packs of twice the size, which take the same memory. Each piece computes the same numbers
+    whatever runs beside it, and results come back in order, so that a run can be repeated bit for bit (on the same
+    number of threads).
+
+    Gradient mode is torch's default inside `work`, whatever the caller's is. An exception in `work` is raised here,
+    when whatever else was under way has ended.
+    """
+    if lanes == 1:
+        yield from map(work, items)
+        return
+    threads = torch.get_num_threads()
+    share = max(threads // lanes, 1)
+    pool = _pool(lanes, share)
+    # the setting is this thread's, but also that of a library which all threads share
+    torch.set_num_threads(share)
+    futures = deque(pool.submit(work, item) for item in items)
+    try:
+        while futures:
+            yield futures.popleft().result()
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        torch.set_num_threads(threads)
+
+
+@cache
+def _pool(lanes: int, share: int) -> ThreadPoolExecutor:
+    """Kept, because each new thread would touch new memory."""
+    _share_one_heap()
+    return ThreadPoolExecutor(lanes, thread_name_prefix="covey-lane", initializer=lambda: torch.set_num_threads(share))
+
+
+def _share_one_heap() -> None:
+    """Let all threads allocate from one heap, where the C library is glibc.
+
+    By default each thread gets a heap of its own, and what one has freed the other cannot use: 0.7 GB more at the peak.
+    """
+    try:
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    except (OSError, AttributeError):
+        return

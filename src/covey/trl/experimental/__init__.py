@@ -1,0 +1,1 @@
+"""Names of `trl.experimental` that scripts import."""

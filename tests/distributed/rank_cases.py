@@ -1,0 +1,99 @@
+"""Several updates with many settings, by the ranks that torchrun starts; rank 0 prints what came out, for each case.
+
+torchrun --standalone --nproc-per-node 2 rank_cases.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from learner_cases import make_batch, make_learner
+
+from covey.adapters import fingerprint
+from covey.algorithms.config import AlgorithmConfig
+from covey.algorithms.losses import LOSSES
+from covey.distributed.ranks import Ranks
+from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
+from covey.errors import ModelError
+from covey.pytorch.learner import Learner
+from covey.training.update import update
+
+CASES: dict[str, dict[str, Any]] = {
+    **{loss: {"loss_type": loss} for loss in LOSSES},
+    "kl": {"beta": 0.04},
+    "exact kl": {"beta": 0.04, "kl_estimator": "exact"},
+    "masks by policy": {"off_policy_mask_threshold": 0.1, "top_entropy_quantile": 0.5},
+    "correction": {"importance_sampling_correction": "token_truncate"},
+    "two iterations": {"num_iterations": 2},
+    "mini-batches": {"num_minibatches": 2},
+    "entropy": {"entropy_coef": 0.01},
+    "agents": {},
+    "one pack": {},
+    "memory": {},
+    "a fault": {},
+}
+
+
+class Failing(Learner):
+    """Fails once, in its first pack on rank 1, or on the only rank."""
+
+    fails: Exception | None = None
+
+    def _score(self, *args: Any, **settings: Any) -> Any:
+        failed, self.fails = self.fails, None
+        if failed is not None:
+            raise failed
+        return super()._score(*args, **settings)
+
+
+def build(case: str, ranks: Ranks) -> Learner:
+    budget = {"one pack": 4096, "memory": 100, "a fault": 100}.get(case, 48)
+    plain = make_learner(tokens_per_micro_batch=budget, side_by_side=False)
+    learner = Failing(plain.policy, learning_rate=1e-2, tokens_per_micro_batch=budget, share=SharedPacks(ranks))
+    if ranks.rank == min(1, ranks.world - 1):
+        faults = {"memory": torch.OutOfMemoryError("injected"), "a fault": ArithmeticError("injected")}
+        learner.fails = faults.get(case)
+    return learner
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.of_torchrun(60)
+    assert ranks is not None
+    found: dict[str, Any] = {}
+    for case, settings in CASES.items():
+        learner = build(case, ranks)
+        if ranks.rank > 0:
+            follow(ranks, learner)
+            continue
+        leading = LeadingLearner(learner, ranks)
+        algorithm = AlgorithmConfig(**{"beta": 0.0, **settings})
+        metrics = []
+        for step in range(3):
+            batch = make_batch(step, agents=case == "agents", groups=12 if case in ("memory", "a fault") else 3)
+            try:
+                done = update(leading, batch, algorithm, 1e-2, temperature=1.0, max_completion_length=9)
+            except (ModelError, ArithmeticError) as error:
+                metrics.append({"error": str(error)})
+                continue  # the others are still there
+            metrics.append({name: value for name, value in done.metrics.items() if not name.startswith("time/")})
+        with ranks.telling("stop"):
+            pass
+        weights = {name: p.detach().numpy() for name, p in learner.policy.named_trainable_parameters()}
+        found[case] = {
+            "weights": fingerprint((name, [weights[name]]) for name in sorted(weights)),
+            "metrics": metrics,
+            "steps": learner.steps,
+            "budget": learner.tokens_per_micro_batch,
+        }
+    if ranks.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

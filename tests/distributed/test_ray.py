@@ -1,0 +1,279 @@
+"""Samplers in Ray actors, on three simulated nodes of one CPU: what the run learns is what one process learns.
+
+A cluster takes half a minute to start on a busy machine; the module has one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'covey[ray]'")
+
+import ray
+from ray.cluster_utils import Cluster
+from run_cases import COUNTED, events, learned
+from test_one_process import data, run
+from tiny_models import tiny_model, tiny_tokenizer
+
+from covey import GRPOConfig, GRPOTrainer
+from covey.distributed import fleet as fleet_module
+from covey.distributed import ray_members
+from covey.distributed.ray_members import RayMember
+from covey.errors import ConfigError, GenerationError
+from covey.observe.run_folder import RunFolder
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    small = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    made = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            made.add_node(**small)
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+@pytest.fixture
+def on_ray(by_units: dict[str, Any], cluster: Cluster) -> Callable[..., GRPOTrainer]:
+    """Makes trainers whose run folders are beside each other."""
+
+    def make(name: str, samplers: int, **changes: Any) -> GRPOTrainer:
+        where = {"output_dir": f"{by_units['output_dir']}-{name}", "ray_address": cluster.address}
+        return GRPOTrainer(args=GRPOConfig(**(by_units | where | {"samplers": samplers} | changes)), **data())
+
+    return make
+
+
+def trained(trainer: GRPOTrainer, *, without: tuple[str, ...] = ()) -> tuple[list[str], bytes]:
+    trainer.train()
+    return learned(trainer.args.run.output_dir, without=without)
+
+
+def test_one_two_and_three_samplers_are_one_process(on_ray: Callable[..., GRPOTrainer]) -> None:
+    alone = trained(on_ray("alone", 0))
+    for samplers in (1, 2, 3):
+        trainer = on_ray(f"with-{samplers}", samplers)
+        assert trained(trainer) == alone
+        assert not ray.is_initialized()  # nothing outlives the run
+
+
+@pytest.mark.parametrize("changes", [{"use_peft": False}, {"max_staleness": 1}], ids=str)
+def test_all_weights_and_samples_ahead(on_ray: Callable[..., GRPOTrainer], changes: dict[str, Any]) -> None:
+    found = []
+    for samplers in (0, 2):
+        trainer = on_ray(f"with-{samplers}", samplers, max_steps=3, **changes)
+        trainer.train()
+        weights = "model.safetensors" if "use_peft" in changes else ""
+        found.append(learned(trainer.args.run.output_dir, weights=weights))
+    assert found[0] == found[1]
+
+
+def test_kills_and_a_hang_change_nothing(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kill -9` of an actor in a unit and in a sync, and one that stops without a word."""
+    alone = trained(on_ray("alone", 0), without=COUNTED)
+    begin, load = RayMember.begin, RayMember.load
+    units, syncs = {"n": 0}, {"n": 0}
+
+    def kill_soon(member: RayMember) -> None:
+        os.kill(member.pid, signal.SIGSTOP)  # it cannot answer before it dies
+        threading.Timer(0.3, os.kill, (member.pid, signal.SIGKILL)).start()
+
+    def begin_(member: RayMember, *arguments: Any) -> Any:
+        units["n"] += 1
+        if units["n"] == 3:
+            kill_soon(member)
+        if units["n"] == 12:
+            os.kill(member.pid, signal.SIGSTOP)  # and stays so
+        return begin(member, *arguments)
+
+    def load_(member: RayMember, *arguments: Any) -> Any:
+        syncs["n"] += 1
+        if syncs["n"] == 5:
+            kill_soon(member)
+        return load(member, *arguments)
+
+    monkeypatch.setattr(RayMember, "begin", begin_)
+    monkeypatch.setattr(RayMember, "load", load_)
+    trainer = on_ray("killed", 2, timeout_seconds=6.0)
+    assert trained(trainer, without=COUNTED) == alone
+    told = events(trainer.args.run.output_dir, "sampler")
+    assert len(told) >= 3
+    assert sum("failed while sampling" in sentence for sentence in told) >= 2
+    assert any("failed while taking weights" in sentence for sentence in told)
+    assert any("silent for 6 s" in sentence for sentence in told)
+    steps = [record for record in trainer.state.log_history if "loss" in record]
+    assert sum(record["samplers/restarts"] for record in steps) == len(told)
+    assert sum(record["samplers/reissued_units"] for record in steps) >= 2
+
+
+def test_a_node_that_is_lost(
+    on_ray: Callable[..., GRPOTrainer], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = trained(on_ray("alone", 0), without=COUNTED)
+    begin, calls, lost = RayMember.begin, {"n": 0}, list[Any]()
+    workers = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
+
+    def begin_(member: RayMember, *arguments: Any) -> Any:
+        calls["n"] += 1
+        if calls["n"] == 4:
+            lost.append(workers[0])
+            cluster.remove_node(workers[0], allow_graceful=False)
+        return begin(member, *arguments)
+
+    monkeypatch.setattr(RayMember, "begin", begin_)
+    try:
+        trainer = on_ray("lost", 3)
+        assert trained(trainer, without=COUNTED) == alone
+        assert len(events(trainer.args.run.output_dir, "sampler")) == 1
+    finally:
+        for _ in lost:
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+
+
+def test_agents_play_on_actors(settings: dict[str, Any], cluster: Cluster, tmp_path: Path) -> None:
+    world = {
+        "world": "house:rooms=2,num_train=6,num_eval=3",
+        "max_conversation_tokens": 600,
+        "max_completion_length": 16,
+        "action_format": "choice",
+        "max_steps": 1,
+        "eval_on_start": False,
+        "eval_at_end": False,
+    }
+    said = []
+    for name, changes in (("here", {}), ("there", {"samplers": 2, "ray_address": cluster.address})):
+        args = GRPOConfig(**(settings | world | changes | {"output_dir": str(tmp_path / name)}))
+        GRPOTrainer(args=args).train()
+        said.append([row["completion"] for row in RunFolder.read(tmp_path / name).read_completions(1)])
+    assert said[0] == said[1]
+
+
+def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_folder: Path, tmp_path: Path) -> None:
+    """A Ray of its own on this machine; resumed without Ray."""
+    settings = ("distributed.groups_per_unit=1", "schedule.max_steps=60", "evaluation.eval_steps=0")
+    run("train", str(recipe_folder), f"run.output_dir={tmp_path / 'whole'}", "distributed.samplers=0", *settings)
+    folder = tmp_path / "run"
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "covey", "train", str(recipe_folder)),
+            *(f"run.output_dir={folder}", "distributed.samplers=2", "distributed.ray_address=local", *settings),
+        ],
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    family: set[int] = set()
+    try:
+        deadline = time.monotonic() + 200
+        while not [*(folder / "checkpoints").glob("step_*")]:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        # Ray's two agents notice the end at once and wait a minute for an answer from what is not there any more
+        family = {pid for pid in descendants(process.pid) if not name_of(pid).endswith("Agent")}
+        assert sum("EngineHost" in name_of(pid) for pid in family) == 2
+        assert len(family) >= 4  # with Ray's own
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+    deadline = time.monotonic() + 15
+    while (left := {pid for pid in family if alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+    run("resume", str(folder), "distributed.samplers=0", *settings)
+    assert learned(folder, without=COUNTED) == learned(tmp_path / "whole", without=COUNTED)
+
+
+def descendants(pid: int) -> set[int]:
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            rest = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        parents.setdefault(int(rest[1]), []).append(int(path.parent.name))
+    found, open_ = set(), [pid]
+    while open_:
+        children = parents.get(open_.pop(), [])
+        found.update(children)
+        open_ += children
+    return found
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---------------------------------------------------------------------- refused before training
+
+
+def refused(make: Callable[[], Any], message: str, kind: type[Exception] = ConfigError) -> None:
+    began = time.monotonic()
+    with pytest.raises(kind, match=message):
+        make()
+    assert time.monotonic() - began < 60  # 30 on a quiet machine, the model's own start included
+    assert not ray.is_initialized()
+
+
+def test_bad_clusters_are_one_error(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(
+        lambda: on_ray("small", 4),
+        r"distributed.samplers=4: each takes 1 CPU and 0 GPU, and the Ray cluster has room for 3.*use 3 or fewer",
+    )
+    refused(lambda: on_ray("gpu", 1, gpus_per_sampler=0.5), "has room for 0")
+    refused(lambda: on_ray("nobody", 1, ray_address="127.0.0.1:9"), r"ray_address='127.0.0.1:9': nobody answers there")
+    refused(lambda: on_ray("client", 1, ray_address="ray://somewhere:10001"), "ray job submit")
+    own = ray_members.installed()
+    monkeypatch.setattr(ray_members, "installed", lambda: own | {"peft": "0.1"})
+    refused(lambda: on_ray("mixed", 1), r"Ray node \w+ has peft [\d.]+, this process has 0.1")
+    monkeypatch.setattr(ray_members, "installed", lambda: own | {"nothing": "1"})
+    refused(lambda: on_ray("missing", 1), r"Ray node \w+ lacks nothing, this process has 1")
+
+
+def test_another_model_there(on_ray: Callable[..., GRPOTrainer], by_units: dict[str, Any]) -> None:
+    """A model that was changed in memory is not the one that actors load by its name."""
+    args = on_ray("named", 0).args.replace(samplers=1)
+    changed = tiny_model("llama", seed=5)
+    changed.name_or_path = by_units["model"]
+    changed.config._name_or_path = by_units["model"]
+    refused(
+        lambda: GRPOTrainer(changed, args=args, processing_class=tiny_tokenizer(), **data()),
+        "it has other weights than in this process",
+    )
+
+
+def test_what_is_applied_is_compared(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "weights_hash", lambda weights: "0" * 64)
+    refused(lambda: on_ray("other", 1), "sampler 1 .* applied weights with the hash", GenerationError)

@@ -1,0 +1,252 @@
+"""What scripts in circulation ask for beside training: older versions' batches, tables, trackers, rollouts."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from rich.console import Console
+from tiny_models import tiny_model, tiny_tokenizer
+
+from covey.errors import ConfigError
+from covey.trl import (
+    DatasetMixtureConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    RichProgressCallback,
+    TrlParser,
+    get_dataset,
+)
+from covey.trl.experimental.openenv import generate_rollout_completions
+from covey.trl.fields import warned
+from covey.trl.tables import columns, send, show
+from covey.trl.translate import settings
+
+ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
+SMALL: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "per_device_train_batch_size": 3,
+    "num_generations": 3,
+    "max_completion_length": 8,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def unique_letters(completions: list[Any], **rest: Any) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_batch_below_one_group_is_raised_to_one() -> None:
+    with pytest.warns(UserWarning, match="per_device_train_batch_size=1 times gradient_accumulation_steps=4"):
+        args = GRPOConfig("out", num_generations=16, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    assert (args.per_device_train_batch_size, args.generation_batch_size) == (16, 64)
+    with pytest.raises(ConfigError, match="whole groups"):  # not where the generation's size is the script's choice
+        GRPOConfig("out", num_generations=16, per_device_train_batch_size=1, steps_per_generation=4)
+
+
+def test_options_of_other_machines_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.trl.arguments.is_torch_tf32_available", lambda: False)
+    with pytest.warns(UserWarning, match="tf32=True has no effect"):
+        args = GRPOConfig("out", tf32=True, report_to=None)
+    assert (args.tf32, args.report_to) == (None, [])
+    assert GRPOConfig("out", report_to=["none"]).report_to == []
+    assert GRPOConfig("out", report_to=["tensorboard"]).report_to == ["tensorboard"]
+
+
+class Letters(torch.utils.data.Dataset[dict[str, str]]):
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return ROWS[index]
+
+
+def test_what_a_script_reads_around_a_run(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = []
+
+    def reward(completions: list[str], **rest: Any) -> list[float]:
+        threads.append(signal.signal(signal.SIGALRM, signal.SIG_DFL))  # raises in any thread but the main one
+        return unique_letters(completions)
+
+    options = SMALL | {"max_steps": -1, "num_train_epochs": 0.5, "log_completions": True}
+    args = GRPOConfig(str(tmp_path), **options, num_completions_to_print=2)
+    trainer = GRPOTrainer(str(folder), reward, args, Letters(), ROWS[:2], callbacks=[RichProgressCallback()])
+    trainer.train()
+    assert threads
+    assert trainer.state.global_step == 2  # half of four prompts
+    args.distributed_state.wait_for_everyone()
+    printed = capsys.readouterr().out
+    assert printed.count("advantage") == 2
+    assert "Step 2/2" in printed
+    metrics = trainer.evaluate()
+    assert metrics["eval_runtime"] > 0
+    expected = 2 / metrics["eval_seconds"]
+    assert metrics["eval_samples_per_second"] == pytest.approx(expected, rel=0.01)
+    assert metrics["eval_steps_per_second"] == pytest.approx(expected / 2, rel=0.01)  # six completions, eight a batch
+    trainer.create_model_card({"tags": ["mini"]})
+    assert "mini" in (tmp_path / "README.md").read_text()
+    for call in (trainer.get_train_dataloader, trainer.get_eval_dataloader, lambda: trainer.predict(ROWS)):
+        with pytest.raises(ConfigError, match=r"no data loader|no labels"):
+            call()
+    trainer.end()
+
+
+def test_a_table_of_completions_on_the_screen_and_at_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {
+            "prompt": prompt,
+            "completion": f"c{at}",
+            "reward": 1.0,
+            "rewards/f": at / 4,
+            "advantage": at - 1.0,
+            "note": at,
+        }
+        for at, prompt in enumerate(("p", "p", "q"))
+    ]
+    table = columns(rows, 7)
+    assert list(table) == ["step", "prompt", "completion", "f", "note", "advantage"]
+    assert table["f"] == [0.0, 0.25, 0.5]
+    assert columns(rows, 7, unique_prompts=True)["completion"] == ["c0", "c2"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    show(table, 2, console)
+    text = console.export_text()
+    assert "Step 7" in text
+    assert sum(f"c{at}" in text for at in range(3)) == 2
+
+    sent: list[Any] = []
+    wandb: Any = types.ModuleType("wandb")
+    wandb.run, wandb.log = object(), sent.append
+    wandb.Table = lambda columns, data: (columns, data)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    writer = types.SimpleNamespace(add_text=lambda *given: sent.append(given))
+    send(table, ["wandb", "tensorboard"], [types.SimpleNamespace(tb_writer=writer), object()])
+    names, data = sent[0]["completions"]
+    assert (names, data[2]) == (list(table), [7, "q", "c2", 0.5, 2, 1.0])
+    assert sent[1][0] == "completions"
+    assert sent[1][1].splitlines()[-1] == "| 7 | q | c2 | 0.5 | 2 | 1.0 |"
+    assert sent[1][2] == 7
+
+
+def test_rollouts_of_openenv_examples(folder: Path, tmp_path: Path) -> None:
+    seen = []
+
+    def rollout(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        outputs = generate_rollout_completions(trainer, prompts)
+        seen.append([output["text"] for output in outputs])
+        for output in outputs:
+            ids = output["prompt_ids"] + output["completion_ids"]
+            with torch.no_grad():
+                logits = trainer.model(torch.tensor([ids])).logits[0, len(output["prompt_ids"]) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, torch.tensor(output["completion_ids"])[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(output["logprobs"]), expected, atol=1e-4, rtol=0)
+        names = ("prompt_ids", "completion_ids", "logprobs")
+        return {name: [output[name] for output in outputs] for name in names} | {
+            "size": [float(len(set(output["completion_ids"]))) for output in outputs]
+        }
+
+    def reward(completions: list[str], size: list[float], **rest: Any) -> list[float]:
+        return size
+
+    trainer = GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), ROWS, rollout_func=rollout)
+    trainer.train()
+    assert len(seen) == 2
+    assert all(len(texts) == 3 and len(set(texts)) > 1 for texts in seen)  # different ones of the same prompt
+    with pytest.raises(ConfigError, match="generation_overrides"):
+        generate_rollout_completions(trainer, ["Flat is"], generation_overrides={"max_tokens": 3})
+
+
+def test_a_mixture_of_datasets(tmp_path: Path) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    for name, rows in (("a", 8), ("b", 4)):
+        datasets.Dataset.from_dict({"prompt": [f"{name}{n}" for n in range(rows)], "other": [0] * rows}).to_json(
+            tmp_path / f"{name}.jsonl"
+        )
+    parts: list[Any] = [
+        {"path": "json", "data_files": str(tmp_path / f"{name}.jsonl"), "columns": ["prompt"], "fraction": 0.5}
+        for name in "ab"
+    ]
+    mixed = get_dataset(DatasetMixtureConfig(datasets=list(parts)))
+    assert mixed["train"]["prompt"][:] == [f"{name}{n}" for name in "ab" for n in range(4)]
+    whole = [part | {"fraction": None} for part in parts]
+    split = get_dataset(DatasetMixtureConfig(datasets=list(whole), test_split_size=0.25))
+    assert (len(split["train"]), len(split["test"])) == (9, 3)
+    with pytest.raises(ConfigError, match="every dataset or for none"):
+        get_dataset(DatasetMixtureConfig(datasets=[parts[0], whole[1]]))
+    with pytest.raises(ConfigError, match="nothing to mix"):
+        get_dataset(DatasetMixtureConfig())
+
+
+def test_the_parser_passes_over_what_no_dataclass_knows(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("lora_r: 4\nunknown: 1\n")
+    words = ["--config", str(path)]
+    with pytest.raises(ConfigError, match="unknown"):
+        TrlParser((ModelConfig,)).parse_args_and_config(words)
+    (args,) = TrlParser((ModelConfig,), prog="grpo").parse_args_and_config(words, fail_with_unknown_args=False)
+    assert args.lora_r == 4
+    _, file, line = TrlParser((ModelConfig,)).parse_args_and_config(
+        [*words, "--more", "2"], return_remaining_strings=True, separate_remaining_strings=True
+    )
+    assert (file, line) == (["--unknown", "1"], ["--more", "2"])
+
+
+def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -> None:
+    """Flash attention, which is not installed here, is no reason to stop: attention is Covey's own."""
+    options = {"revision": "main", "attn_implementation": "flash_attention_2", "use_cache": False, "device_map": None}
+    args = GRPOConfig(str(tmp_path), **SMALL, model_init_kwargs=options | {"torch_dtype": torch.bfloat16})
+    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+    assert next(trainer.model.parameters()).dtype == torch.float32
+
+
+class _Answer:
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.body = body
+
+    def json(self) -> dict[str, Any]:
+        return self.body
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"), [({"status": "ok", "policy_version": 3}, "covey"), ({"status": "ok"}, "vllm"), (None, "vllm")]
+)
+def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def get(url: str, timeout: float) -> _Answer:
+        asked.append(url)
+        if body is None:
+            raise httpx.ConnectError("nobody listens")
+        return _Answer(body)
+
+    monkeypatch.setattr("covey.trl.translate.httpx.get", get)
+    args = GRPOConfig("out", use_vllm=True, vllm_mode="server", vllm_server_port=8123, top_k=-1)
+    found = settings(args, num_prompts=8, lora=True)
+    assert asked == ["http://127.0.0.1:8123/health"]  # not 0.0.0.0, where a server listens
+    assert found.server.inference_server_url == "http://127.0.0.1:8123"
+    assert found.server.inference_server_kind == kind
+    assert found.sampling.top_k == 0
+
+
+def test_vllm_in_this_process_is_said_to_be_none() -> None:
+    said = list(warned(GRPOConfig("out", use_vllm=True, vllm_mode="colocate")))
+    assert said == ["use_vllm=True with vllm_mode='colocate' has no effect: Covey's engine samples in this process"]
+    assert not list(warned(GRPOConfig("out")))
