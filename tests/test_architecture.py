@@ -4,7 +4,7 @@
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards), the sections of the settings
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe, config                    (config puts the sections together)
-4  backend, pytorch/backend.py, jax/backend.py, distributed
+4  backend, pytorch/backend.py, jax/backend.py, distributed, watch
 5  training
 6  distributed/launch.py
 7  cli, covey/__init__.py, trl
@@ -32,10 +32,22 @@ LEVELS = {
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
     **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_text"), 3),
-    **dict.fromkeys(("backend", "distributed"), 4),
+    **dict.fromkeys(("backend", "distributed", "watch"), 4),
     "training": 5,
     **dict.fromkeys(
-        ("cli", "cli_export", "cli_play", "cli_reports", "cli_serve", "cli_weights", "__main__", "__init__", "trl"), 7
+        (
+            "cli",
+            "cli_export",
+            "cli_play",
+            "cli_reports",
+            "cli_serve",
+            "cli_watch",
+            "cli_weights",
+            "__main__",
+            "__init__",
+            "trl",
+        ),
+        7,
     ),
     # Modules that stand elsewhere than their room: tables that any room may read, and what puts a backend together.
     **dict.fromkeys(
@@ -64,6 +76,7 @@ WITHOUT_TORCH = {
     "jax",
     "config",
     "backend",
+    "watch",
 }
 HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax", "orbax")
 MAX_LINES = 500

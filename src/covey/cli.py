@@ -1,5 +1,5 @@
 """The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`, `export`, `serve`,
-`config`, `curve`.
+`watch`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -32,6 +32,7 @@ from covey.cli_reports import (
     run_labels,
 )
 from covey.cli_serve import serve
+from covey.cli_watch import watch
 from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ConfigError, CoveyError, DataError
@@ -378,6 +379,7 @@ def play(
 
 app.command()(export)
 app.command()(serve)
+app.command()(watch)
 
 
 @app.command()

@@ -108,7 +108,8 @@ def _serve(model: str, *, host: str, port: int, token: str | None, **options: An
     if options["swap"] not in ("finish", "continue"):
         raise ConfigError(f"--swap {options['swap']}: must be finish or continue")
     from covey.serving.connections import ConnectionLimits
-    from covey.serving.start import ServeOptions, open_server, uvicorn_server
+    from covey.serving.listening import uvicorn_server
+    from covey.serving.start import ServeOptions, open_server
 
     logging.getLogger("covey").setLevel(logging.INFO)
     app, listening = open_server(model, host, port, token, ServeOptions(**options))

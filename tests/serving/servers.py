@@ -19,7 +19,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from covey.pytorch.engine import Engine
 from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app
 from covey.serving.connections import ConnectionLimits
-from covey.serving.start import uvicorn_server
+from covey.serving.listening import uvicorn_server
 
 
 class RunningServer:

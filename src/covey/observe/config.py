@@ -35,6 +35,12 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
         default=(), description="Also send metrics to these trackers. The run folder always has them."
     )
     log_completions: bool = Field(default=True, description="Record sampled completions with their rewards.")
+    ledger_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Optimiser steps between token ledgers, which tell of each token what it got and what it added to "
+        "the loss (`covey watch` shows them); 0 = none. One costs a forward pass and about 50 bytes a token.",
+    )
     progress: bool = Field(default=True, description="Show progress on the screen (standard error).")
     num_completions_to_print: int | None = Field(
         default=None, ge=0, description="Completions shown on the screen each time metrics are; none = no completions."

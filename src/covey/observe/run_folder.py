@@ -6,6 +6,7 @@
     questions.jsonl         one line for each step: of each question's completions, how many were right
     completions/            step_000012.parquet: what was sampled, with rewards and advantages;
                             eval_000012.parquet: the same for an evaluation
+    ledger/                 step_000012.parquet: tokens, with run.ledger_steps; see covey.training.ledger
     checkpoints/            step_000010/: see covey.training.checkpoint
     units/                  what was sampled since the newest one, where units are kept: see covey.distributed.journal
     best/ adapter/          the best and the final policy, for use elsewhere
@@ -40,7 +41,7 @@ from covey.observe.records import JsonLines, Record, is_answers, is_metrics, rea
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
-_FOLDERS = ("completions", "checkpoints", "units", "best", "adapter")
+_FOLDERS = ("completions", "ledger", "checkpoints", "units", "best", "adapter")
 _FILES = (
     "config.toml",
     "versions.json",
@@ -70,6 +71,7 @@ class RunFolder:
         self.events_path, self.log_path = path / "events.jsonl", path / "log.txt"
         self.curve_path = path / "learning_curve.png"
         self.completions, self.checkpoints = path / "completions", path / "checkpoints"
+        self.ledger = path / "ledger"
         self.units = path / "units"
         self.best, self.adapter = path / "best", path / "adapter"
         self._lock: FolderLock | None = None
@@ -274,6 +276,12 @@ class RunFolder:
         """Write `completions/eval_000012.parquet`: what was answered in the evaluation at this step."""
         return self._write_rows(self.completions / f"eval_{step:06d}.parquet", rows)
 
+    def write_ledger(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
+        """Write `ledger/step_000012.parquet`: the tokens of a step's update."""
+        with files.explained(self.ledger):
+            self.ledger.mkdir(exist_ok=True)
+        return self._write_rows(self.ledger / f"step_{step:06d}.parquet", rows)
+
     @staticmethod
     def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
         if not rows:
@@ -295,7 +303,7 @@ class RunFolder:
         for lines in (self._metrics, self._questions):
             lines.keep(lambda record: record["step"] <= step)
         with files.explained(self.completions, "clean up"):
-            for _, number, path in self._tables():
+            for _, number, path in [*self._tables(), *_tables_in(self.ledger)]:
                 if number > step:
                     path.unlink()
 
@@ -380,11 +388,15 @@ class RunFolder:
         return max([self.last_logged_step(), answered, *(number for _, number, _ in self._tables())])
 
     def _tables(self) -> Iterator[tuple[str, int, Path]]:
-        if self.completions.is_dir():
-            for path in list(self.completions.iterdir()):
-                match = _TABLE.match(path.name)
-                if match:
-                    yield match[1], int(match[2]), path
+        return _tables_in(self.completions)
+
+
+def _tables_in(folder: Path) -> Iterator[tuple[str, int, Path]]:
+    """Kind, step and path of the tables in a folder, which may be missing."""
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        match = _TABLE.match(path.name)
+        if match:
+            yield match[1], int(match[2]), path
 
 
 def _is_unused(folder: Path) -> bool:

@@ -7,16 +7,13 @@ import socket
 from dataclasses import dataclass
 from typing import Any, cast
 
-import uvicorn
-
-from covey.errors import ConfigError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.loading import load_model
 from covey.serving.app import create_app
 from covey.serving.batching import BatchingEngine, SwapMode
-from covey.serving.connections import ConnectionLimits, Connections
 from covey.serving.gate import ServeSettings
+from covey.serving.listening import listen
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,7 @@ def open_server(
         ConfigError: the address cannot be listened on.
         ModelError: the model cannot be loaded.
     """
-    listening = _listen(host, port)  # before the model, which takes a while
+    listening = listen(host, port)  # before the model, which takes a while
     loaded = load_model(model, dtype=options.dtype, device=options.device or "auto")
     bare = bare_model(loaded.model)
     engine = Engine(
@@ -61,33 +58,3 @@ def open_server(
     gc.freeze()  # what is loaded stays: no collection has to look at it while clients wait
     listening.listen(1024)  # who asks from now on is answered
     return create_app(batching, loaded.tokenizer, settings, bare), listening
-
-
-def uvicorn_server(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Server:
-    """What runs the application, with connections that may not wait for ever.
-
-    Args:
-        app: from `open_server` or `create_app`.
-        limits: of connections.
-        options: other settings of `uvicorn.Config`.
-    """
-    settings: dict[str, Any] = {
-        "http": Connections(limits).protocol,
-        "ws": "none",
-        "log_level": "warning",
-        "timeout_keep_alive": int(limits.idle_seconds),
-        "timeout_graceful_shutdown": 15,
-        "h11_max_incomplete_event_size": 64 << 10,
-    }
-    return uvicorn.Server(uvicorn.Config(app, **(settings | options)))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"{host}:{port}: cannot be listened on ({error}); use another --port") from error
-    return listening

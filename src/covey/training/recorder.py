@@ -222,6 +222,11 @@ class Recorder:
         for diagnosis in self._doctor.check(state.log_history[-1]):
             self.event("diagnosis", str(diagnosis))
 
+    def ledger(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the tokens of this step's update."""
+        assert self._folder is not None
+        self._folder.write_ledger(self._run.state.global_step, rows)
+
     def evaluation(self, result: Evaluation, logged: Logged) -> None:
         """An evaluation is done: metrics, with what reward functions logged, and whether it is the best so far."""
         state, folder = self._run.state, self._folder

@@ -42,6 +42,7 @@ from covey.training.evaluate import (
     no_answer_ratio,
     rollout_metrics,
 )
+from covey.training.ledger import Ledger, require_ledger
 from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
 from covey.training.recorder import Recorder
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
@@ -133,6 +134,7 @@ class GRPOTrainer(StepByStep):
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
         args.algorithm.objective()  # a loss in a file is found and tried
+        require_ledger(args.run.ledger_steps, args.algorithm.kl_estimator)
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
         backend = load_backend(args.model.backend) if backend is None else backend
@@ -169,6 +171,7 @@ class GRPOTrainer(StepByStep):
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
+        self._ledger: Ledger | None = None
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -313,9 +316,17 @@ class GRPOTrainer(StepByStep):
             max_completion_length=self.args.sampling.max_completion_length,
             state=self.state,
             stream=(self.args.run.seed, MINIBATCH_STREAM, self.state.global_step),
+            observe=self._new_ledger(phase.temperature),
         )
         done.metrics["learning_rate"] = rates[-1]
         return done
+
+    def _new_ledger(self, temperature: float) -> Ledger | None:
+        """What notes the tokens of the next update, where it is due."""
+        every = self.args.run.ledger_steps
+        due = every > 0 and (self.state.global_step + 1) % every == 0
+        self._ledger = Ledger(self.learner, self.policy.tokenizer.decode, temperature) if due else None
+        return self._ledger
 
     def _publish(self, done: Update, samples: Samples) -> None:
         """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
@@ -394,6 +405,8 @@ class GRPOTrainer(StepByStep):
             )
         rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct)
         recorder.step(metrics, rows, sampled.answers)
+        if self._ledger is not None:
+            recorder.ledger(self._ledger.rows)
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
 

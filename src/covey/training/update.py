@@ -6,7 +6,7 @@ There are `num_iterations` passes over the batch, each of `num_minibatches` opti
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,29 @@ class Update:
     skipped: str = ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """What one optimiser step is about to be taken with, for those who want to look at it.
+
+    Attributes:
+        number: of the step within the update, from 0.
+        part: the rows of the update's batch that `batch` has; None = all.
+        batch: what is trained on.
+        rows: of it that were run.
+        objective: what is minimised.
+        gradients: what the pass left behind.
+        options: other arguments of `Learner.forward_backward`.
+    """
+
+    number: int
+    part: NDArray[np.int64] | None
+    batch: Batch
+    rows: NDArray[np.int64]
+    objective: Objective
+    gradients: Gradients
+    options: Mapping[str, Any]
+
+
 def update(
     learner: Learner,
     batch: Batch,
@@ -50,6 +73,7 @@ def update(
     max_completion_length: int,
     state: TrainerState | None = None,
     stream: Sequence[int] = (0,),
+    observe: Callable[[Pass], None] | None = None,
 ) -> Update:
     """Train on one batch.
 
@@ -66,6 +90,7 @@ def update(
         max_completion_length: in tokens.
         state: where `use_adaptive_entropy` stands, and is moved on; None = at its beginning.
         stream: key of the random stream that parts the rows into mini-batches.
+        observe: is told of every pass before its optimiser step.
     """
     began = time.perf_counter()
     result, objective = Update(batch), algorithm.objective()
@@ -117,18 +142,18 @@ def update(
                 continue
             result.skipped = "" if result.optimizer_steps else _why_nothing(masked)
             break
-        gradients = learner.forward_backward(
-            trained,
-            rows_now,
-            objective,
-            temperature=temperature,
-            max_completion_length=max_completion_length,
-            reference=_at(reference, part),
-            trainer_old=_at(trainer_old, part),
-            correction=algorithm.correction,
-            selected=_at(selected, part),
-            entropy_coef=algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
-        )
+        options: dict[str, Any] = {
+            "temperature": temperature,
+            "max_completion_length": max_completion_length,
+            "reference": _at(reference, part),
+            "trainer_old": _at(trainer_old, part),
+            "correction": algorithm.correction,
+            "selected": _at(selected, part),
+            "entropy_coef": algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
+        }
+        gradients = learner.forward_backward(trained, rows_now, objective, **options)
+        if observe is not None:
+            observe(Pass(step, part, trained, rows_now, objective, gradients, options))
         norm = learner.optim_step(learning_rate)
         if step == 0 and not looks_at_policy:
             result.metrics |= _mismatch_metrics(trained, gradients.logp, gradients.scored, algorithm)

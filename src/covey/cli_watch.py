@@ -1,0 +1,54 @@
+"""`covey watch`: runs in the browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import secrets
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from covey.errors import ConfigError
+
+_WANTED = ("fastapi", "uvicorn")
+
+out = Console()
+
+
+def watch(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; they may be running, or copied from elsewhere.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 = any free one.")] = 8001,
+    token: Annotated[
+        str | None, typer.Option(envvar="COVEY_WATCH_TOKEN", help="Token that the page asks with; default: a new one.")
+    ] = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
+) -> None:
+    """Show runs in the browser, live while they train: curves, completions, tokens, questions, seconds, the doctor.
+
+    It reads the run folders and nothing else; no request leaves this machine.
+    """
+    missing = [name for name in _WANTED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"covey watch needs {', '.join(missing)}; pip install 'covey[serve]'")
+    from covey.serving.client import check_token
+    from covey.serving.connections import ConnectionLimits
+    from covey.serving.listening import listen, uvicorn_server
+    from covey.watch.app import create_app
+    from covey.watch.run import WatchedRun
+
+    check_token(token or None)
+    secret = token or secrets.token_urlsafe(16)
+    app = create_app([WatchedRun(run) for run in runs], secret)
+    listening = listen(host, port)
+    listening.listen(128)
+    address, bound = listening.getsockname()[:2]
+    url = f"http://{f'[{address}]' if ':' in address else address}:{bound}/#token={secret}"
+    out.print(f"{url}  (Ctrl-C to stop)", markup=False, highlight=False, soft_wrap=True)
+    if not no_browser:
+        threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+    uvicorn_server(app, ConnectionLimits()).run(sockets=[listening])

@@ -1,0 +1,109 @@
+"""Reading files that grow, from where the last reading ended; whatever else is in them.
+
+A run folder may come from another machine, and model output is in it: nothing here trusts what it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from covey.files import explained
+from covey.observe.records import Record
+
+PIECE = 4 << 20
+"""Bytes that one reading takes."""
+_TRACE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one reading of a growing file found.
+
+    Attributes:
+        records: the objects on its whole lines.
+        end: byte up to which it was read; the next reading begins there. An unfinished last line comes after it.
+        mark: of what stands before `end`, by which the next reading sees that the file is another one by then.
+        restarted: it was, and this piece begins with its first line.
+        damaged: lines that were no records.
+        more: there is more to read at once.
+    """
+
+    records: list[Record]
+    end: int = 0
+    mark: str = ""
+    restarted: bool = False
+    damaged: int = 0
+    more: bool = False
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read; pipes and devices, which would wait or never end, are refused.
+
+    Raises:
+        OSError: it is none, or cannot be read.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
+
+
+def follow(
+    path: Path, start: int = 0, mark: str = "", is_record: Callable[[Record], bool] = lambda record: True
+) -> Piece:
+    """The records that were added to a file of JSON lines since the last reading, at most `PIECE` bytes of them.
+
+    A resume writes such files anew, without the lines of the steps that it repeats: then it begins at the start again.
+
+    Args:
+        path: the file; where there is none, nothing was found.
+        start: `end` of the last piece.
+        mark: of the last piece.
+        is_record: says of a JSON object whether it is one of this file's.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    if not path.exists():
+        return Piece([], restarted=start > 0)
+    with explained(path, "read"), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        restarted = start > 0 and (start > size or _trace(file, start) != mark)
+        start = 0 if restarted else max(start, 0)
+        file.seek(start)
+        content = file.read(PIECE)
+        full = len(content) == PIECE
+        end = content.rfind(b"\n") + 1
+        if end == 0 and full:  # a line that no run writes: the rest of it will be damaged too
+            end = len(content)
+        records, damaged = _records(content[:end], is_record)
+        return Piece(records, start + end, _trace(file, start + end), restarted, damaged, full)
+
+
+def _trace(file: BinaryIO, end: int) -> str:
+    """What stands just before a place in a file, as a short name."""
+    begin = max(0, end - _TRACE)
+    file.seek(begin)
+    return hashlib.blake2b(file.read(end - begin), digest_size=8).hexdigest()
+
+
+def _records(content: bytes, is_record: Callable[[Record], bool]) -> tuple[list[Record], int]:
+    records, damaged = [], 0
+    for line in content.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and is_record(record):
+            records.append(record)
+        else:
+            damaged += 1
+    return records, damaged

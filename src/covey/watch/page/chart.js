@@ -1,0 +1,183 @@
+// One chart: lines, bands and marks on a uPlot canvas, with what is under the pointer in words.
+
+import { download, h, number } from "./dom.js";
+
+const { uPlot } = window;
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** Centred moving average; near the ends the window shrinks on both sides alike. */
+export function smooth(values, reach) {
+  if (reach === 0) return values;
+  const sums = [0];
+  for (const value of values) sums.push(sums.at(-1) + value);
+  return values.map((_, at) => {
+    const width = Math.min(reach, at, values.length - 1 - at);
+    return (sums[at + width + 1] - sums[at - width]) / (2 * width + 1);
+  });
+}
+
+/**
+ * A card with a chart. `draw(lines, options)` shows lines `{label, colour, xs, ys, thin, points, fill, low, high}`.
+ * `tools` are buttons beside those for PNG and CSV.
+ */
+export class Chart {
+  constructor(title, hint, { tools = [], csv = null, height = 190 } = {}) {
+    this.title = title;
+    this.height = height;
+    this.readout = h("div", { class: "readout" });
+    this.box = h("div", {});
+    const png = h("button", { class: "small", onclick: () => this.savePicture() }, "PNG");
+    const table = csv && h("button", { class: "small", onclick: () => download(`${title}.csv`, new Blob([csv()])) }, "CSV");
+    this.card = h(
+      "section",
+      { class: "card", "aria-label": title },
+      h("header", {}, h("h3", { title: hint }, title), h("span", { class: "tools" }, png, " ", table, " ", ...tools)),
+      this.readout,
+      this.box,
+    );
+    this.observer = new ResizeObserver(() => this.plot?.setSize({ width: this.box.clientWidth, height: this.height }));
+    this.observer.observe(this.box);
+  }
+
+  draw(lines, { xLabel = "step", log = false, marks = [], zero = false } = {}) {
+    const usable = lines.filter((line) => line.xs.length).map((line) => (log ? positive(line) : line));
+    const tables = [];
+    const series = [{ label: xLabel }];
+    const bands = [];
+    for (const line of usable) {
+      if (line.low) {
+        bands.push({ series: [series.length, series.length + 1], fill: `${line.colour}33` });
+        for (const edge of [line.high, line.low]) {
+          tables.push([line.xs, edge]);
+          series.push({ stroke: "transparent", points: { show: false }, edge: true });
+        }
+      }
+      tables.push([line.xs, line.ys]);
+      const width = line.thin ? 0.7 : 1.8;
+      series.push({
+        label: line.label,
+        stroke: line.thin ? `${line.colour}66` : line.colour,
+        fill: line.fill,
+        width,
+        spanGaps: true,
+        points: { show: Boolean(line.points) || line.xs.length === 1, size: 6 },
+        thin: line.thin,
+        told: line.told && new Map(line.xs.map((x, place) => [x, line.told[place]])),
+      });
+    }
+    this.lines = usable;
+    const data = tables.length ? uPlot.join(tables) : [[]];
+    const shape = JSON.stringify([series, bands, xLabel, log, zero]);
+    this.marks = marks;
+    if (this.plot && shape === this.shape) {
+      plotted(series, this.plot);
+      this.plot.setData(data);
+      return;
+    }
+    this.shape = shape;
+    this.plot?.destroy();
+    const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false } };
+    const range = zero ? { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.05 : 1] } : {};
+    this.plot = new uPlot(
+      {
+        width: this.box.clientWidth || 400,
+        height: this.height,
+        legend: { show: false },
+        cursor: { y: false, drag: { x: true, y: false }, sync: { key: "covey" }, points: { size: 6 } },
+        scales: { x: { time: false }, y: log ? { distr: 3 } : range },
+        axes: [
+          { ...axis, size: 30, values: (_, ticks) => ticks.map(number) },
+          { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+        ],
+        series,
+        bands,
+        hooks: { draw: [(plot) => this.drawMarks(plot)], setCursor: [(plot) => this.tell(plot, xLabel)] },
+      },
+      data,
+      this.box,
+    );
+    this.nameLines();
+  }
+
+  /** What the lines are called, while nothing is pointed at. */
+  nameLines() {
+    const names = this.lines.filter((line) => line.label && !line.thin);
+    this.readout.replaceChildren(...(names.length < 2 ? [] : names.flatMap((line) =>
+      [h("span", { class: "dot", style: { background: line.colour } }), ` ${line.label}   `])));
+  }
+
+  drawMarks(plot) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    for (const mark of this.marks) {
+      const x = plot.valToPos(mark.x, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = ctx.fillStyle = colour(mark.kind === "doctor" ? "--warn" : "--soft");
+      ctx.setLineDash([4, 4]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+      ctx.textAlign = "left";
+      ctx.font = `${11 * devicePixelRatio}px sans-serif`;
+      ctx.fillText(mark.name, x + 3 * devicePixelRatio, bbox.top + 11 * devicePixelRatio);
+    }
+    ctx.restore();
+  }
+
+  tell(plot, xLabel) {
+    const at = plot.cursor.idx;
+    if (at === null || at === undefined) {
+      this.nameLines();
+      return;
+    }
+    const parts = [`${xLabel} ${number(plot.data[0][at])}`];
+    plot.series.forEach((series, index) => {
+      const value = series.told ? series.told.get(plot.data[0][at]) : plot.data[index]?.[at];
+      if (index && series.label && !series.edge && !series.thin && value !== null && value !== undefined) {
+        parts.push(`${series.label} ${number(value)}`);
+      }
+    });
+    this.readout.textContent = parts.join("   ");
+    this.readout.title = this.readout.textContent;
+  }
+
+  /** The picture with its title and the names of its lines, on paper. */
+  savePicture() {
+    const from = this.plot.ctx.canvas;
+    const scale = devicePixelRatio;
+    const names = this.lines.filter((line) => line.label && !line.thin);
+    const canvas = h("canvas", { width: from.width, height: from.height + (30 + 16 * names.length) * scale });
+    const ctx = canvas.getContext("2d");
+    ctx.fillStyle = colour("--card");
+    ctx.fillRect(0, 0, canvas.width, canvas.height);
+    ctx.fillStyle = colour("--ink");
+    ctx.font = `600 ${14 * scale}px sans-serif`;
+    ctx.fillText(this.title, 10 * scale, 20 * scale);
+    ctx.drawImage(from, 0, 28 * scale);
+    ctx.font = `${12 * scale}px sans-serif`;
+    names.forEach((line, row) => {
+      ctx.fillStyle = line.colour;
+      ctx.fillText(line.label, 10 * scale, from.height + (40 + 16 * row) * scale);
+    });
+    canvas.toBlob((blob) => download(`${this.title}.png`, blob));
+  }
+
+  remove() {
+    this.observer.disconnect();
+    this.plot?.destroy();
+    this.card.remove();
+  }
+}
+
+/** New values to be told, for lines that stay. */
+function plotted(series, plot) {
+  series.forEach(({ told }, at) => { plot.series[at].told = told; });
+}
+
+/** What a logarithmic axis can show. */
+function positive(line) {
+  const keep = line.ys.map((value, at) => value > 0 && (!line.low || line.low[at] > 0));
+  const left = (values) => values?.filter((_, at) => keep[at]);
+  return { ...line, xs: left(line.xs), ys: left(line.ys), low: left(line.low), high: left(line.high) };
+}

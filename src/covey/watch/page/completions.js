@@ -1,0 +1,168 @@
+// What was sampled: groups side by side, and evaluations before and after.
+
+import { ask, runs, shownRuns } from "./data.js";
+import { choice, h, number } from "./dom.js";
+
+const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", before: null, after: null, changed: "changed" };
+const SHOWN = [["all", "all"], ["right", "right ones"], ["wrong", "wrong ones"], ["truncated", "truncated"],
+  ["masked", "masked"], ["tied", "of tied groups"], ["mixed", "of groups that teach"]];
+const CHANGED = [["changed", "changed"], ["gained", "gained"], ["lost", "lost"], ["all", "all"]];
+let root, bar, body, visit = 0, goTo, newest = true;
+
+export function show(into, where = {}, go) {
+  Object.assign(state, where);
+  goTo = go;
+  root = into;
+  bar = h("div", { class: "bar" });
+  body = h("div", {});
+  root.replaceChildren(bar, body);
+  if (!shownRuns().includes(runs[state.run])) state.run = shownRuns()[0]?.index ?? 0;
+  load();
+}
+
+export function update(changed) {
+  if (!changed.has("tables") || root.contains(document.activeElement)) return;
+  if (newest) state.step = null; // who looks at the newest step stays with it
+  load();
+}
+
+function controls() {
+  const run = runs[state.run];
+  const set = (name, read = String) => (value) => {
+    state[name] = read(value);
+    load();
+  };
+  const search = h("input", { type: "search", value: state.search, placeholder: "text in prompt or completion", "aria-label": "Search",
+    onchange: () => set("search")(search.value) });
+  const steps = run.tables[state.kind] ?? [];
+  const parts = [];
+  if (runs.length > 1) parts.push(choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)));
+  parts.push(choice("of", [["step", "training"], ["eval", "an evaluation"], ["compare", "two evaluations"]], state.kind,
+    (kind) => { state.step = null; set("kind")(kind); }));
+  if (state.kind === "compare") {
+    const evals = run.tables.eval;
+    parts.push(choice("before: step", evals, state.before, set("before", Number)), choice("after: step", evals, state.after, set("after", Number)),
+      choice("show", CHANGED, state.changed, set("changed")));
+  } else {
+    const at = steps.indexOf(state.step);
+    const move = (by) => h("button", { disabled: steps[at + by] === undefined, "aria-label": by < 0 ? "Step before" : "Step after",
+      onclick: () => set("step", Number)(steps[at + by]) }, by < 0 ? "‹" : "›");
+    const field = h("input", { type: "number", value: state.step ?? "", min: 0, style: { width: "6.5rem" }, "aria-label": "Step",
+      onchange: () => set("step", Number)(nearest(steps, Number(field.value))) });
+    const slider = h("input", { type: "range", min: 0, max: Math.max(0, steps.length - 1), value: Math.max(0, at), "aria-label": "Step",
+      onchange: () => set("step", Number)(steps[Number(slider.value)]) });
+    parts.push(h("label", {}, h("span", { class: "soft" }, "step"), move(-1), field, move(1)), slider,
+      choice("show", SHOWN, state.shown, set("shown")), search);
+    if (state.uid) parts.push(h("button", { onclick: () => set("uid")("") }, `question ${state.uid} ×`));
+  }
+  bar.replaceChildren(...parts);
+}
+
+const nearest = (steps, wanted) => steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]);
+
+async function load(offset = 0) {
+  const run = runs[state.run];
+  const mine = ++visit;
+  const evals = run.tables.eval;
+  if (!evals.includes(state.before)) state.before = evals[0] ?? null;
+  if (!evals.includes(state.after)) state.after = evals.at(-1) ?? null;
+  const steps = run.tables[state.kind] ?? evals;
+  if (!steps.includes(state.step)) state.step = steps.at(-1) ?? null;
+  newest = state.step === steps.at(-1);
+  if (!offset) controls();
+  if (!steps.length) {
+    body.textContent = "No completions are recorded (run.log_completions), or none yet.";
+    return;
+  }
+  try {
+    const compares = state.kind === "compare";
+    const found = compares
+      ? await ask(`${run.index}/compare`, { before: state.before, after: state.after, shown: state.changed, offset })
+      : await ask(`${run.index}/completions`, { kind: state.kind, step: state.step, search: state.search, shown: state.shown,
+        uid: state.uid, offset });
+    if (mine !== visit) return;
+    const page = compares ? found.pairs : found.groups;
+    const head = compares ? counted(found.counts)
+      : h("p", { class: "note" }, `${number(found.completions)} completions; ${number(found.found)} groups have some that are asked for.`);
+    const cards = page.map((each) => (compares ? pair(each) : group(each)));
+    if (offset) body.lastChild.remove();
+    else body.replaceChildren(head);
+    body.append(...cards);
+    const next = offset + page.length;
+    body.append(next < found.found ? h("button", { onclick: () => load(next) }, `show more (${number(found.found - next)} left)`) : "");
+  } catch (error) {
+    if (mine === visit) body.replaceChildren(h("p", { class: "failed" }, error.message));
+  }
+}
+
+function counted({ gained, lost, both, neither, unjudged }) {
+  return h("p", {}, h("span", { class: "tag good" }, `${gained} gained`), " ", h("span", { class: "tag bad" }, `${lost} lost`), " ",
+    h("span", { class: "tag" }, `${both} right in both`), " ", h("span", { class: "tag" }, `${neither} in neither`), " ",
+    unjudged ? h("span", { class: "tag warn" }, `${unjudged} not judged`) : "");
+}
+
+function question(messages, label) {
+  const asked = messages.at(-1);
+  const before = messages.slice(0, -1);
+  return h("div", {}, label,
+    h("div", { class: "question text" }, asked.content),
+    before.length ? h("details", {}, h("summary", { class: "note" }, before.length === 1 ? `${before[0].role} message` : `${before.length} messages before it`),
+      before.map((message) => h("div", { class: "text soft" }, `${message.role}: ${message.content}`))) : null);
+}
+
+function group(each) {
+  const facts = h("div", { class: "facts" },
+    h("span", {}, `group ${number(each.group)}`), each.kind ? h("span", {}, each.kind) : null,
+    h("span", {}, "mean reward ", h("b", {}, number(each.mean))), each.size > 1 ? h("span", {}, `spread ${number(each.std)}`) : null,
+    each.tied ? h("span", { class: "tag warn" }, "tied: equal rewards") : null,
+    each.rows.length < each.size ? h("span", {}, `${each.rows.length} of ${each.size} shown`) : null,
+    h("span", { class: "soft" }, each.uid));
+  return h("section", { class: "card group" }, question(each.prompt, facts), h("div", { class: "side" }, each.rows.map((row) => one(row, state.step, state.kind))));
+}
+
+function pair({ uid, prompt, what, before, after }) {
+  const kinds = { gained: "good", lost: "bad" };
+  const label = h("div", { class: "facts" }, h("span", { class: `tag ${kinds[what] ?? ""}` }, what), h("span", {}, uid));
+  return h("section", { class: "card group" }, question(prompt, label),
+    h("div", { class: "side" }, one(before, state.before, "eval"), one(after, state.after, "eval")));
+}
+
+/** One completion with what it got. */
+function one(row, step, kind) {
+  const mark = row.correct === null ? "" : row.correct ? "good" : "bad";
+  const text = h("pre", {}, row.turns === null ? row.completion : conversation(row.completion));
+  const ends = row.finish_reason || row.ended;
+  const parts = Object.entries(row.parts);
+  const facts = [
+    h("b", { class: mark }, number(row.reward)),
+    row.correct === null ? null : h("span", { class: mark }, row.correct ? "right" : "wrong"),
+    row.advantage === null ? null : h("span", {}, `advantage ${number(row.advantage)}`),
+    h("span", {}, `${number(row.length)} tokens`),
+    row.turns === null ? null : h("span", {}, `${row.turns} turns, ${row.no_actions} without an action`),
+    ends ? h("span", { class: ["length", "failed", "turns", "context"].includes(ends) ? "tag warn" : "" }, ends) : null,
+    row.masked_by ? h("span", { class: "tag bad" }, `masked: ${row.masked_by}`) : null,
+    parts.length > 1 ? h("span", {}, parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null,
+    kind === "eval" && state.kind === "compare" ? h("span", {}, `step ${step}`) : null,
+  ];
+  const others = Object.entries(row.others);
+  const card = h("article", { class: `one ${mark}` }, h("div", { class: "facts" }, facts), text,
+    row.error ? h("div", { class: "bad text" }, row.error) : null,
+    others.length ? h("div", { class: "note text" }, others.map(([name, value]) => `${name}: ${value}`).join("\n")) : null);
+  if (row.characters > row.completion.length) {
+    const more = h("button", { class: "small", onclick: async () => {
+      const whole = await ask(`${state.run}/completion`, { kind, step, row: row.row });
+      text.textContent = whole.completion;
+      more.replaceWith(whole.characters > whole.completion.length ? `cut at ${number(whole.completion.length)} characters` : "");
+    } }, `all ${number(row.characters)} characters`);
+    card.append(more);
+  }
+  if (kind === "step" && row.turns === null && runs[state.run].tables.ledger.includes(step)) {
+    card.append(h("button", { class: "small", onclick: () => goTo("Tokens", { run: state.run, step, row: row.row }) }, "tokens"));
+  }
+  return card;
+}
+
+/** An agent's episode: what it did stands out from what it saw. */
+function conversation(text) {
+  return text.split("\n").map((line) => h("span", { class: line.startsWith("> ") ? "" : "soft" }, `${line}\n`));
+}

@@ -1,0 +1,111 @@
+// Any metric of the runs, one chart each.
+
+import { Chart, smooth } from "./chart.js";
+import { ask, runs, shownRuns } from "./data.js";
+import { choice, h, tick } from "./dom.js";
+
+const FIRST = ["reward", "eval/accuracy", "completions/mean_length", "entropy", "kl", "grad_norm", "frac_reward_zero_std",
+  "loss", "completions/clipped_ratio", "agent/success", "accuracy"];
+const settings = { x: "step", smoothing: "auto", log: false, marks: true, names: null };
+const charts = new Map();
+let root, list, adding, marksBelow;
+
+export function show(into) {
+  root = into;
+  charts.clear();
+  list = h("div", { class: "panels" });
+  marksBelow = h("ol", { class: "marks" });
+  adding = h("select", { "aria-label": "Add a metric", onchange: () => add(adding.value) });
+  const redraw = (name) => (value) => {
+    settings[name] = value;
+    draw();
+  };
+  root.replaceChildren(
+    h("div", { class: "bar" },
+      choice("over", [["step", "steps"], ["tokens", "tokens"], ["minutes", "minutes"]], settings.x, redraw("x")),
+      choice("smoothing", [["auto", "by length"], [0, "none"], [2, "5 steps"], [5, "11 steps"], [10, "21 steps"],
+        [25, "51 steps"], [100, "201 steps"]], settings.smoothing, redraw("smoothing")),
+      tick("logarithmic", settings.log, redraw("log")),
+      tick("phases and doctor", settings.marks, redraw("marks")),
+      h("label", {}, h("span", { class: "soft" }, "add"), adding)),
+    list,
+    marksBelow);
+  update();
+}
+
+export function update() {
+  const known = new Set(runs.flatMap((run) => [...run.series.keys()]));
+  settings.names ??= known.size ? FIRST.filter((name) => known.has(name)).slice(0, 8) : null;
+  const names = [...known].filter((name) => !settings.names?.includes(name)).sort();
+  if (adding.options.length !== names.length + 1 && document.activeElement !== adding) {
+    adding.replaceChildren(h("option", { value: "" }, "a metric…"), ...names.map((name) => h("option", { value: name }, name)));
+  }
+  if (!known.size) list.textContent = "No steps recorded yet.";
+  draw();
+}
+
+function add(name) {
+  if (!name) return;
+  settings.names.push(name);
+  adding.blur();
+  update();
+}
+
+function drop(name) {
+  settings.names = settings.names.filter((other) => other !== name);
+  charts.get(name).remove();
+  charts.delete(name);
+  update();
+}
+
+async function make(name) {
+  const close = h("button", { class: "small", "aria-label": `Remove ${name}`, onclick: () => drop(name) }, "×");
+  const chart = new Chart(name, name, { tools: [close], csv: () => csv(name) });
+  charts.set(name, chart);
+  list.append(chart.card);
+  const meaning = (await ask("describe", { name }))[name];
+  if (meaning) chart.card.querySelector("h3").title = meaning.filter(Boolean).join(": ");
+}
+
+function draw() {
+  if (!settings.names) return;
+  if (!charts.size) list.replaceChildren();
+  const marks = settings.marks ? shownRuns().flatMap((run) => run.marks()) : [];
+  const named = marks.slice(0, 60).map((mark, at) => ({ ...mark, name: String(at + 1), x: mark.run.place(mark.step, settings.x) }));
+  for (const name of settings.names) {
+    if (!charts.has(name)) make(name);
+    charts.get(name).draw(shownRuns().flatMap((run) => linesOf(run, name)), {
+      xLabel: settings.x, log: settings.log, marks: named, zero: name === "eval/accuracy",
+    });
+  }
+  marksBelow.replaceChildren(...named.map((mark) =>
+    h("li", {}, h("b", {}, `${mark.name}  step ${mark.step} `), h("span", { class: "dot", style: { background: mark.run.colour } }),
+      ` ${mark.kind}: ${mark.text}`)));
+}
+
+/** Steps on either side: as in `covey curve` up to a thousand steps, a hundredth of what is longer. */
+const automatic = (steps) => Math.max(1, Math.min(10, Math.floor(steps / 10)), Math.floor(steps / 100));
+
+function linesOf(run, name) {
+  const { xs, ys } = run.points(name, settings.x);
+  const line = { label: run.label, colour: run.colour, xs, ys };
+  if (name === "eval/accuracy") {
+    const [low, high] = ["eval/accuracy_low", "eval/accuracy_high"].map((edge) => run.points(edge).ys);
+    const whole = low.length === ys.length && high.length === ys.length;
+    return [{ ...line, points: true, ...(whole ? { low, high } : {}) }];
+  }
+  if (name.startsWith("eval/")) return [{ ...line, points: true }];
+  const reach = settings.smoothing === "auto" ? automatic(ys.length) : Number(settings.smoothing);
+  if (reach === 0 || ys.length < 3) return [line];
+  return [{ ...line, label: "", thin: true }, { ...line, ys: smooth(ys, reach) }];
+}
+
+function csv(name) {
+  const lines = ["run,step,tokens,minutes,value"];
+  const quoted = (text) => `"${text.replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"`;
+  for (const run of shownRuns()) {
+    const { ys, steps } = run.points(name);
+    steps.forEach((step, at) => lines.push([quoted(run.label), step, run.tokens.get(step) ?? "", run.minutes.get(step), ys[at]].join()));
+  }
+  return `${lines.join("\n")}\n`;
+}

@@ -1,0 +1,78 @@
+// The page: which runs, which view, and the clock that keeps it up to date.
+
+import { load, runs } from "./data.js";
+import * as completions from "./completions.js";
+import * as curves from "./curves.js";
+import * as doctor from "./doctor.js";
+import { h, number } from "./dom.js";
+import * as ledger from "./ledger.js";
+import * as machine from "./machine.js";
+import * as questions from "./questions.js";
+import * as settings from "./settings.js";
+
+const VIEWS = { Curves: curves, Completions: completions, Tokens: ledger, Questions: questions, Machine: machine,
+  Doctor: doctor, Settings: settings };
+const EVERY = 2000;
+let current = Object.hasOwn(VIEWS, location.hash.slice(1)) ? location.hash.slice(1) : "Curves";
+const at = (id) => document.getElementById(id);
+
+/** Go to a view; `where` tells it what to show. */
+export function go(name, where) {
+  current = name;
+  history.replaceState(null, "", `#${name}`);
+  for (const button of at("views").children) {
+    if (button.textContent === name) button.setAttribute("aria-current", "page");
+    else button.removeAttribute("aria-current");
+  }
+  VIEWS[name].show(at("view"), where, go);
+}
+
+function drawHead() {
+  at("runs").replaceChildren(...runs.map((run) => {
+    const box = h("input", { type: "checkbox", checked: run.shown, onchange: () => {
+      run.shown = box.checked;
+      go(current);
+    } });
+    return h("label", { title: run.about.path }, box, h("span", { class: "dot", style: { background: run.colour } }), run.label);
+  }));
+}
+
+function tell(problem = "") {
+  const said = runs.map((run) => {
+    const most = run.about.max_steps > 0 ? ` of ${number(run.about.max_steps)}` : "";
+    const damaged = run.damaged ? `, ${run.damaged} damaged lines left out` : "";
+    return `${runs.length > 1 ? `${run.label}: ` : ""}step ${number(run.step)}${most}, ${run.status()}${damaged}`;
+  });
+  at("state").textContent = problem || said.join("  ·  ");
+  at("state").classList.toggle("failed", Boolean(problem));
+}
+
+async function keepUp(run) {
+  const changed = await run.update();
+  tell();
+  if (changed.size) VIEWS[current].update?.(changed);
+  if (!changed.has("metrics")) return;
+  await run.askDoctor();
+  VIEWS[current].update?.(new Set(["doctor"]));
+}
+
+async function follow() {
+  try {
+    await Promise.all(runs.map(keepUp));
+  } catch (error) {
+    tell(error instanceof TypeError ? "covey watch has ended, or cannot be reached." : error.message);
+  }
+  while (document.hidden) await new Promise((wake) => document.addEventListener("visibilitychange", wake, { once: true }));
+  setTimeout(follow, EVERY);
+}
+
+try {
+  at("views").replaceChildren(...Object.keys(VIEWS).map((name) => h("button", { onclick: () => go(name) }, name)));
+  await load();
+  document.title = `${runs.map((run) => run.label).join(", ")} – covey watch`;
+  drawHead();
+  go(current);
+  follow();
+} catch (error) {
+  tell(error.message);
+}

@@ -1,0 +1,73 @@
+// How each training question was answered over the run.
+
+import { runs, shownRuns } from "./data.js";
+import { choice, h, number, percent } from "./dom.js";
+
+const MOST = 300;
+const VISITS = 60;
+const state = { run: 0, shown: "all", order: "hardest", search: "" };
+let root, goTo;
+
+export function show(into, _, go) {
+  root = into;
+  goTo = go;
+  if (!shownRuns().includes(runs[state.run])) state.run = shownRuns()[0]?.index ?? 0;
+  draw();
+}
+
+export function update(changed) {
+  if (changed.has("questions") && !root.contains(document.activeElement)) draw();
+}
+
+function summed(visits) {
+  const sum = (list) => list.reduce(([a, b], [, right, all]) => [a + right, b + all], [0, 0]);
+  const [right, all] = sum(visits);
+  const [firstRight, firstAll] = sum(visits.slice(0, 1));
+  const [lastRight, lastAll] = sum(visits.slice(-1));
+  return { share: all ? right / all : null, first: firstAll ? firstRight / firstAll : null, last: lastAll ? lastRight / lastAll : null };
+}
+
+function draw() {
+  const run = runs[state.run];
+  const all = [...run.questions].map(([uid, visits]) => ({ uid, visits, ...summed(visits) })).filter((each) => each.share !== null);
+  const kinds = { never: all.filter((q) => q.share === 0), always: all.filter((q) => q.share === 1) };
+  kinds.sometimes = all.filter((q) => q.share > 0 && q.share < 1);
+  const orders = {
+    hardest: (a, b) => a.share - b.share, easiest: (a, b) => b.share - a.share, visits: (a, b) => b.visits.length - a.visits.length,
+    gained: (a, b) => b.last - b.first - (a.last - a.first), lost: (a, b) => a.last - a.first - (b.last - b.first),
+  };
+  const wanted = (kinds[state.shown] ?? all).filter((q) => q.uid.toLowerCase().includes(state.search.toLowerCase()));
+  wanted.sort(orders[state.order]);
+  const set = (name, read = String) => (value) => {
+    state[name] = read(value);
+    draw();
+  };
+  const search = h("input", { type: "search", value: state.search, placeholder: "name of a question", "aria-label": "Search",
+    onchange: () => set("search")(search.value) });
+  root.replaceChildren(
+    h("div", { class: "bar" },
+      runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)) : null,
+      choice("show", [["all", `all (${all.length})`], ["never", `never right (${kinds.never.length})`],
+        ["sometimes", `sometimes right (${kinds.sometimes.length})`], ["always", `always right (${kinds.always.length})`]], state.shown, set("shown")),
+      choice("first", [["hardest", "the hardest"], ["easiest", "the easiest"], ["visits", "the most asked"], ["gained", "what was gained"],
+        ["lost", "what was lost"]], state.order, set("order")),
+      search),
+    h("p", { class: "note" }, all.length
+      ? "Each column of a bar is one visit: the share of its completions that were right. Click on a question to read its last completions."
+      : "No questions yet, or nothing says which completions are right."),
+    h("div", { class: "scroll" }, wanted.length ? h("table", {},
+      h("thead", {}, h("tr", {}, ["question", "right", "asked", "first", "last", "over the run"].map((text) => h("th", {}, text)))),
+      h("tbody", {}, wanted.slice(0, MOST).map((question) => line(question, run)))) : null),
+    wanted.length > MOST ? h("p", { class: "note" }, `${number(wanted.length - MOST)} more are not listed.`) : "");
+}
+
+function line({ uid, visits, share, first, last }, run) {
+  const tables = new Set(run.tables.step);
+  const recorded = visits.map(([step]) => step).filter((step) => tables.has(step)).at(-1);
+  const name = recorded === undefined ? uid
+    : h("button", { class: "link", onclick: () => goTo("Completions", { run: state.run, kind: "step", step: recorded, uid, shown: "all", search: "" }) }, uid);
+  return h("tr", {}, h("td", {}, name), h("td", { class: "number" }, percent(share)), h("td", { class: "number" }, `${visits.length}×`),
+    h("td", { class: "number" }, percent(first)), h("td", { class: "number" }, percent(last)),
+    h("td", {}, h("div", { class: "visits" }, visits.slice(-VISITS).map(([step, right, all]) =>
+      h("i", { title: `step ${step}: ${right} of ${all}` }, h("span", { style: { height: `${all ? (100 * right) / all : 0}%` } }))))));
+}

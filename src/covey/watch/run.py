@@ -1,0 +1,213 @@
+"""One run folder as the page asks for it: small plain values, whatever is in the folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import threading
+import time
+import tomllib
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from covey.errors import RunFolderError
+from covey.files import explained
+from covey.observe.doctor import Doctor, Thresholds, diagnose
+from covey.observe.metric_names import describe_metric
+from covey.observe.records import Record, is_answers, is_metrics, plain
+from covey.observe.run_folder import RunFolder
+from covey.watch.following import Piece, follow, open_regular
+from covey.watch.ledger import LEDGER, ledger_completion, ledger_completions
+from covey.watch.tables import LISTED, WHOLE, compare, groups, messages, numbers, read_rows, shortened
+
+_MOST_ENTRIES = 200_000
+_MOST_CONFIG = 256 << 10
+_PAGE = 400
+"""Completions in one answer."""
+_TABLE = re.compile(r"(step|eval)_(\d{6,12})\.parquet")
+
+
+class WatchedRun:
+    """Reads a run folder; holds no lock, writes nothing, and keeps only what the doctor needs and the last tables."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Take a run.
+
+        Raises:
+            RunFolderError: there is none.
+        """
+        self.folder = RunFolder.read(path)
+        self.folder.versions()
+        self._doctor = _FollowingDoctor(self.folder.metrics_path)
+        self._tables: dict[Path, tuple[tuple[int, int], list[Record]]] = {}
+        self._lock = threading.Lock()
+
+    def about(self) -> Record:
+        """Name, versions, settings and how old the last line is."""
+        text = _head(self.folder.config_path)
+        try:
+            settings: Record = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError):
+            settings = {}
+        metrics = self.folder.metrics_path
+        age = max(0.0, time.time() - metrics.stat().st_mtime) if metrics.exists() else None
+        return {
+            "name": self.folder.path.name,
+            "path": str(self.folder.path),
+            "versions": {str(k)[:100]: str(v)[:300] for k, v in itertools.islice(self.folder.versions().items(), 50)},
+            "model": str(_at(settings, "model", "model") or "")[:300],
+            "max_steps": _at(settings, "schedule", "max_steps"),
+            "config": text,
+            "seconds_since_last_line": age,
+        }
+
+    def metrics(self, start: int = 0, mark: str = "") -> Record:
+        """New lines of `metrics.jsonl`, as names and rows of numbers; see `follow`."""
+        piece = follow(self.folder.metrics_path, start, mark, is_metrics)
+        rows = [dict(numbers(record)) for record in piece.records]
+        names = list(dict.fromkeys(name for row in rows for name in row))[:5000]
+        return _piece(piece) | {"names": names, "rows": [[row.get(name) for name in names] for row in rows]}
+
+    def questions(self, start: int = 0, mark: str = "") -> Record:
+        """New lines of `questions.jsonl`: `[step, {uid: [right, all]}]`."""
+        piece = follow(self.folder.questions_path, start, mark, is_answers)
+        return _piece(piece) | {"lines": [[record["step"], record["answers"]] for record in piece.records]}
+
+    def events(self, start: int = 0, mark: str = "") -> Record:
+        """New lines of `events.jsonl`: `[seconds since 1970, kind, message]`."""
+        piece = follow(self.folder.events_path, start, mark)
+        lines = [
+            [dict(numbers(record)).get("time"), str(record.get("kind"))[:100], str(record.get("message"))[:LISTED]]
+            for record in piece.records
+        ]
+        return _piece(piece) | {"lines": lines}
+
+    def doctor(self) -> Record:
+        """What the doctor says: since which step, and what still holds."""
+        with self._lock:
+            return self._doctor.report()
+
+    def tables(self) -> Record:
+        """Steps and evaluations that have a table of completions, and steps that have a ledger."""
+        return {
+            "step": _numbered(self.folder.completions, "step"),
+            "eval": _numbered(self.folder.completions, "eval"),
+            "ledger": _numbered(self.folder.path / LEDGER, "step"),
+        }
+
+    def completions(
+        self, kind: str, step: int, *, search: str = "", shown: str = "all", uid: str = "", offset: int = 0
+    ) -> Record:
+        """The groups of one table (see `covey.watch.tables.groups`), from the group `offset` on."""
+        rows = self._rows(kind, step)
+        found = groups(rows, search=search, shown=shown, uid=uid)
+        page: list[Record] = []
+        size = 0
+        for group in found[offset:]:
+            size += len(group["rows"])
+            if page and size > _PAGE:
+                break
+            page.append(group)
+        return {"completions": len(rows), "found": len(found), "groups": page}
+
+    def completion(self, kind: str, step: int, row: int) -> Record:
+        """One completion, whole."""
+        rows = self._rows(kind, step)
+        if not 0 <= row < len(rows):
+            raise RunFolderError(f"row {row}: {kind} {step} has {len(rows)} rows")
+        return shortened(row, rows[row], WHOLE) | {"prompt": messages(rows[row].get("prompt"))}
+
+    def compare(self, before: int, after: int, *, shown: str = "changed", offset: int = 0) -> Record:
+        """Two evaluations, question by question; see `covey.watch.tables.compare`."""
+        counts, pairs = compare(self._rows("eval", before), self._rows("eval", after), shown)
+        return {"counts": counts, "found": len(pairs), "pairs": pairs[offset : offset + _PAGE // 2]}
+
+    def ledger(self, step: int) -> Record:
+        """The completions of a step that have a ledger, with their sums."""
+        return {"completions": ledger_completions(self._ledger(step))}
+
+    def ledger_of(self, step: int, row: int, turn: int = 0) -> Record:
+        """A completion's tokens in a pass, each with all that is known of it."""
+        return ledger_completion(self._ledger(step), row, turn)
+
+    def _ledger(self, step: int) -> list[Record]:
+        return self._read(self.folder.path / LEDGER / f"step_{step:06d}.parquet")
+
+    def _rows(self, kind: str, step: int) -> list[Record]:
+        return self._read(self.folder.completions / f"{'eval' if kind == 'eval' else 'step'}_{step:06d}.parquet")
+
+    def _read(self, path: Path) -> list[Record]:
+        """A table; the last ones are kept."""
+        with explained(path, "read"):
+            found = path.stat()
+        state = (found.st_mtime_ns, found.st_size)
+        with self._lock:
+            if path not in self._tables or self._tables[path][0] != state:
+                self._tables[path] = (state, read_rows(path))
+                while len(self._tables) > 3:
+                    del self._tables[next(iter(self._tables))]
+            return self._tables[path][1]
+
+
+class _FollowingDoctor:
+    """Reads on in `metrics.jsonl` whenever it is asked."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin()
+
+    def _begin(self) -> None:
+        limits = Thresholds()
+        self._doctor, self._end, self._mark = Doctor(limits), 0, ""
+        self._last: deque[Record] = deque(maxlen=2 * max(limits.window, limits.still_steps))
+        self._said: deque[Record] = deque(maxlen=500)
+
+    def report(self) -> Record:
+        more = True
+        while more:
+            piece = follow(self._path, self._end, self._mark, is_metrics)
+            if piece.restarted:
+                self._begin()
+            self._end, self._mark, more = piece.end, piece.mark, piece.more
+            for record in piece.records:
+                self._last.append(record)
+                self._said.extend(_said(record, self._doctor.check(record)))
+        now = [diagnosis.code for diagnosis in diagnose(list(self._last))]
+        return {"said": [said | {"now": said["code"] in now} for said in self._said]}
+
+
+def _said(record: Record, found: list[Any]) -> list[Record]:
+    return [{"step": record["step"], "code": d.code, "message": d.message, "fix": d.fix} for d in found]
+
+
+def describe(names: list[str]) -> Record:
+    """Unit and meaning of metrics, by name; of those that are Covey's."""
+    found = {name: describe_metric(name) for name in names[:2000]}
+    return {name: [definition.unit, definition.meaning] for name, definition in found.items() if definition}
+
+
+def _piece(piece: Piece) -> Record:
+    return {name: getattr(piece, name) for name in ("end", "mark", "restarted", "damaged", "more")}
+
+
+def _numbered(folder: Path, kind: str) -> list[int]:
+    """Steps of the tables in a folder, ascending."""
+    if not folder.is_dir():
+        return []
+    with explained(folder, "read"), os.scandir(folder) as entries:
+        matches = [_TABLE.fullmatch(entry.name) for entry in itertools.islice(entries, _MOST_ENTRIES)]
+    return sorted(int(match[2]) for match in matches if match and match[1] == kind)
+
+
+def _head(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with explained(path, "read"), open_regular(path) as file:
+        return file.read(_MOST_CONFIG).decode("utf-8", "replace")
+
+
+def _at(settings: Record, section: str, name: str) -> Any:
+    found = settings.get(section)
+    return plain(found.get(name)) if isinstance(found, dict) else None

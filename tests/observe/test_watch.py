@@ -1,0 +1,392 @@
+"""`covey watch`: what the page is told of a run, while it grows, when it is damaged, and when it is hostile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from command import Command
+from covey import GRPOTrainer
+from covey.config import GRPOConfig
+from covey.errors import RunFolderError
+from covey.observe.records import write_table
+from covey.observe.run_folder import RunFolder
+from covey.serving.connections import ConnectionLimits
+from covey.serving.listening import listen, uvicorn_server
+from covey.watch import following, tables
+from covey.watch.app import create_app
+from covey.watch.following import follow
+from covey.watch.run import WatchedRun
+
+TOKEN = "page-token"
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202egnp\ud800"
+PAGE = Path(tables.__file__).parent / "page"
+
+
+class Page:
+    """A server that is asked as the page asks it."""
+
+    def __init__(self, *folders: Path) -> None:
+        listening = listen("127.0.0.1", 0)
+        listening.listen(16)
+        self.server = uvicorn_server(create_app([WatchedRun(each) for each in folders], TOKEN), ConnectionLimits())
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]})
+        self.thread.start()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=20)
+
+    def get(self, path: str, token: str | None = TOKEN, **query: Any) -> httpx.Response:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        return self.client.get(path, params=query, headers=headers)
+
+    def ask(self, path: str, **query: Any) -> Any:
+        answer = self.get(f"/api/{path}", **query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture
+def open_page() -> Iterator[Any]:
+    pages: list[Page] = []
+
+    def page(*folders: Path) -> Page:
+        pages.append(Page(*folders))
+        return pages[-1]
+
+    yield page
+    for each in pages:
+        each.close()
+
+
+def few_letters(completions: list[Any], **columns: Any) -> list[float]:
+    return [len(set(messages[0]["content"])) / 10 for messages in completions]
+
+
+def has_a(completions: list[Any], **columns: Any) -> list[float]:
+    return [float("a" in messages[0]["content"]) for messages in completions]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A run of four steps with two evaluations and two ledgers."""
+    folder = tmp_path_factory.mktemp("watched") / "run"
+    rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("one", "two", "three")]
+    args = GRPOConfig(
+        model=str(model_folder), output_dir=str(folder), num_generations=4, prompts_per_step=2, max_steps=4, lora_r=4,
+        max_completion_length=8, learning_rate=1e-2, progress=False, eval_steps=4, ledger_steps=2, beta=0.01,
+        correctness="has_a",
+    )  # fmt: skip
+    GRPOTrainer(reward_funcs=[few_letters, has_a], args=args, train_dataset=rows, eval_dataset=rows[:2]).train()
+    return folder
+
+
+def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -> None:
+    page, run = open_page(finished), RunFolder.read(finished)
+    about = page.ask("runs")
+    assert [each["label"] for each in about] == ["run"]
+    assert about[0]["max_steps"] == 4
+    assert about[0]["versions"]["run_id"] == run.run_id
+
+    found = page.ask("0/metrics")
+    recorded = run.read_metrics()
+    assert [dict(zip(found["names"], row, strict=True))["step"] for row in found["rows"]] == [
+        r["step"] for r in recorded
+    ]
+    at = found["names"].index("reward")
+    assert [row[at] for row in found["rows"] if row[at] is not None] == [r["reward"] for r in recorded if "reward" in r]
+    assert found["end"] == run.metrics_path.stat().st_size
+    assert page.ask("0/metrics", start=found["end"], mark=found["mark"])["rows"] == []
+
+    answers = page.ask("0/questions")["lines"]
+    assert answers == [[line["step"], line["answers"]] for line in run.read_answers()]
+    assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
+    assert page.ask("0/tables") == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4]}
+
+    rows = run.read_completions(3)
+    told = page.ask("0/completions", step=3)
+    assert told["completions"] == 8
+    flat = [row for group in told["groups"] for row in group["rows"]]
+    assert [row["completion"] for row in flat] == [row["completion"] for row in rows]
+    assert [row["advantage"] for row in flat] == [row["advantage"] for row in rows]
+    assert flat[0]["parts"] == {name: rows[0][f"rewards/{name}"] for name in ("few_letters", "has_a")}
+    for group in told["groups"]:
+        rewards = [row["reward"] for row in group["rows"]]
+        assert group["mean"] == pytest.approx(sum(rewards) / 4)
+        assert group["tied"] == (len(set(rewards)) == 1)
+        assert group["prompt"][-1]["role"] == "user"
+
+    pairs = page.ask("0/compare", before=0, after=4, shown="all")
+    assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 2
+    assert page.ask("describe", name="reward")["reward"][1].startswith("mean over completions")
+    assert page.ask("0/doctor") == {"said": []}  # too few steps for it to say anything
+
+
+def test_a_ledger_is_told_token_by_token_and_adds_up(finished: Path, open_page: Any) -> None:
+    page, run = open_page(finished), RunFolder.read(finished)
+    completions = page.ask("0/ledger", step=4)["completions"]
+    loss = next(line["loss"] for line in run.read_metrics() if line["step"] == 4 and "loss" in line)
+    assert sum(each["loss"] for each in completions) == pytest.approx(loss, abs=1e-6)
+    one = completions[0]
+    tokens = page.ask(f"0/ledger/{one['row']}", step=4)["tokens"]
+    assert len(tokens) == one["tokens"]
+    assert sum(token["loss"] for token in tokens) == pytest.approx(one["loss"])
+    text = run.read_completions(4)[one["row"]]["completion"]
+    assert "".join(token["token"] for token in tokens).startswith(text)
+    assert page.get("/api/0/ledger/999", step=4).status_code == 404
+
+
+def test_search_and_filters_choose_completions(tmp_path: Path, open_page: Any) -> None:
+    rows = [
+        {"group": 0, "sample": 0, "uid": "a", "prompt": "2+2?", "completion": "Four", "reward": 1.0, "correct": True},
+        {"group": 0, "sample": 1, "uid": "a", "prompt": "2+2?", "completion": "five", "reward": 0.0, "correct": False,
+         "masked_by": "validity_mask", "finish_reason": "length"},
+        {"group": 1, "sample": 0, "uid": "b", "prompt": "3+3?", "completion": "four", "reward": 0.5, "correct": False},
+        {"group": 1, "sample": 1, "uid": "b", "prompt": "3+3?", "completion": "eight", "reward": 0.5, "correct": False},
+    ]  # fmt: skip
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_completions(1, rows)
+    page = open_page(tmp_path / "run")
+
+    def chosen(**query: Any) -> list[str]:
+        groups = page.ask("0/completions", step=1, **query)["groups"]
+        return [row["completion"] for group in groups for row in group["rows"]]
+
+    assert chosen(search="FOUR") == ["Four", "four"]
+    assert chosen(search="3+3") == ["four", "eight"]
+    assert chosen(shown="right") == ["Four"]
+    assert chosen(shown="wrong", uid="a") == ["five"]
+    assert chosen(shown="masked") == chosen(shown="truncated") == ["five"]
+    assert chosen(shown="tied") == ["four", "eight"]
+    assert chosen(shown="mixed") == ["Four", "five"]
+    assert page.ask("0/completions", step=1, offset=1)["groups"][0]["uid"] == "b"
+
+
+def test_evaluations_are_compared_question_by_question(tmp_path: Path, open_page: Any) -> None:
+    def rows(*correct: bool | None) -> list[dict[str, Any]]:
+        return [
+            {"group": n, "sample": 0, "uid": f"q{n}", "prompt": "?", "completion": str(right), "correct": right}
+            for n, right in enumerate(correct)
+        ]
+
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_evaluation(0, rows(False, True, True, False, None, True))
+        run.write_evaluation(5, rows(True, False, True, False, None)[::-1])
+    page = open_page(tmp_path / "run")
+    found = page.ask("0/compare", before=0, after=5)
+    assert found["counts"] == {"gained": 1, "lost": 1, "both": 1, "neither": 1, "unjudged": 1}
+    assert {(pair["uid"], pair["what"]) for pair in found["pairs"]} == {("q0", "gained"), ("q1", "lost")}
+    gained = page.ask("0/compare", before=0, after=5, shown="gained")["pairs"]
+    assert [(pair["before"]["completion"], pair["after"]["completion"]) for pair in gained] == [("False", "True")]
+
+
+def test_it_follows_a_run_that_grows_and_one_that_resumes(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.append_metrics(1, {"reward": 0.25})
+        page = open_page(run.path)
+        first = page.ask("0/metrics")
+        assert first["rows"] == [[1, 0.25]]
+        run.append_metrics(2, {"reward": 0.5})
+        with run.metrics_path.open("ab") as file:
+            file.write(b'{"step": 3, "rew')  # half a line
+        second = page.ask("0/metrics", start=first["end"], mark=first["mark"])
+        assert (second["rows"], second["restarted"], second["damaged"]) == ([[2, 0.5]], False, 0)
+        with run.metrics_path.open("ab") as file:
+            file.write(b'ard": 0.75}\n')
+        third = page.ask("0/metrics", start=second["end"], mark=second["mark"])
+        assert third["rows"] == [[3, 0.75]]
+
+        run.truncate_after(1)  # a resume repeats steps 2 and 3, and gets further than before
+        for step in (2, 3, 4):
+            run.append_metrics(step, {"reward": 1.0})
+        again = page.ask("0/metrics", start=third["end"], mark=third["mark"])
+        assert again["restarted"]
+        assert again["rows"] == [[1, 0.25], [2, 1.0], [3, 1.0], [4, 1.0]]
+
+
+def test_the_doctor_says_since_when_and_whether_it_still_holds(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        page = open_page(run.path)
+        for step in range(1, 9):
+            run.append_metrics(step, {"reward": 0.0, "reward_std": 0.0})
+        (said,) = page.ask("0/doctor")["said"]
+        assert (said["code"], said["step"], said["now"]) == ("reward_never_nonzero", 5, True)
+        assert "completions/" in said["fix"]
+        for step in range(9, 25):
+            run.append_metrics(step, {"reward": 0.1 + 0.01 * step, "reward_std": 0.3, "grad_norm": 1.0})
+        (said,) = page.ask("0/doctor")["said"]
+        assert not said["now"]
+
+
+def test_damaged_lines_and_tables_are_left_out_and_said(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_completions(1, [{"group": 0, "completion": "x", "reward": 1.0}])
+    bad = [
+        b"not json",
+        b"[1]",
+        b'{"step": -1}',
+        b'{"step": 2, "loss": "high"}',
+        b"[" * 10_000,
+        b"\xff\xfe",
+        b"1" * 5000,
+    ]
+    good = b'{"step": 7, "loss": null, "reward": 0.5, "n": ' + b"9" * 400 + b"}"
+    run.metrics_path.write_bytes(b"\n".join([*bad, good]) + b"\n")
+    run.questions_path.write_bytes(b'{"step": 1, "answers": {"a": [3, 2]}}\n{"step": 1, "answers": {"a": [1, 2]}}\n')
+    (run.completions / "step_000002.parquet").write_bytes(b"PAR1 no PAR1")
+    (run.completions / "step_x.parquet").write_bytes(b"")
+    os.mkfifo(run.completions / "step_000003.parquet")
+    page = open_page(run.path)
+    found = page.ask("0/metrics")
+    assert found["damaged"] == len(bad)
+    assert [dict(zip(found["names"], row, strict=True)) for row in found["rows"]] == [{"step": 7, "reward": 0.5}]
+    assert page.ask("0/questions")["lines"] == [[1, {"a": [1, 2]}]]
+    assert page.ask("0/tables")["step"] == [1, 2, 3]
+    for step, words in ((2, "no readable Parquet"), (3, "no regular file"), (9, "step_000009")):
+        answer = page.get("/api/0/completions", step=step)
+        assert answer.status_code == 404
+        assert words in answer.json()["error"]
+    for query in ({"step": "x"}, {"step": -1}, {"step": 1, "kind": "../../x"}, {"step": 10**30}):
+        assert page.get("/api/0/completions", **query).status_code == 422
+    assert page.get("/api/1/metrics").status_code == page.get("/api/-1/metrics").status_code == 404
+    for path in ("/page/../app.py", "/page/..%2fapp.py", "/page/%2fetc%2fpasswd"):
+        assert page.get(path).status_code == 404
+
+
+def test_a_long_file_comes_in_pieces_and_an_endless_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "PIECE", 1000)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(300)) + "x" * 5000 + '\n{"step": 300}\n')
+    steps, end, mark, more, damaged, most = [], 0, "", True, 0, 0
+    while more:
+        piece = follow(path, end, mark)
+        steps += [record["step"] for record in piece.records]
+        most = max(most, piece.end - end)
+        end, mark, more, damaged = piece.end, piece.mark, piece.more, damaged + piece.damaged
+    assert steps == list(range(301))
+    assert most <= 1000
+    assert damaged > 0
+    assert end == path.stat().st_size
+
+
+def test_what_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step_000001.parquet"
+    write_table(path, [{"group": 0, "completion": "a" * 1_000_000, "reward": 0.0}] * 50)
+    assert path.stat().st_size < 100_000
+    assert len(tables.read_rows(path)) == 50
+    monkeypatch.setattr(tables, "MOST_ROWS", 49)
+    with pytest.raises(RunFolderError, match="50 rows"):
+        tables.read_rows(path)
+
+
+def test_hostile_completions_are_text_and_long_ones_are_cut(tmp_path: Path, open_page: Any) -> None:
+    prompt = json.dumps([{"role": "<b>", "content": HOSTILE}])
+    row = {
+        "group": 0,
+        "uid": HOSTILE,
+        "prompt": prompt,
+        "completion": HOSTILE + "x" * 2_000_000,
+        "reward": float("nan"),
+    }
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_completions(1, [row | {f"rewards/{HOSTILE[:-1]}": 1.0, HOSTILE[:-1]: [HOSTILE]}])
+        run.append_event("diagnosis", HOSTILE)
+    page = open_page(run.path)
+    answer = page.get("/api/0/completions", step=1)
+    assert answer.headers["content-type"] == "application/json"
+    assert len(answer.content) < 30_000
+    (told,) = answer.json()["groups"][0]["rows"]
+    assert told["completion"].startswith("</script><script>alert(1)</script>")
+    assert told["characters"] > 2_000_000 > 4_000 == len(told["completion"])
+    assert told["reward"] is None
+    assert len(page.ask("0/completion", step=1, row=0)["completion"]) == 1_000_000
+    policy = page.get("/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    assert "unsafe" not in policy
+
+
+def test_the_page_makes_no_html_from_text_and_asks_nobody_else() -> None:
+    """What runs in the browser has no way from text to markup, and names no other machine."""
+    own = [path for path in PAGE.iterdir() if path.suffix in (".js", ".html", ".css") and "uPlot" not in path.name]
+    assert len(own) > 8
+    for path in own:
+        text = path.read_text()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            path
+        )
+        assert not re.search(r"https?://|(src|href)=\"//", text), path
+    index = (PAGE / "index.html").read_text()
+    assert all("src=" in script for script in re.findall(r"<script[^>]*>", index))
+    assert not re.search(r"\son\w+=|style=", index)
+    assert (PAGE / "uPlot.iife.min.js").stat().st_size < 100_000
+    assert "MIT License" in (PAGE / "uPlot.LICENSE.txt").read_text()
+
+
+def test_data_needs_the_token_and_the_page_does_not(finished: Path, open_page: Any) -> None:
+    page = open_page(finished)
+    for token in (None, "wrong", TOKEN + "x"):
+        for path in ("runs", "0/metrics", "0/completions?step=1", "nothing"):
+            answer = page.get(f"/api/{path}", token=token)
+            assert answer.status_code == 401
+            assert "covey watch" in answer.json()["error"]
+    for path in ("/", "/page/main.js", "/page/uPlot.iife.min.js", "/page/style.css"):
+        answer = page.get(path, token=None)
+        assert answer.status_code == 200
+        assert answer.headers["x-content-type-options"] == "nosniff"
+    assert page.client.post("/api/0/metrics", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 405
+
+
+def test_several_runs_and_a_copy(finished: Path, tmp_path: Path, open_page: Any) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(finished, copy, ignore=shutil.ignore_patterns("checkpoints", "adapter", "best", "run.lock"))
+    before = sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*"))
+    page = open_page(finished, copy)
+    assert [each["label"] for each in page.ask("runs")] == [str(finished), str(copy)]
+    assert page.ask("0/metrics") == page.ask("1/metrics")
+    page.ask("1/completions", step=1)
+    page.ask("1/doctor")
+    assert sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before  # it only reads
+
+
+def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, printed, _ = covey("watch", "--help")
+    assert status == 0
+    assert "live while they train" in printed
+    (tmp_path / "empty").mkdir()
+    status, _, said = covey("watch", tmp_path / "empty", "--no-browser")
+    assert status == 2
+    assert "holds no run" in said
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, _, said = covey("watch", tmp_path / "empty")
+    assert status == 2
+    assert "pip install 'covey[serve]'" in said
+
+
+def test_the_command_serves_until_it_is_told_to_stop(finished: Path) -> None:
+    command = [sys.executable, "-m", "covey", "watch", str(finished), "--port", "0", "--no-browser"]
+    environment = {**os.environ, "PYTHONPATH": str(PAGE.parents[2]), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        address, token = process.stdout.readline().split()[0].split("/#token=")
+        headers = {"Authorization": f"Bearer {token}"}
+        assert httpx.get(f"{address}/api/runs", headers=headers, timeout=20).json()[0]["path"] == str(finished)
+        assert httpx.get(f"{address}/api/runs", timeout=20).status_code == 401
+        assert len(token) > 20
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130, -signal.SIGINT)

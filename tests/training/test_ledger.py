@@ -1,0 +1,165 @@
+"""The ledger against the loss written out a second time: its contributions add up, its gradients are those."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import make_batch, make_learner
+
+from covey import GRPOTrainer
+from covey.algorithms.config import AlgorithmConfig
+from covey.config import GRPOConfig
+from covey.errors import ConfigError
+from covey.observe.records import read_table
+from covey.observe.run_folder import RunFolder
+from covey.training import ledger
+from covey.training.ledger import Ledger, token_columns
+from covey.training.update import Pass, update
+from covey.types import Batch
+from loss_reference import Completed, reference_loss
+
+CORRECTED = {"importance_sampling_correction": "token_truncate", "importance_sampling_cap": 2.0}
+
+
+def passes_of(batch: Batch, **settings: Any) -> tuple[list[Pass], Any, Any]:
+    """Every pass of an update, with its result and its learner."""
+    seen: list[Pass] = []
+    learner = make_learner(tokens_per_micro_batch=40)
+    done = update(
+        learner, batch, AlgorithmConfig(**settings), 0.0, temperature=1.0, max_completion_length=12, observe=seen.append
+    )
+    return seen, done, learner
+
+
+def with_masks(batch: Batch) -> Batch:
+    """Some rows are tied, one is masked."""
+    advantages, mask = batch.advantages.copy(), batch.mask.copy()
+    advantages[:4] = 0
+    mask[5] = False
+    return replace(batch, advantages=advantages, mask=mask, excluded={"validity_mask": batch.mask & ~mask})
+
+
+@pytest.mark.parametrize("correction", [{}, CORRECTED], ids=["", "corrected"])
+@pytest.mark.parametrize("extra", [{}, {"beta": 0.3}, {"beta": 0.1, "entropy_coef": 0.05}], ids=["", "kl", "entropy"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo", "dr_grpo", "reinforce"])
+def test_contributions_add_up_to_the_loss_and_gradients_are_its(
+    loss_type: str, extra: dict[str, float], correction: dict[str, Any]
+) -> None:
+    batch = with_masks(make_batch())
+    (seen,), done, learner = passes_of(batch, loss_type=loss_type, beta=extra.get("beta", 0.0), **correction,
+        entropy_coef=extra.get("entropy_coef", 0.0))  # fmt: skip
+    every = np.arange(len(batch.episodes))
+    _, entropy = learner.scores(batch, every, temperature=1.0, entropy=True)
+    columns = token_columns(seen, entropy)
+
+    # rows that were not run have no gradient, and the reference is told what the learner would have found there
+    logp = np.where(seen.gradients.scored, seen.gradients.logp, learner.scores(batch, every, temperature=1.0)[0])
+    ref = learner.scores(batch, every, temperature=1.0, reference=True)[0]
+    exists = batch.sampled
+    sequences = []
+    for row in every:
+        parts = [
+            torch.tensor(x[row, exists[row]], dtype=torch.float64) for x in (logp, batch.old_logprobs, ref, entropy)
+        ]
+        parts[0].requires_grad_()
+        dropped = not batch.mask[row].any()
+        sequences.append(Completed(*parts, float(batch.advantages[row, 0]), parts[0].detach(), dropped))
+    names = {"correction": "token_truncate", "cap": 2.0} if correction else {}
+    loss, _ = reference_loss(sequences, loss_type=loss_type, max_length=12, **extra, **names)
+    loss.backward()
+
+    assert columns["loss"].sum() == pytest.approx(float(loss.detach()), rel=1e-6, abs=1e-9)
+    assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
+    for row in seen.rows:
+        wanted = sequences[row].logp.grad
+        found = columns["gradient"][row, exists[row]]
+        np.testing.assert_allclose(found, 0 if wanted is None else wanted.numpy(), rtol=1e-5, atol=1e-9)
+    assert not columns["loss"][5].any()  # masked
+    assert not columns["gradient"][5].any()
+
+
+def test_a_second_pass_has_ratios_that_moved_and_counts_what_is_clipped() -> None:
+    settings = {"loss_type": "grpo", "beta": 0.0, "num_iterations": 2, "num_minibatches": 2}
+    seen: list[Pass] = []
+    learner, batch = make_learner(), make_batch()
+    own = learner.scores(batch, np.arange(12), temperature=1.0)[0]
+    batch = replace(batch, old_logprobs=np.where(batch.mask, own, 0).astype(np.float32))
+    done = update(
+        learner, batch, AlgorithmConfig(**settings), 0.1, temperature=1.0, max_completion_length=12, observe=seen.append
+    )
+    assert [each.number for each in seen] == [0, 1, 2, 3]
+    assert sorted(np.concatenate([seen[0].part, seen[1].part])) == list(range(12))
+    columns = [token_columns(each) for each in seen]
+    assert columns[0]["ratio"][seen[0].batch.mask] == pytest.approx(1, abs=1e-5)
+    clipped = [c["clipped"][p.batch.mask].mean() for c, p in zip(columns, seen, strict=True)]
+    assert max(clipped) > 0.1
+    assert np.mean(clipped) == pytest.approx(done.metrics["clip_ratio/region_mean"], abs=1e-6)
+    assert "entropy" not in columns[0]
+
+
+def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch()
+    mask = batch.mask.copy()
+    mask[1, 0] = False
+    batch = replace(batch, mask=mask, excluded={"top_entropy_quantile": batch.mask & ~mask})
+    (seen,), _, learner = passes_of(batch, loss_type="grpo", beta=0.0)
+    one = Ledger(learner, lambda ids: f"<{ids[0]}>", 1.0)
+    one(seen)
+    assert len(one.rows) == batch.sampled.sum()
+    masked = [row for row in one.rows if row["masked_by"]]
+    assert [(row["row"], row["position"], row["masked_by"]) for row in masked] == [(1, 0, "top_entropy_quantile")]
+    assert masked[0]["loss"] == masked[0]["gradient"] == 0
+    first = batch.episodes[0]
+    assert [r["token"] for r in one.rows if r["row"] == 0] == [f"<{t}>" for t in first.token_ids[first.sampled]]
+    monkeypatch.setattr(ledger, "MOST_TOKENS", 10)
+    few = Ledger(learner, str, 1.0)
+    few(seen)
+    assert 0 < len(few.rows) <= 10
+
+
+def by_length(completions: list[str], **columns: Any) -> list[float]:
+    return [len(set(text)) / 10 for text in completions]
+
+
+def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
+    losses = []
+    for name, every in (("without", 0), ("with", 2)):
+        changed = settings | {
+            "output_dir": str(tmp_path / name),
+            "max_steps": 4,
+            "save_steps": 3,
+            "ledger_steps": every,
+        }
+        args = GRPOConfig(
+            **changed,
+            beta=0.04,
+        )
+        trainer = GRPOTrainer(reward_funcs=by_length, args=args, train_dataset=rows)
+        trainer.train()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert losses[0] == losses[1]
+    folder = tmp_path / "with" / "ledger"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000002.parquet", "step_000004.parquet"]
+    tokens = read_table(folder / "step_000002.parquet")
+    assert sum(token["loss"] for token in tokens) == pytest.approx(losses[1][1], abs=1e-6)
+    assert {"kl", "entropy", "sampler_logp", "weight", "clipped"} <= tokens[0].keys()
+    with RunFolder.open(tmp_path / "with") as run:
+        run.truncate_after(3)
+    assert [path.name for path in folder.iterdir()] == ["step_000002.parquet"]
+    assert not (tmp_path / "without" / "ledger").exists()
+
+
+def test_a_kl_over_the_vocabulary_has_no_ledger(settings: dict[str, Any]) -> None:
+    args = GRPOConfig(**settings, ledger_steps=1, beta=0.1, kl_estimator="exact")
+    with pytest.raises(ConfigError, match=r"run\.ledger_steps=1 with algorithm\.kl_estimator='exact'"):
+        GRPOTrainer(reward_funcs=by_length, args=args, train_dataset=[{"prompt": "a"}])
