@@ -184,6 +184,9 @@ class Learner:
             self.policy.train()
             try:
                 return accumulate()
+            except BaseException:
+                self.optimizer.zero_grad(set_to_none=True)
+                raise
             finally:
                 self.policy.eval()
 
@@ -353,7 +356,6 @@ class Learner:
                     ) from error
                 reason = str(error).splitlines()[0]
             # Outside the except block, so that the traceback no longer holds the failed pass's tensors.
-            self.optimizer.zero_grad(set_to_none=True)
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ a token's contribution is its weight times the derivative by it, whatever the lo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
@@ -19,6 +20,8 @@ from covey.errors import ConfigError
 from covey.rollout.learning import Learner, loss_weights
 from covey.training.update import Pass
 from covey.types import Batch
+
+log = logging.getLogger(__name__)
 
 MOST_TOKENS = 50_000
 """Of an update; the completions beyond them are left out."""
@@ -47,6 +50,13 @@ class Ledger:
 
     def __call__(self, done: Pass) -> None:
         """Note what a pass is about to change. Costs a forward pass, for the entropies."""
+        try:
+            self._note(done)
+        except Exception as error:  # it only looks: the step is taken as it would be without
+            log.warning("run.ledger_steps: this step has no ledger (%s: %s)", type(error).__name__, error)
+            self.rows.clear()
+
+    def _note(self, done: Pass) -> None:
         if not len(done.rows):
             return
         _, entropy = self._learner.scores(done.batch, done.rows, temperature=self._temperature, entropy=True)
