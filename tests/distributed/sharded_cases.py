@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from covey.algorithms.config import AlgorithmConfig
-from covey.distributed.ranks import Ranks
+from covey.distributed.ranks import Ranks, TornError
 from covey.distributed.replicated import follow
 from covey.distributed.sharded import LeadingPolicy, Probe
 from covey.distributed.sharded_learner import LeadingShardedLearner, ShardedLearner, ShardedPacks
@@ -43,6 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a moving reference": ({}, {"beta": 0.04, "reference_update": "ema", "reference_ema_decay": 0.5}),
     "one pack": ({"budget": 4096}, {}),
     "two iterations": ({}, {"num_iterations": 2}),
+    "bfloat16, LoRA": ({"use_peft": True, "dtype": "bfloat16"}, {}),
     "LoRA on the head": ({"use_peft": True, "lora_target_modules": ["q_proj", "lm_head"], "tied": False}, {}),
 }
 
@@ -216,10 +217,48 @@ def wrapped_wrongly(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+class Failing(ShardedLearner):
+    """Fails in the second pack of this rank."""
+
+    packs = 0
+
+    def _score(self, *args: Any, **settings: Any) -> Any:
+        self.packs += 1
+        if self.packs == 2:
+            raise torch.OutOfMemoryError("injected")
+        return super()._score(*args, **settings)
+
+
+def fail_on(rank: int, ranks: Ranks) -> None:
+    """All ranks: memory runs out on one of them, and all end."""
+    leading = LeadingPolicy(build({}, {}), ranks)
+    kind = Failing if ranks.rank == rank else ShardedLearner
+    learner = kind(leading.shard(), share=ShardedPacks(ranks), learning_rate=1e-3, tokens_per_micro_batch=48)
+    if ranks.rank > 0:
+        follow(ranks, learner, None, leading.own)
+        return
+    first = LeadingShardedLearner(learner, ranks)
+    try:
+        run(Watched(first, dict), {}, range(1))
+    except TornError as error:
+        print(f"rank 0 says: {error}", flush=True)
+        try:
+            first.tensors()
+        except TornError:
+            print("and is not asked again", flush=True)
+        raise
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks.of_torchrun(60)
+    ranks = Ranks.of_torchrun(300)
     assert ranks is not None
+    if sys.argv[1] == "fail":
+        try:
+            fail_on(int(sys.argv[2]), ranks)
+        finally:
+            ranks.close()
+        return
     file = Path(sys.argv[1])
     chosen = sys.argv[2:] or list(CASES)
     found: dict[str, Any] = {}

@@ -108,8 +108,7 @@ class ShardedPolicy(Policy):
                     "distributed.learner_kind='replicated'"
                 )
         self.reference = ShardedReference(policy.reference)
-        share = 2 * (ranks.rank + 1) / (ranks.world * (ranks.world + 1))  # unequal, and 1 in all
-        problem = expected.differs(Probe.of(self, share))
+        problem = expected.differs(Probe.of(self, _share(ranks.rank, ranks.world)))
         if problem:
             raise ModelError(
                 f"{self.source}: sharded over {ranks.world} ranks, {problem}; use distributed.learner_kind='replicated'"
@@ -282,6 +281,12 @@ class Probe:
             return f"the loss of a small pack is {other.loss:.7g} and was {self.loss:.7g}"
         relative, name = self.difference(other)
         return "" if relative <= self.tolerance else f"the gradient of {name} differs by {relative:.1%}"
+
+
+def _share(rank: int, world: int) -> float:
+    """1 in all ranks together, in powers of two, which change no rounding: 1/2, 1/4, 1/4 for three."""
+    last = min(world, 8) - 1
+    return 0.0 if rank > last else 2.0 ** -min(rank + 1, last)
 
 
 def _sketch(gradient: Tensor | None) -> Tensor:
