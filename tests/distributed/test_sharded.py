@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -98,35 +99,44 @@ def assert_near(one: Path, other: Path) -> None:
                 assert theirs[name] == pytest.approx(value, rel=1e-3, abs=1e-4), (mine["step"], name)
 
 
+SHARDED = {"distributed.learner_kind": "sharded"}
 ALL = {"model.use_peft": "false", "optim.learning_rate": "0.001", "evaluation.load_best_model_at_end": "true"}
 
 
-@pytest.mark.parametrize("settings", [{}, ALL], ids=["LoRA", "all weights"])
-def test_a_killed_run_in_shards_goes_on(recipe_folder: Path, tmp_path: Path, settings: dict[str, str]) -> None:
-    sharded = settings | {"distributed.learner_kind": "sharded"}
-    unbroken = train(1, recipe_folder, tmp_path / "one", **settings)
-    printed = finished(unbroken)
-    assert unbroken.returncode == 0, printed
-    again = train(2, recipe_folder, tmp_path / "again", "--max-restarts", "1", **sharded)
+def unbroken(recipe: Path, run: Path, **settings: Any) -> Path:
+    process = train(1, recipe, run, **settings)
+    printed = finished(process)
+    assert process.returncode == 0, printed
+    return run
+
+
+def test_the_launcher_starts_killed_ranks_again(recipe_folder: Path, tmp_path: Path) -> None:
+    one = unbroken(recipe_folder, tmp_path / "one")
+    process = train(2, recipe_folder, tmp_path / "run", "--max-restarts", "1", **SHARDED)
     try:
-        kill_one(again, tmp_path / "again", rank=1)
+        kill_one(process, tmp_path / "run", rank=1)
     finally:
-        printed = finished(again)
-    assert again.returncode == 0, printed
-    assert_near(tmp_path / "one", tmp_path / "again")
-    # killed on two ranks, it goes on on another number of them
+        printed = finished(process)
+    assert process.returncode == 0, printed
+    assert_near(one, tmp_path / "run")
+
+
+def test_killed_on_two_ranks_a_run_goes_on_on_one_and_on_three(recipe_folder: Path, tmp_path: Path) -> None:
+    one = unbroken(recipe_folder, tmp_path / "one", **ALL)
+    process = train(2, recipe_folder, tmp_path / "run", **ALL, **SHARDED)
+    try:
+        kill_one(process, tmp_path / "run", rank=0)
+    finally:
+        finished(process)
+    shutil.copytree(tmp_path / "run", tmp_path / "before")
     for world in (1, 3):
-        run = tmp_path / f"then on {world}"
-        process = train(2, recipe_folder, run, **sharded)
-        try:
-            kill_one(process, run, rank=0)
-        finally:
-            finished(process)
-        process = train(world, recipe_folder, run, **sharded)
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "before", tmp_path / "run")
+        process = train(world, recipe_folder, tmp_path / "run", **ALL, **SHARDED)
         printed = finished(process)
         assert process.returncode == 0, printed
-        assert "resumed" in (run / "events.jsonl").read_text()
-        assert_near(tmp_path / "one", run)
+        assert "resumed" in (tmp_path / "run" / "events.jsonl").read_text()
+        assert_near(one, tmp_path / "run")
 
 
 @pytest.mark.parametrize(

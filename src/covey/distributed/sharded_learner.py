@@ -106,6 +106,9 @@ class ShardedPacks:
         self.own = len(own)
         try:
             found = list(work([packs[number] for number in own + fill]))
+        except KeyboardInterrupt:
+            self._ranks.torn("interrupted from the keyboard")
+            raise
         except Exception as error:
             fix = "; set a smaller optim.tokens_per_micro_batch" if is_out_of_memory(error) else ""
             raise self._ranks.torn(f"{type(error).__name__}: {str(error)[:500]}{fix}") from error
