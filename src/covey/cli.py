@@ -109,6 +109,7 @@ def train(
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     from covey.distributed import launch
 
+    launch.become_launcher(config, sys.argv[1:])
     if trainer := launch.run(config):
         print_summary(out, trainer, Path(config.run.output_dir))
 
@@ -130,6 +131,7 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
+    launch.become_launcher(config, sys.argv[1:])
     if trainer := launch.run(config, resume=True):
         print_summary(out, trainer, run)
 
@@ -144,9 +146,13 @@ def plan(
 
     Says what dominates, and which setting would about halve it.
     """
+    from covey.distributed.start import layout
     from covey.training.plan import measure
 
-    found = measure(_trainer(GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])))
+    config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
+    found = measure(_trainer(config.replace(learners=1)))
+    if not as_json and layout(config):
+        out.print(f"layout: {layout(config)}", highlight=False)
     if as_json:
         out.print_json(data=found.to_dict())
         return

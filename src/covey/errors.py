@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
@@ -86,3 +88,19 @@ class HubError(CoveyError, RuntimeError):
 
 class RunFolderError(CoveyError, OSError):
     """The run folder cannot be created, written or read (permission, full disk, wrong folder)."""
+
+
+@contextmanager
+def naming(what: str, fix: str = "correct it") -> Iterator[None]:
+    """Runs somebody's own code: whatever it raises becomes one `ConfigError` that names `what`, file and line.
+
+    Errors of ours and memory that runs out stay what they are.
+    """
+    try:
+        yield
+    except (CoveyError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):
+            raise
+        raise ConfigError(f"{what} raised {type(error).__name__}: {error}{raised_at(error)}; {fix}") from error

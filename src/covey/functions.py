@@ -34,6 +34,21 @@ def load_function(name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def name_of(function: Any) -> str:
+    """The name under which `load_function` finds a function again: `MODULE:NAME`.
+
+    Raises:
+        ValueError: it would not; the function has no name of its own at the top of a module.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
+    if "<" in name or "." in name:
+        raise ValueError(
+            "a lambda, an object or a function inside another cannot be found again by a resumed run; define it with "
+            "def at the top of a file"
+        )
+    return f"{module}:{name}"
+
+
 def load_object(name: str, kind: str = "function") -> Any:
     """Import the object that `name` names.
 
@@ -49,6 +64,11 @@ def load_object(name: str, kind: str = "function") -> Any:
         example = ", e.g. my_rewards.py:correct" if kind == "function" else ""
         form = kind.upper()
         raise ConfigError(f"{name!r} names no {kind}: write FILE.py:{form} or MODULE:{form}{example}")
+    if ".py:" in where:
+        raise ConfigError(
+            f"{name}: a {kind} takes no options after its name; of a loss and an estimator they are set in "
+            "algorithm.loss_parameters and algorithm.adv_parameters"
+        )
     try:
         module = _import_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     except ConfigError:
@@ -58,6 +78,11 @@ def load_object(name: str, kind: str = "function") -> Any:
             f"{name}: importing {where} failed with {type(error).__name__}: {error}{raised_at(error)}; correct it"
         ) from error
     found = getattr(module, attribute, None)
+    if found is None and where == "__main__":
+        raise ConfigError(
+            f"{name}: it stands in the program that began the run; go on with that program, "
+            "trainer.train(resume_from_checkpoint=True)"
+        )
     if found is None:
         raise ConfigError(
             f"{name}: {where} has no {attribute!r}; it has {', '.join(_functions(module)) or 'no function'}"
@@ -103,6 +128,15 @@ def _import_file(path: Path) -> ModuleType:
     name = f"covey_user_{hashlib.sha256(whole.encode()).hexdigest()[:12]}"
     USER_FILES[name] = whole
     return importlib.import_module(name)
+
+
+def user_file_hashes() -> dict[str, str]:
+    """Path -> SHA-256 of each file of the user's that was imported; one that is gone by now is left out."""
+    return {
+        path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for path in USER_FILES.values()
+        if Path(path).is_file()
+    }
 
 
 def _functions(module: ModuleType) -> list[str]:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import finite_difference
+from algorithm_cases import finite_difference, jax_gradient, loss_of, random_case, torch_gradient
 
 from covey.algorithms import (
     KL_ESTIMATORS,
+    LOSSES,
     VOCABULARY_KL,
     compute_unbiased_kl,
     exact_kl,
@@ -19,6 +20,7 @@ from covey.algorithms import (
     k2,
     k3,
     k3_unbiased,
+    make_objective,
     restrict_to_support,
 )
 from covey.algorithms.kl import log_softmax
@@ -140,3 +142,18 @@ def test_a_kept_support_is_renormalised_and_differentiable() -> None:
     # what lies outside the support does not matter, whatever it is
     spoiled = np.where(support, logp, np.nan)
     np.testing.assert_array_equal(restrict_to_support(spoiled, support), kept)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "estimator"), [*((name, "abs") for name in LOSSES), *(("grpo", name) for name in KL_ESTIMATORS)]
+)
+def test_the_first_step_has_the_same_gradient_with_both_backends(loss_type: str, estimator: str) -> None:
+    """Policy, sampler and reference are one: where `|x|` has a corner, and JAX's `abs` the gradient 1."""
+    case = random_case(seed=8)
+    case.old = case.ref = case.logp
+    objective = make_objective(loss_type, beta=0.3, kl_estimator=estimator)
+    (value, gradient), (expected, wanted) = (
+        of(case, lambda c: loss_of(c, objective).loss) for of in (jax_gradient, torch_gradient)
+    )
+    assert value == pytest.approx(expected, abs=1e-12)
+    np.testing.assert_allclose(gradient, wanted, atol=1e-12)

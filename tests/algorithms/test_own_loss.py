@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from algorithm_cases import jax_gradient, loss_of, random_case, torch_gradient
 
-from covey.algorithms import LOSSES, LossInputs, Surrogate, find_loss, loss, make_objective, policy_loss
+from covey.algorithms import LOSSES, LossInputs, Surrogate, find_estimator, find_loss, loss, make_objective, policy_loss
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
 
@@ -138,6 +139,12 @@ def test_the_sampler_s_log_probabilities_are_those_before_the_correction() -> No
         ),
         ("@loss(aggregation='men')\ndef mine(x):\n    return Surrogate(-x.advantages * x.logp)\n", "aggregation='men'"),
         ("@loss(select=lambda x: x.mask[0])\ndef mine(x):\n    return x\n", "selects something else than tokens"),
+        (
+            "def mine(x):\n    x.advantages[:] = 0\n    return Surrogate(x.advantages)\n",
+            "ValueError: .*read-only at .*mine.py:3",
+        ),
+        ("def mine(x):\n    return Surrogate(-x.advantages * x.logp, x.ratio)\n", "low or high that are not booleans"),
+        ("@loss(select=lambda x: 1 / 0)\ndef mine(x):\n    return x\n", "its select raised ZeroDivisionError"),
         ("raise OSError('no')\n", "importing mine.py failed with OSError: no at .*mine.py:2"),
     ],
 )
@@ -146,6 +153,30 @@ def test_a_bad_loss_is_an_error_that_names_file_and_function(folder: Path, code:
     with pytest.raises(ConfigError, match=message) as raised:
         GRPOConfig(loss_type="mine.py:mine").algorithm.objective()
     assert "mine" in str(raised.value)
+
+
+@pytest.mark.parametrize("gradient_of", [torch_gradient, jax_gradient])
+def test_what_only_the_arrays_of_a_backend_refuse_is_named_too(folder: Path, gradient_of: Any) -> None:
+    """NumPy's own functions work in the trial, and not on arrays that a gradient is asked of."""
+    (folder / "mine.py").write_text(
+        HEAD + "import numpy as np\ndef mine(x):\n    return Surrogate(np.asarray(-x.ratio * x.advantages))\n"
+    )
+    objective = make_objective("mine.py:mine")
+    with pytest.raises(ConfigError, match=r"(?s)loss 'mine.py:mine' .* raised .* at .*mine.py:4, in mine; .*x\.xp"):
+        gradient_of(random_case(seed=5), lambda c: loss_of(c, objective).loss)
+
+
+def test_memory_that_runs_out_in_a_loss_stays_what_it_is(folder: Path) -> None:
+    def greedy(x: LossInputs) -> Surrogate:
+        raise RuntimeError("CUDA out of memory")  # the learner halves its micro-batch
+
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory$"):
+        find_loss(greedy).surrogate(LossInputs(*[np.ones((1, 1))] * 4), {})
+
+
+def test_a_parameter_that_is_a_setting_of_another_name() -> None:
+    with pytest.raises(ConfigError, match=r"set algorithm\.use_adaptive_entropy"):
+        GRPOConfig(loss_parameters={"adaptive_entropy": True})
 
 
 def test_a_missing_file_is_an_error(folder: Path) -> None:
@@ -173,3 +204,20 @@ def test_every_loss_of_the_shelf_names_its_source() -> None:
     for name, one in LOSSES.items():
         assert one.function.__doc__, name
         assert one.name == name
+
+
+def group_free(step: Any) -> Any:
+    return step.rewards - 0.5
+
+
+def test_functions_themselves_are_named_where_they_are_found_again() -> None:
+    config = GRPOConfig(loss_type=plain, adv_estimator=group_free).algorithm
+    assert find_loss(config.loss_type).function is plain
+    assert find_estimator(config.adv_estimator).function is group_free
+    for setting in ("loss_type", "adv_estimator"):
+        with pytest.raises(ConfigError, match=rf"algorithm.{setting}=.* a lambda.*define it with def at the top"):
+            GRPOConfig(**{setting: lambda x: x})
+    with pytest.raises(ConfigError, match="stands in the program that began the run"):
+        find_loss("__main__:no_such_function")
+    with pytest.raises(ConfigError, match=r"takes no options after its name; .*loss_parameters"):
+        find_loss("mine.py:gmpo:clip=0.3")

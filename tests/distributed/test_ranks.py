@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from covey.observe.run_folder import RunFolder
 TESTS = Path(__file__).parents[1]
 
 
-def torchrun(ranks: int, *command: object, **settings: Any) -> subprocess.Popen[str]:
-    """`torchrun --nproc-per-node RANKS COMMAND`, each rank with one thread."""
+def torchrun(ranks: int, *command: object) -> subprocess.Popen[str]:
+    """`torchrun --nproc-per-node RANKS COMMAND`."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    return started([*launcher, *command])
+
+
+def started(command: Sequence[object]) -> subprocess.Popen[str]:
+    """The command with one thread for each rank, and the tests' modules on its path."""
     paths = [str(TESTS), str(TESTS / "pytorch"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.Popen(
-        [*launcher, *map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        **settings,
-    )  # fmt: skip
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([str(part) for part in command], env=environment, **output)
 
 
 def finished(process: subprocess.Popen[str]) -> str:
@@ -135,6 +139,14 @@ def test_killed_on_two_ranks_the_command_goes_on_on_one(recipe_folder: Path, unb
         assert time.monotonic() < deadline, "a rank outlives the run"
         time.sleep(0.1)
     process = train(1, recipe_folder, tmp_path / "run")
+    printed = finished(process)
+    assert process.returncode == 0, printed
+    assert_equal_runs(tmp_path / "run", unbroken)
+
+
+def test_one_command_starts_all_ranks(recipe_folder: Path, unbroken: Path, tmp_path: Path) -> None:
+    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2")
+    process = started([sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml", *settings])
     printed = finished(process)
     assert process.returncode == 0, printed
     assert_equal_runs(tmp_path / "run", unbroken)

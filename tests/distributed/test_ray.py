@@ -30,6 +30,7 @@ from covey.distributed import fleet as fleet_module
 from covey.distributed import ray_members
 from covey.distributed.ray_members import RayMember
 from covey.errors import ConfigError, GenerationError
+from covey.observe.run_folder import RunFolder
 
 pytestmark = [
     pytest.mark.ray,
@@ -77,6 +78,17 @@ def test_one_two_and_three_samplers_are_one_process(on_ray: Callable[..., GRPOTr
         assert not ray.is_initialized()  # nothing outlives the run
 
 
+@pytest.mark.parametrize("changes", [{"use_peft": False}, {"max_staleness": 1}], ids=str)
+def test_all_weights_and_samples_ahead(on_ray: Callable[..., GRPOTrainer], changes: dict[str, Any]) -> None:
+    found = []
+    for samplers in (0, 2):
+        trainer = on_ray(f"with-{samplers}", samplers, max_steps=3, **changes)
+        trainer.train()
+        weights = "model.safetensors" if "use_peft" in changes else ""
+        found.append(learned(trainer.args.run.output_dir, weights=weights))
+    assert found[0] == found[1]
+
+
 def test_kills_and_a_hang_change_nothing(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
     """`kill -9` of an actor in a unit and in a sync, and one that stops without a word."""
     alone = trained(on_ray("alone", 0), without=COUNTED)
@@ -119,12 +131,13 @@ def test_a_node_that_is_lost(
     on_ray: Callable[..., GRPOTrainer], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = trained(on_ray("alone", 0), without=COUNTED)
-    begin, calls = RayMember.begin, {"n": 0}
+    begin, calls, lost = RayMember.begin, {"n": 0}, list[Any]()
     workers = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
 
     def begin_(member: RayMember, *arguments: Any) -> Any:
         calls["n"] += 1
         if calls["n"] == 4:
+            lost.append(workers[0])
             cluster.remove_node(workers[0], allow_graceful=False)
         return begin(member, *arguments)
 
@@ -134,31 +147,54 @@ def test_a_node_that_is_lost(
         assert trained(trainer, without=COUNTED) == alone
         assert len(events(trainer.args.run.output_dir, "sampler")) == 1
     finally:
-        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        for _ in lost:
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+
+
+def test_agents_play_on_actors(settings: dict[str, Any], cluster: Cluster, tmp_path: Path) -> None:
+    world = {
+        "world": "house:rooms=2,num_train=6,num_eval=3",
+        "max_conversation_tokens": 600,
+        "max_completion_length": 16,
+        "action_format": "choice",
+        "max_steps": 1,
+        "eval_on_start": False,
+        "eval_at_end": False,
+    }
+    said = []
+    for name, changes in (("here", {}), ("there", {"samplers": 2, "ray_address": cluster.address})):
+        args = GRPOConfig(**(settings | world | changes | {"output_dir": str(tmp_path / name)}))
+        GRPOTrainer(args=args).train()
+        said.append([row["completion"] for row in RunFolder.read(tmp_path / name).read_completions(1)])
+    assert said[0] == said[1]
 
 
 def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_folder: Path, tmp_path: Path) -> None:
     """A Ray of its own on this machine; resumed without Ray."""
-    settings = ("distributed.groups_per_unit=1", "schedule.max_steps=30", "evaluation.eval_steps=0")
+    settings = ("distributed.groups_per_unit=1", "schedule.max_steps=60", "evaluation.eval_steps=0")
     run("train", str(recipe_folder), f"run.output_dir={tmp_path / 'whole'}", "distributed.samplers=0", *settings)
     folder = tmp_path / "run"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "covey", "train", str(recipe_folder)),
-            *(f"run.output_dir={folder}", "distributed.samplers=2", *settings),
+            *(f"run.output_dir={folder}", "distributed.samplers=2", "distributed.ray_address=local", *settings),
         ],
         env=environment | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    family: set[int] = set()
     try:
         deadline = time.monotonic() + 200
-        while not (folder / "checkpoints" / "step_000004").exists() and process.poll() is None:
+        while not [*(folder / "checkpoints").glob("step_*")]:
+            assert process.poll() is None
             assert time.monotonic() < deadline
-            time.sleep(0.01)
-        family = descendants(process.pid)
-        assert len(family) >= 4  # Ray's own and two actors
+            time.sleep(0.05)
+        # Ray's two agents notice the end at once and wait a minute for an answer from what is not there any more
+        family = {pid for pid in descendants(process.pid) if not name_of(pid).endswith("Agent")}
+        assert sum("EngineHost" in name_of(pid) for pid in family) == 2
+        assert len(family) >= 4  # with Ray's own
     finally:
         process.kill()
         process.wait(timeout=30)
@@ -166,7 +202,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_fold
     while (left := {pid for pid in family if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    run("resume", str(folder), "distributed.samplers=0")
+    run("resume", str(folder), "distributed.samplers=0", *settings)
     assert learned(folder, without=COUNTED) == learned(tmp_path / "whole", without=COUNTED)
 
 
@@ -184,6 +220,13 @@ def descendants(pid: int) -> set[int]:
         found.update(children)
         open_ += children
     return found
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return ""
 
 
 def alive(pid: int) -> bool:

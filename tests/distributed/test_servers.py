@@ -91,11 +91,13 @@ def test_a_server_that_comes_back_is_used_again(
 
         monkeypatch.setattr(only, "kill", kill_and_start)
         kill_in_unit(monkeypatch, only, at=3)
-        run = train(by_units, tmp_path / "run", only, server_retry_seconds=60.0)
+        run = train(by_units, tmp_path / "run", only, max_restarts=1000)
         monkeypatch.undo()
         assert killed.is_set()
         assert_alike(run, train(by_units, tmp_path / "again", only))
-    assert [record["samplers/restarts"] for record in run.state.log_history if "loss" in record] == [1, 0, 0, 0]
+    first, *others = [record["samplers/restarts"] for record in run.state.log_history if "loss" in record]
+    assert first >= 1
+    assert others == [0, 0, 0]
 
 
 def test_all_servers_must_be_there_at_the_start(by_units: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:

@@ -43,6 +43,20 @@ shutil.copy(source + "/model.safetensors", outfile)
 """
 
 
+OWN = """
+from covey.serving.dialect import Dialect
+
+def helper(client, trainer, folder): ...
+
+class Unfinished(Dialect):
+    def request(self, requests, settings): ...
+
+class Erring(Unfinished):
+    def publish(self, upload): 1 / 0
+    def read(self, answer, count): ...
+"""
+
+
 class Fake:
     """What both fakes share: an engine that takes adapters and whole weights from files."""
 
@@ -341,6 +355,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         GRPOConfig(inference_server_kind="tgi")
     with pytest.raises(ConfigError, match="no such file"):
         find_dialect("nowhere.py:SGLang")
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=r"own.py:helper'.* no class derived from covey.serving.dialect.Dialect"):
+        find_dialect(f"{tmp_path}/own.py:helper")
+    with pytest.raises(ConfigError, match=r"own.py:Unfinished'.* lacks publish, read; define it"):
+        find_dialect(f"{tmp_path}/own.py:Unfinished")
+    with fake_server(lambda path, body: (200, {})) as url:
+        own = find_dialect(f"{tmp_path}/own.py:Erring")
+        there = RemoteEngine(InferenceClient(url), trainer="test", dialect=own, folder=tmp_path)
+        with pytest.raises(
+            ConfigError, match=r"Erring.publish raised ZeroDivisionError: .* at .*own.py:\d+, in publish"
+        ):
+            there.publish(weights_of(adapted(), 1))
     assert issubclass(find_dialect("vllm"), Dialect)
     with fake_server(lambda path, body: (200, {})) as url:
         there = RemoteEngine(InferenceClient(url), trainer="test")

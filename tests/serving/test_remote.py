@@ -299,9 +299,14 @@ def _choice(**changes: Any) -> dict[str, Any]:
         ([_choice(logprobs={"token_logprobs": [-1.0]})], r"\(2,\) token ids with \(1,\) log-probabilities"),
         ([_choice(token_ids=[])], "token ids with"),
         ([_choice(token_ids=list(range(13)), logprobs={"token_logprobs": [-1.0] * 13})], "token ids with"),
-        ([_choice(token_ids=None)], "a completion without"),
+        ([_choice(token_ids=None)], r"\(\) token ids with"),
+        ([_choice(token_ids=[1.5, 2.0])], r"token ids \[1.5, 2.0\]; the policy.s are whole numbers"),
+        ([_choice(token_ids=[-1, 3])], r"token ids \[-1, 3\]"),
+        ([_choice(token_ids=[5, 10**6])], r"token ids \[5, 1000000\]; the policy.s are whole numbers from 0 to 98"),
+        ([_choice(token_ids=[2, 5])], r"behind the end token 2: \[2, 5\]"),
+        ([_choice(logprobs={"token_logprobs": [-1.0, 0.5]})], "log-probabilities .*above 0"),
         ([_choice(finish_reason="error")], "'error'"),
-        ([{"text": "only text"}], "a completion without 'token_ids'"),
+        ([{"text": "only text"}], r"CoveyDialect.read cannot read \(KeyError: .token_ids."),
         ([], "to 1 prompts"),
         ([_choice(), _choice()], "to 1 prompts"),
         ("nonsense", "to 1 prompts"),
@@ -314,7 +319,7 @@ def test_answers_that_are_no_completions(choices: Any, message: str) -> None:
         return 200, {"policy_version": 1}
 
     with fake_server(answer) as url:
-        there = remote(url)
+        there = RemoteEngine(client(url), trainer="test", vocabulary=99)
         there.publish(weights_of(adapted(), 1))
         with pytest.raises(ServingError, match=message):
             there(REQUESTS[:1], SETTINGS, policy_version=1)

@@ -113,6 +113,28 @@ def test_squared_probabilities_are_those_of_the_plain_model(settings: dict[str, 
         np.testing.assert_allclose(found[row][mask[row]], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "def mine(step):\n    step.logprobs[:] = -50.0\n    return step.rewards\n",
+            "read-only at .*own.py:2, in mine",
+        ),
+        ("def mine(step):\n    step.rewards -= 1\n    return step.rewards\n", "read-only at .*own.py:2, in mine"),
+        (
+            "def mine(step):\n    return step.rewards - 0.5\nmine.teaches = lambda group: 1 / 0\n",
+            "its attribute teaches raised ZeroDivisionError: division by zero at .*own.py:3",
+        ),
+    ],
+)
+def test_what_an_estimator_may_not_do_is_named(
+    settings: dict[str, Any], elsewhere: Path, code: str, message: str
+) -> None:
+    (elsewhere / "own.py").write_text(code)
+    with pytest.raises(ConfigError, match=rf"adv_estimator='own.py:mine': .*{message}"):
+        build(settings, adv_estimator="own.py:mine", beta=0.0, max_steps=1).train()
+
+
 def test_from_the_command_line(model_folder: Path, elsewhere: Path, recipe_folder: Path, covey: Command) -> None:
     arguments = ("adv_estimator=mine.py:kl_in_reward", "adv_parameters={kl_coef=0.1}", "num_generations=1")
     status, _, err = covey("train", recipe_folder / "recipe.toml", *arguments, "run.output_dir=run", "max_steps=2")

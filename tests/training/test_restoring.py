@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import CoveyError
+from covey.functions import load_function, user_file_hashes
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import load_checkpoint
 from covey.training.restoring import changed_settings, checked_state, find_checkpoint, lost_lines
@@ -186,6 +187,23 @@ def test_settings_that_differ_from_the_checkpoints_are_named(whole: tuple[Path, 
     ]
     with pytest.raises(CoveyError, match=r"model\.lora_alpha=8\.0: .* was made with 32"):
         changed_settings(checkpoint, config.replace(lora_alpha=8.0))
+
+
+def test_files_that_have_changed_since_the_checkpoint_are_named(
+    whole: tuple[Path, GRPOTrainer], tmp_path: Path
+) -> None:
+    folder, made = whole
+    file = tmp_path / "own.py"
+    file.write_text("def own(x):\n    return 1\n")
+    load_function(f"{file}:own")
+    checkpoint = load_checkpoint(folder / LAST)
+    checkpoint.state["files"] = user_file_hashes()
+    config = made.args.replace(output_dir=folder)
+    assert changed_settings(checkpoint, config) == []
+    file.write_text("def own(x):\n    return 2\n")
+    assert changed_settings(checkpoint, config) == [
+        f"{file}: not the code that step_000002 was made with; the numbers may be others"
+    ]
 
 
 def test_what_is_lost_without_being_needed_is_said(whole: tuple[Path, GRPOTrainer], tmp_path: Path) -> None:

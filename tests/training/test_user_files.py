@@ -13,10 +13,10 @@ import pytest
 from test_kill_and_resume import DRIVER, environment, numbers
 from typer.testing import CliRunner
 
-from covey import GRPOConfig
+from covey import GRPOConfig, GRPOTrainer
 from covey.cli import app
 from covey.environments import EnvironmentPool, get_world
-from covey.errors import ConfigError
+from covey.errors import ConfigError, CoveyError
 from covey.observe.run_folder import RunFolder
 from covey.tasks import get_task
 
@@ -221,6 +221,40 @@ def test_a_strangers_task_trains_and_samples(folder: Path, recipe_folder: Path) 
     assert {"reward", "rewards/has_letters/mean"} <= records[1].keys()
     assert "eval/accuracy" in records[-1]
     covey("sample", run, "hello", "--max-tokens", 2)
+
+
+CORRECT = "return any(c.isalpha() for c in text)"
+TRAIN = "def train_rows(self, seed):"
+TASKS = "def train_tasks(self, seed):"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (CORRECT, "return 0.5", "is_correct returned 0.5; return True or False"),
+        (CORRECT, "return row['solution']", "is_correct raised KeyError: 'solution' at .*riddles.py"),
+        (TRAIN, TRAIN + "\n        raise OSError('gone')", "train_rows raised OSError: gone at .*riddles.py"),
+        (
+            'as_prompt("a last riddle"), "answer": "x"',
+            'as_prompt("riddle 1"), "answer": "1"',
+            "1 of its 1 eval_rows are",
+        ),
+    ],
+)
+def test_a_task_that_errs_is_named(folder: Path, settings: dict[str, Any], old: str, new: str, message: str) -> None:
+    assert old in RIDDLES
+    (folder / "riddles.py").write_text(RIDDLES.replace(old, new))
+    with pytest.raises(CoveyError, match=rf"data.task='.*riddles.py:Riddles': .*{message}"):
+        GRPOTrainer(args=GRPOConfig(**settings, task=f"{folder}/riddles.py:Riddles")).train()
+
+
+@pytest.mark.parametrize(
+    ("new", "message"), [("1 / 0", "ZeroDivisionError: .*maze.py"), ("return ['a']", "task 'a' is no dictionary")]
+)
+def test_a_world_that_errs_is_named(folder: Path, settings: dict[str, Any], new: str, message: str) -> None:
+    (folder / "maze.py").write_text(MAZE.replace(TASKS, f"{TASKS}\n        {new}", 1))
+    with pytest.raises(CoveyError, match=rf"environment.world='.*maze.py:Maze': .*{message}"):
+        GRPOTrainer(args=GRPOConfig(**settings, world=f"{folder}/maze.py:Maze"))
 
 
 def test_an_object_takes_no_dataset(folder: Path) -> None:

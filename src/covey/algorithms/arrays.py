@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -59,6 +60,11 @@ def stop_gradient(x: Array) -> Array:
 
         return lax.stop_gradient(x)
     return x
+
+
+def magnitude(x: Array) -> Array:
+    """`|x|`, whose gradient at 0 is 0 in every library: JAX's own `abs` has 1 there, where every policy begins."""
+    return x * array_namespace(x).sign(stop_gradient(x))
 
 
 def masked(x: Array, mask: Array, fill: float = 0.0) -> Array:
@@ -142,3 +148,13 @@ def group_numbers(ids: Any, reference: Array) -> Array:
         return to_library_of(reference, ids)
     numbers: dict[Hashable, int] = {}
     return to_library_of(reference, np.asarray([numbers.setdefault(i, len(numbers)) for i in ids], np.int64))
+
+
+def locked(value: Any) -> Any:
+    """A dataclass with its NumPy arrays read-only, for code of somebody else's: what it changed would be trained on."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: locked(getattr(value, each.name)) for each in fields(value)})
+    if isinstance(value, np.ndarray):
+        value = value.view()
+        value.flags.writeable = False
+    return value

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from covey.algorithms.losses import default_of, find_loss, loss_name
+from covey.algorithms.losses import default_of, find_loss, function_name, loss_name
 from covey.algorithms.mismatch import Correction
 from covey.algorithms.objective import Objective, make_objective
 
@@ -235,6 +235,11 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     def _a_loss(cls, value: Any) -> Any:
         return loss_name(value)
 
+    @field_validator("adv_estimator", mode="before")
+    @classmethod
+    def _an_estimator(cls, value: Any) -> Any:
+        return function_name(value)
+
     @field_validator("epsilon", "epsilon_max", "sapo_temperature_pos", "sapo_temperature_neg", mode="before")
     @classmethod
     def _none_means_the_loss_s_own(cls, value: Any, info: ValidationInfo) -> Any:
@@ -258,8 +263,9 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
                 f"entropy_coef_max={high}; choose a number between these"
             )
         for name in self.loss_parameters:
-            if name in type(self).model_fields:
-                raise ValueError(f"loss_parameters.{name}: it is a setting of its own; set algorithm.{name}")
+            setting = "use_adaptive_entropy" if name == "adaptive_entropy" else name
+            if setting in type(self).model_fields:
+                raise ValueError(f"loss_parameters.{name}: it is a setting of its own; set algorithm.{setting}")
         if ":" not in self.loss_type:  # a file is read when the run begins: a config can be read without it
             self.objective()
         return self

@@ -35,8 +35,8 @@ from covey.algorithms.advantages import (
     prepare,
     rloo_advantages,
 )
-from covey.algorithms.arrays import Array, as_float, lookup, to_library_of, unknown_name
-from covey.errors import ConfigError, CoveyError, raised_at
+from covey.algorithms.arrays import Array, as_float, locked, lookup, to_library_of, unknown_name
+from covey.errors import ConfigError, naming
 from covey.functions import load_function
 from covey.types import Group
 
@@ -175,7 +175,8 @@ class Estimator:
         """
         said = getattr(self.function, "teaches", None)
         if said is not None:
-            return bool(said(group))
+            with naming(f"adv_estimator={self.name!r}: its attribute teaches"):
+                return bool(said(group))
         return not group.is_tied if self.group_relative else bool(np.isfinite(group.rewards).any())
 
     def group_problem(self, sizes: Mapping[str, int]) -> str | None:
@@ -195,14 +196,8 @@ class Estimator:
         Raises:
             ConfigError: It raised, or returned what are no advantages.
         """
-        try:
-            found = np.asarray(self(step), np.float64)
-        except CoveyError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"adv_estimator={self.name!r}: it raised {type(error).__name__}: {error}{raised_at(error)}; correct it"
-            ) from error
+        with naming(f"adv_estimator={self.name!r}: it"):
+            found = np.asarray(self(locked(step)), np.float64)
         rows, tokens = step.tokens.shape
         if found.shape not in ((rows,), (rows, 1), (rows, tokens)):
             raise ConfigError(

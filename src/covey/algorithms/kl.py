@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from array_api_compat import array_namespace
 
-from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, bounded_exp, stop_gradient
+from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, bounded_exp, magnitude, stop_gradient
 
 
 def k1(logp: Array, ref: Array, old: Array | None = None) -> Array:
@@ -47,7 +47,7 @@ def k3(logp: Array, ref: Array, old: Array | None = None) -> Array:
 
 def absolute(logp: Array, ref: Array, old: Array | None = None) -> Array:
     """`|d|`, shapes as given; its gradient at d = 0 is 0. `old` is not used."""
-    return array_namespace(logp).abs(logp - ref)
+    return magnitude(logp - ref)
 
 
 def straight_through(estimate: Callable[[Array, Array], Array]) -> Callable[..., Array]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,8 +25,8 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from covey.algorithms.aggregation import AGGREGATORS
-from covey.algorithms.arrays import Array, bounded_exp, lookup
-from covey.errors import ConfigError, CoveyError, raised_at
+from covey.algorithms.arrays import Array, bounded_exp, locked, lookup
+from covey.errors import ConfigError, naming
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +130,8 @@ class Loss:
         Raises:
             ConfigError: it returned something else; the message names file and function.
         """
-        found: Any = self.function(x, **parameters)
+        with self._naming(""):
+            found: Any = self.function(x, **parameters)
         if not isinstance(found, tuple) or not 1 <= len(found) <= 4:
             raise self.fault(f"returned {type(found).__name__}", "return Surrogate(loss, low, high), [N, T] each")
         loss, low, high, ratio = Surrogate(*found)
@@ -141,19 +143,32 @@ class Loss:
                 shape = getattr(array, "shape", None)
                 given = type(array).__name__ if shape is None else f"shape {tuple(shape)}"
                 raise self.fault(f"returned {what} of {given}", f"return [N, T], here {tuple(x.logp.shape)}")
+        if not all(x.xp.isdtype(limited.dtype, "bool") for limited in (low, high)):
+            raise self.fault("returned low or high that are not booleans", "say for each token whether it was limited")
         return Surrogate(loss, low, high, ratio)
 
     def choose(self, x: LossInputs, parameters: Mapping[str, Any]) -> Array:
         """What `select` chooses in a whole step, `[N, T]` booleans; it gets the parameters that it names."""
         assert self.select is not None
         given = {**self.parameters, **parameters}
-        return self.select(x, **{name: given[name] for name in _parameters(self.select)})
+        with self._naming("its select "):
+            return self.select(x, **{name: given[name] for name in _parameters(self.select)})
 
     def fault(self, problem: str, fix: str) -> ConfigError:
         """The error for a loss that does not do what a loss does."""
+        return ConfigError(f"{self._words} {problem}; {fix}")
+
+    @property
+    def _words(self) -> str:
         code = inspect.unwrap(self.function)
         place = f" ({code.__code__.co_filename}:{code.__code__.co_firstlineno})" if hasattr(code, "__code__") else ""
-        return ConfigError(f"loss {self.name!r}{place} {problem}; {fix}")
+        return f"loss {self.name!r}{place}"
+
+    def _naming(self, part: str) -> AbstractContextManager[None]:
+        return naming(
+            f"{self._words} {part}".rstrip(),
+            "correct it: it gets arrays of NumPy, torch or JAX that it may not change, so use the functions of x.xp",
+        )
 
 
 def loss(
@@ -193,20 +208,14 @@ def try_out(loss: Loss, parameters: tuple[tuple[str, Any], ...]) -> None:
     old = (logp - np.resize([0.3, -0.2, 0.0, 0.05], (4, 5))) * mask
     advantages = np.array([[1.5], [-0.5], [0.0], [1.0]]) * mask
     given = dict(parameters)
-    x = LossInputs(logp * mask, old, advantages, mask, entropy=-logp * mask, sampler=old)
-    try:
-        with np.errstate(all="ignore"):
-            if loss.select is not None:
-                selected = loss.choose(x, given)
-                if getattr(selected, "shape", None) != mask.shape:
-                    raise loss.fault("selects something else than tokens", "return booleans [N, T] from select")
-                x = LossInputs(x.logp, old, advantages, mask, x.entropy, old, selected=selected)
-            found = loss.surrogate(x, given)
-    except CoveyError:
-        raise
-    except Exception as error:
-        problem = f"raised {type(error).__name__}: {error}{raised_at(error)}"
-        raise loss.fault(problem, "correct it; it is tried on NumPy arrays, so use the functions of x.xp") from error
+    x = locked(LossInputs(logp * mask, old, advantages, mask, entropy=-logp * mask, sampler=old))
+    with np.errstate(all="ignore"):
+        if loss.select is not None:
+            selected = loss.choose(x, given)
+            if getattr(selected, "shape", None) != mask.shape:
+                raise loss.fault("selects something else than tokens", "return booleans [N, T] from select")
+            x = replace(x, selected=selected)
+        found = loss.surrogate(x, given)
     values = np.asarray(found.loss)[mask]
     if not np.isfinite(values).all():
         raise loss.fault(

@@ -21,6 +21,7 @@ from covey.algorithms.arrays import (
     bounded_exp,
     largest,
     lookup,
+    magnitude,
     masked,
     masked_difference,
     row_mean,
@@ -30,7 +31,7 @@ from covey.algorithms.arrays import (
 )
 from covey.algorithms.loss_function import Loss, LossInputs, Surrogate, loss
 from covey.errors import ConfigError
-from covey.functions import load_function
+from covey.functions import load_function, name_of
 
 # --- importance ratios
 
@@ -322,7 +323,7 @@ def kl_cov(x: LossInputs, kl_cov_ratio: float = 2e-4, ppo_kl_coef: float = 1.0) 
 
     Of the step's tokens a share of `kl_cov_ratio` is held back so, rounded down, and at least one.
     """
-    held = x.xp.where(x.selected, x.xp.abs(x.log_ratio), x.xp.zeros_like(x.logp))
+    held = x.xp.where(x.selected, magnitude(x.log_ratio), x.xp.zeros_like(x.logp))
     return Surrogate(-x.ratio * x.advantages + ppo_kl_coef * held)
 
 
@@ -400,15 +401,18 @@ def _loss_in_file(name: str, folder: str) -> Loss:
         raise ConfigError(f"loss_type={name!r}: {error}") from error
 
 
+def function_name(value: Any) -> Any:
+    """A function given in the place of its name as that name; anything else as it is."""
+    return name_of(getattr(value, "function", value)) if callable(value) else value
+
+
 def loss_name(value: Any) -> Any:
     """A setting `loss_type` as text: a name, or where a function given in its place is found again.
 
     Raises:
         ValueError: a name that is not on the shelf; the message lists those that are.
     """
-    if callable(value):
-        function = getattr(value, "function", value)
-        return f"{function.__module__}:{function.__qualname__}"
+    value = function_name(value)
     if isinstance(value, str) and ":" not in value and value not in LOSSES:
         close = difflib.get_close_matches(value, LOSSES, n=1)
         fix = f"did you mean {close[0]!r}?" if close else "set algorithm.loss_type to one of these"

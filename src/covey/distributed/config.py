@@ -20,7 +20,8 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     ray_address: str = Field(
         default="auto",
         min_length=1,
-        description="Ray cluster, HOST:PORT; auto = the one that this process is on, else one that is started here.",
+        description="Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one "
+        "that this machine is part of, else local.",
     )
     gpus_per_sampler: float | None = Field(
         default=None,
@@ -42,8 +43,8 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         default=1,
         ge=1,
         le=100_000,
-        description="Processes that train, as torchrun --nproc-per-node starts them; they sample too, unit by unit, "
-        "where nobody else does. No part of the numbers, but for 1 without torchrun.",
+        description="Processes that train: covey train starts them on this machine, torchrun on several. They sample "
+        "too, unit by unit, where nobody else does. No part of the numbers, but for 1 without torchrun.",
     )
     learner_kind: Literal["auto", "replicated", "sharded"] = Field(
         default="auto",

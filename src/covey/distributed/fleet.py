@@ -146,7 +146,11 @@ class Fleet:
         held = weights if self._local is not None else frozen(weights)
         needed = self.keeps or self._local is None
         self._held, self._version = Held(held, weights_hash(held) if needed else ""), NO_VERSION
-        self._until(self._all_hold)
+        try:
+            self._until(self._all_hold)
+        except BaseException:
+            self.close()
+            raise
         self._version = weights.version
 
     def release(self) -> None:

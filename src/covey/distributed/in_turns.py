@@ -69,7 +69,14 @@ class RankSampler:
 
 
 class LeadingSampler:
-    """Rank 0's sampler: all ranks sample when it is called. See `covey.rollout.learning.Sampler`."""
+    """Rank 0's sampler: all ranks sample when it is called. See `covey.rollout.learning.Sampler`.
+
+    Attributes:
+        context_length: most tokens of prompt and completion together.
+        cuts_units: nobody else has to.
+    """
+
+    cuts_units = True
 
     def __init__(self, own: RankSampler, ranks: Ranks, unit_size: int) -> None:
         """Lead with this rank's own; units have at least `unit_size` completions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,11 @@ class RanksBackend:
         """Refuse what several ranks cannot train."""
         if config.model.backend != "pytorch":
             raise ConfigError(f"model.backend={config.model.backend!r}: several ranks train with pytorch; set that")
-        if config.schedule.max_staleness > 0 and not config.server.upload_adapters_to_server:
+        others = config.server.upload_adapters_to_server or config.distributed.samplers
+        if config.schedule.max_staleness > 0 and not others:
             raise ConfigError(
                 f"schedule.max_staleness={config.schedule.max_staleness}: ranks sample and train in turns, nothing is "
-                "sampled ahead; set it to 0, or sample on a server"
+                "sampled ahead; set it to 0, or let servers or actors sample"
             )
         if config.distributed.learner_kind == "sharded":
             check_sharded(config)
@@ -92,7 +94,7 @@ class RanksBackend:
         """Another rank than 0: build the same parts, and do what rank 0 does until the run ends."""
         self.check(config)
         policy = self.make_policy(config)
-        samples = not config.server.upload_adapters_to_server
+        samples = not config.server.upload_adapters_to_server and not config.distributed.samplers
         sampler = self.make_own(config, policy) if samples else None
         learner = self._own_learner(config, policy)
         follow(self._ranks, learner, sampler, learner.policy)
@@ -109,7 +111,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
     Returns:
         The trainer, at the end of the run; None on another rank than 0.
     """
-    ranks = Ranks.of_torchrun()
+    ranks = Ranks.of_torchrun(config.distributed.timeout_seconds)
     if ranks is None:
         return _train(config, resume)
     if config.distributed.learners not in (1, ranks.world):
@@ -125,6 +127,22 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         return _train(config, resume or _goes_on(config), backend)
     finally:
         ranks.close()
+
+
+def become_launcher(config: GRPOConfig, arguments: Sequence[str]) -> None:
+    """Where the settings ask for several learners and nobody has started them: become torchrun, which does.
+
+    Args:
+        config: of the run.
+        arguments: of the `covey` command, which every rank is given.
+    """
+    count = config.distributed.learners
+    if count == 1 or "WORLD_SIZE" in os.environ:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    restarts = ["--max-restarts", str(config.distributed.max_restarts)]
+    os.execv(sys.executable, [sys.executable, *launcher, *restarts, "-m", "covey", *arguments])
 
 
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:

@@ -9,9 +9,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,8 +164,7 @@ class RayMember:
 
     def stop(self, *, failed: bool) -> None:
         """Kill the process; one on this machine even if it takes no message any more."""
-        with suppress(Exception):
-            ray.kill(self._actor, no_restart=True)
+        _kill(self._actor)
         if failed and self._here:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -187,14 +187,19 @@ class Cluster:
         self._dtype = self._dtype.removeprefix("torch.")
         self._trains_all = not isinstance(policy.model, PeftModel)
         self._base = "" if self._trains_all else base_hash(policy.model)
-        self._lock, self._connected, self._own = threading.Lock(), False, False
+        self._lock, self._connected, self._own = threading.RLock(), False, False
+        self._actors: list[Any] = []
+        self._starting: list[Future[Member]] = []
+        self._session = 0
         self._put: tuple[Held, Any] | None = None
         self._gpus = 0.0
         self.connect()
 
     def make(self, again: bool) -> Future[Member]:
         """Start an actor; it waits for a place in the cluster if one was lost."""
-        return in_thread(self._start)
+        started = in_thread(partial(self._start, self._session))
+        self._starting = [*(future for future in self._starting if not future.done()), started]
+        return started
 
     def put(self, held: Held) -> tuple[Any, dict[str, Any] | None]:
         """Weights in the object store, and the adapter's config if they are one."""
@@ -207,7 +212,12 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the cluster, which ends what was started in it; one that was started here ends too."""
-        self._put = None
+        with self._lock:
+            self._session += 1
+            for actor in self._actors if self._connected else ():
+                _kill(actor)
+            self._put, self._actors = None, []
+        wait(self._starting, timeout=_CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._connected and self._own:
             ray.shutdown()
         self._connected = False
@@ -231,27 +241,38 @@ class Cluster:
             gpus = 1.0 if self._config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
         self._gpus, samplers = gpus, chosen.samplers or 0
         check_room(nodes, samplers, CPUS, gpus)
-        check_alike(_with_versions(nodes), installed(), CPUS, gpus)
+        nodes = _with_versions(nodes)
+        check_room(nodes, samplers, CPUS, gpus)
+        check_alike(nodes, installed(), CPUS, gpus)
         _await_room(samplers, gpus)
 
-    def _start(self) -> Member:
-        self.connect()
-        host: Any = ray.remote(concurrency_groups={"watch": 1})(EngineHost)
-        options = {"num_cpus": CPUS, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
-        actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
+    def _start(self, session: int) -> Member:
+        chosen = self._config.distributed
+        with self._lock:
+            if session != self._session:
+                raise MemberError("the run is over")
+            self.connect()
+            host: Any = ray.remote(concurrency_groups={"watch": 1})(EngineHost)
+            options = {"num_cpus": CPUS, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
+            actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
+            self._actors.append(actor)
         try:
-            about = _get(actor.start.remote(), max(START_SECONDS, self._config.distributed.timeout_seconds))
+            about = _get(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
+            if not self._trains_all and about["base"] != self._base:
+                raise ConfigError(
+                    f"model.model={self._config.model.model!r:.200}: on {about['host']} it has other weights than in "
+                    "this process; give every machine the same files (a model that was changed in memory cannot be "
+                    "loaded there)"
+                )
+            return RayMember(self, actor, about)
         except BaseException:
-            with suppress(Exception):
-                ray.kill(actor, no_restart=True)
+            _kill(actor)
             raise
-        if not self._trains_all and about["base"] != self._base:
-            ray.kill(actor, no_restart=True)
-            raise ConfigError(
-                f"model.model={self._config.model.model!r:.200}: on {about['host']} it has other weights than in this "
-                "process; give every machine the same files (a model that was changed in memory cannot be loaded there)"
-            )
-        return RayMember(self, actor, about)
+
+
+def _kill(actor: Any) -> None:
+    with suppress(Exception):  # it, or Ray, has ended before
+        ray.kill(actor, no_restart=True)
 
 
 def _connect(address: str, samplers: int) -> bool:
@@ -265,9 +286,12 @@ def _connect(address: str, samplers: int) -> bool:
     if known == "auto":
         try:
             ray.init(address="auto", **quiet)
+            return True
         except ConnectionError:
-            here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, samplers), "include_dashboard": False}
-            ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **quiet)
+            known = "local"
+    if known == "local":
+        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, samplers), "include_dashboard": False}
+        ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **quiet)
         return True
     _require_reachable(known)
     try:
@@ -282,8 +306,8 @@ def _require_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         raise ConfigError(
-            f"distributed.ray_address={address!r:.200}: must be auto or HOST:PORT, as `ray start --head` prints it; "
-            "from outside of a cluster, use ray job submit"
+            f"distributed.ray_address={address!r:.200}: must be auto, local or HOST:PORT, as `ray start --head` prints "
+            "it; from outside of a cluster, use ray job submit"
         )
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
@@ -306,7 +330,7 @@ def _nodes() -> list[Node]:
 
 
 def _with_versions(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes with what is installed there; this process knows what its own has."""
+    """The nodes that run a task, with what is installed there; this process knows what its own has."""
 
     def ask(names: Sequence[str]) -> dict[str, str]:  # sent by value, so that it runs where Covey is missing
         import platform
@@ -338,8 +362,11 @@ def _with_versions(nodes: Sequence[Node]) -> list[Node]:
             f"Ray node {silent[0]} does not run a task within {_PROBE_SECONDS:g} s ({len(silent)} of {len(nodes)} "
             "nodes); look at it with ray status"
         )
-    found = {name: _get(ref, _PROBE_SECONDS) for name, ref in asked.items()}
-    return [replace(node, versions=found.get(node.name)) for node in nodes]
+    found: dict[str, Any] = {here: None}
+    for name, ref in asked.items():
+        with suppress(MemberError):  # a node that has died since; Ray lists it for a while
+            found[name] = _get(ref, _PROBE_SECONDS)
+    return [replace(node, versions=found[node.name]) for node in nodes if node.name in found]
 
 
 def _await_room(samplers: int, gpus: float) -> None:

@@ -18,12 +18,15 @@ from covey.types import Completion, Progress, Request, SamplingSettings
 _GOODBYE_SECONDS = 5.0
 
 
-def connect(config: GRPOConfig, url: str, number: int | None = None, *, again: bool = False) -> RemoteEngine:
+def connect(
+    config: GRPOConfig, url: str, vocabulary: int, number: int | None = None, *, again: bool = False
+) -> RemoteEngine:
     """A server, for this run folder: a resumed run is the same trainer.
 
     Args:
         config: of the run.
         url: its address.
+        vocabulary: number of token ids that the policy has.
         number: which of several it is.
         again: it was there before, and may take a moment to be there again.
     """
@@ -42,12 +45,13 @@ def connect(config: GRPOConfig, url: str, number: int | None = None, *, again: b
         trainer=trainer,
         dialect=find_dialect(chosen.inference_server_kind),
         folder=adapters if number is None else adapters / f"server-{number + 1}",
+        vocabulary=vocabulary,
     )
 
 
-def make_member(config: GRPOConfig, number: int, again: bool) -> Future[Member]:
+def make_member(config: GRPOConfig, vocabulary: int, number: int, again: bool) -> Future[Member]:
     """One of several servers, see `covey.distributed.fleet.Maker`."""
-    return in_thread(lambda: RemoteMember(connect(config, config.server.urls[number], number, again=again)))
+    return in_thread(lambda: RemoteMember(connect(config, config.server.urls[number], vocabulary, number, again=again)))
 
 
 class RemoteMember:

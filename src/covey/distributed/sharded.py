@@ -173,8 +173,8 @@ class ShardedPolicy(Policy):
         check_fits({name: p.shape for name, p in own.items()}, state, f"{self.source}: the saved policy")
         super().load_state_dict({name: self.own_part(name, state[name].to(p.dtype)) for name, p in own.items()})
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """See `Policy.save_pretrained`; rank 0 writes."""
+    def save_pretrained(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """See `Policy.save_pretrained`; rank 0 writes what all hold."""
         if self.uses_peft:
             state = self.state_dict()
         else:
@@ -182,7 +182,7 @@ class ShardedPolicy(Policy):
             found = self.gathered((str(id(p)), p) for p in {id(p): p for p in own.values()}.values())
             state = {name: found[str(id(p))] for name, p in own.items()} if found else {}
         if self._ranks.rank == 0:
-            self._write(path, state)
+            super().save_pretrained(path, state)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:
@@ -303,6 +303,7 @@ class LeadingPolicy:
         """Lead with this rank's own, which is whole until `shard`. (Another rank calls it `own` alone.)"""
         self.own, self._ranks = whole, ranks
         self.tokenizer, self.eos_token_ids, self.source = whole.tokenizer, whole.eos_token_ids, whole.source
+        self.vocabulary = whole.vocabulary
 
     @property
     def model(self) -> nn.Module:

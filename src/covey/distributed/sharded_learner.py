@@ -66,8 +66,8 @@ def check_sharded(config: GRPOConfig) -> None:
         f"optim.autocast={config.optim.autocast!r}": (config.optim.autocast != "none", "set it to none"),
         f"model.lora_dropout={chosen.lora_dropout}": (chosen.lora_dropout > 0, "set it to 0"),
         f"distributed.samplers={config.distributed.samplers}": (
-            config.distributed.samplers is not None,
-            "leave it out: the ranks sample, or servers",
+            bool(config.distributed.samplers),
+            "set it to 0: the ranks sample, or servers",
         ),
         f"algorithm.kl_estimator={algorithm.kl_estimator!r}": (
             exact and not adapts,

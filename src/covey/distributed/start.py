@@ -23,30 +23,32 @@ def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) ->
     """
     chosen, urls = config.distributed, config.server.urls
     if not config.server.upload_adapters_to_server:
-        if chosen.samplers is None:
-            return backend.make_sampler(config, policy)
-        if chosen.samplers == 0:
-            engine = LocalMember(backend.make_sampler(config, policy))
-            return _fleet(config, [lambda again: done(engine)])
-        return _actors(config, policy)
+        if chosen.samplers:
+            return _actors(config, policy)
+        own = backend.make_sampler(config, policy)
+        if chosen.samplers is None or getattr(own, "cuts_units", False):
+            return own
+        member = LocalMember(own)
+        return _fleet(config, [lambda again: done(member)])
     from covey.distributed.servers import connect, make_member
 
     if chosen.samplers is None and len(urls) == 1:
-        return connect(config, urls[0])
-    return _fleet(config, [partial(make_member, config, number) for number in range(len(urls))])
+        return connect(config, urls[0], policy.vocabulary)
+    return _fleet(config, [partial(make_member, config, policy.vocabulary, number) for number in range(len(urls))])
 
 
 def layout(config: GRPOConfig) -> str:
     """Who samples and who trains, in a sentence; "" for one process."""
     chosen, urls = config.distributed, config.server.urls
     to_servers = config.server.upload_adapters_to_server
-    if chosen.samplers is None and not (to_servers and len(urls) > 1):
+    if chosen.learners == 1 and chosen.samplers is None and not (to_servers and len(urls) > 1):
         return ""
+    train = "1 process trains" if chosen.learners == 1 else f"{chosen.learners} processes train"
     who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample"
-    if not to_servers and chosen.samplers == 0:
-        who = "the same process samples"
+    if not to_servers and not chosen.samplers:
+        who = "the same process samples" if chosen.learners == 1 else "the same processes sample"
     size = f"{chosen.groups_per_unit} x {config.sampling.num_generations} completions"
-    return f"1 process trains, {who}, in units of {size}"
+    return f"{train}, {who}, in units of {size}"
 
 
 def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:

@@ -168,6 +168,11 @@ def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
         )
     if not isinstance(info, Mapping):
         raise EpisodeError(f"step returned {info!r:.40} as info; it must be a mapping")
+    said = [*ends, info.get("success"), info.get("valid")]
+    if any(isinstance(value, str) for value in said):
+        raise EpisodeError(
+            f"step returned {said!r:.80} as what ended, success and valid; text is neither true nor false"
+        )
     known = seen.actions is None or action in seen.actions
     return Outcome(
         observation=_observation(observation, "step"),

@@ -37,6 +37,7 @@ class Policy:
         frozen: what is not: `{"params": ...}` with LoRA, nothing else.
         tokenizer: its tokenizer.
         eos_token_ids: ids that end a completion.
+        vocabulary: number of token ids that it has an embedding for.
         source: where the model came from.
         context_length: most tokens of prompt and completion.
         mesh: devices over which weights and batches lie, or None.
@@ -88,7 +89,7 @@ class Policy:
         self._hf_config = dict(hf_config or {})
         built_for = int(self._hf_config.get("max_position_embeddings") or 1 << 31)
         self.context_length = built_for if context_length is None else context_length
-        known = transformer.config.vocab_size
+        known = self.vocabulary = transformer.config.vocab_size
         largest = max([*self.eos_token_ids, *(tokenizer.get_vocab().values() if tokenizer is not None else ())])
         if largest >= known:
             raise ModelError(

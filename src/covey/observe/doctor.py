@@ -54,6 +54,8 @@ class Thresholds:
     logp_difference: float = 0.05
     none_rewards: float = 0.2
     masked_tokens: float = 0.5
+    idle_samplers: float = 0.5
+    """Share of the sampling time in which a sampler has nothing to do, mean over samplers."""
     mask_ratio: tuple[float, float] = (0.7, 0.9)
     """usmle-qa.md, Tips for Success: "Should be 70-90 %"."""
     no_answer: float = 0.1
@@ -116,6 +118,7 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         found += _gradient(recent, steps, limits, explained=bool(found))
         found += _completions(recent, limits)
         found += _policy(recent, limits)
+        found += _samplers(recent, limits)
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
     return found
 
@@ -328,6 +331,18 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the trained "
             "objective is not that of the sampled completions",
             "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype",
+        )
+
+
+def _samplers(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    waiting, sampling = recent.mean("time/samplers_waiting") or 0.0, recent.mean("time/sampling") or 0.0
+    if sampling and waiting / sampling > limits.idle_samplers:
+        yield Diagnosis(
+            "samplers_idle",
+            f"samplers have nothing to sample for {waiting / sampling:.0%} of the sampling time (last "
+            f"{len(recent.steps)} steps)",
+            "Use fewer distributed.samplers, a smaller distributed.groups_per_unit in a new run, or more "
+            "data.prompts_per_step",
         )
 
 

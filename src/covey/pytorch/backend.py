@@ -30,8 +30,8 @@ class PyTorchBackend:
         learners = config.distributed.learners
         if learners > 1 and self._share is None:
             raise ConfigError(
-                f"distributed.learners={learners}: this is one process; start the run with "
-                f"torchrun --nproc-per-node {learners} -m covey train RECIPE"
+                f"distributed.learners={learners}: this is one process; train with the command covey train, which "
+                f"starts the others, or with torchrun --nproc-per-node {learners} -m covey train RECIPE"
             )
         if config.model.mesh is not None:
             raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")

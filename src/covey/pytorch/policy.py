@@ -50,6 +50,7 @@ class Policy:
         model: the transformers model, or the `PeftModel` around it.
         tokenizer: its tokenizer.
         eos_token_ids: ids that end a completion.
+        vocabulary: number of token ids that it has an embedding for.
         source: where the model came from.
         reference: see `Reference`.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
@@ -97,6 +98,7 @@ class Policy:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.eos_token_ids, self.source = loaded.eos_token_ids, loaded.source
         self._lm = causal_lm(self.model)
+        self.vocabulary = len(cast(Any, self._lm).get_input_embeddings().weight)
         self._transformer = transformer(self._lm)
         if not self.trainable_parameters():
             raise ModelError(f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model")
@@ -450,12 +452,8 @@ class Policy:
             for name, parameter in own.items():
                 parameter.copy_(state[name])
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the adapter in PEFT's format, or the whole model in transformers', with the tokenizer."""
-        self._write(path)
-
-    def _write(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the policy, with other tensors in place of the model's own."""
+    def save_pretrained(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write the adapter in PEFT's format, or the model in transformers', with the tokenizer; of `state`, if given."""
         if isinstance(self.model, PeftModel):
             save_adapter(self.model, path, state)
         else:

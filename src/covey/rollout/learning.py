@@ -74,11 +74,13 @@ class TrainedPolicy(Protocol):
     Attributes:
         tokenizer: its tokenizer.
         eos_token_ids: ids that end a completion.
+        vocabulary: number of token ids that it has an embedding for.
         model: what a sampler in this process is built from.
     """
 
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
+    vocabulary: int
 
     @property
     def model(self) -> Any: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from covey.errors import ConfigError
 from covey.functions import load_function
 from covey.serving.dialect import Dialect
 from covey.serving.remote import CoveyDialect
@@ -16,4 +17,14 @@ def find_dialect(kind: str) -> type[Dialect]:
     Raises:
         ConfigError: no such file or class.
     """
-    return DIALECTS.get(kind) or load_function(kind)  # type: ignore[return-value]
+    if kind in DIALECTS:
+        return DIALECTS[kind]
+    found = load_function(kind)
+    if not isinstance(found, type) or not issubclass(found, Dialect):
+        raise ConfigError(
+            f"server.inference_server_kind={kind!r}: it is no class derived from covey.serving.dialect.Dialect"
+        )
+    missing = [name for name in ("publish", "request", "read") if getattr(found, name) is getattr(Dialect, name)]
+    if missing:
+        raise ConfigError(f"server.inference_server_kind={kind!r}: it lacks {', '.join(missing)}; define it")
+    return found

@@ -11,13 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from covey.errors import GenerationError, ServingError
+from covey.errors import GenerationError, ServingError, naming, raised_at
 from covey.rollout.constrained import cut_choices
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Device, Drawn, Row, Session
@@ -138,8 +139,10 @@ class RemoteEngine:
         trainer: name of this run; a resumed run must use the same one.
         dialect: how it is spoken to.
         folder: for files that the server reads.
+        vocabulary: number of token ids that the policy has; what a server answers beyond them is refused.
 
     Raises:
+        ConfigError: the dialect, somebody's own, raised.
         ServingError: the server cannot be reached.
     """
 
@@ -152,9 +155,12 @@ class RemoteEngine:
         trainer: str,
         dialect: type[Dialect] = CoveyDialect,
         folder: str | Path = "adapters",
+        vocabulary: int | None = None,
     ) -> None:
-        self.dialect = dialect(client, trainer, Path(folder))
-        limits = self.dialect.limits()
+        with naming(f"server.inference_server_kind: making {dialect.__name__}, or its limits(),"):
+            self.dialect = dialect(client, trainer, Path(folder))
+            limits = self.dialect.limits()
+        self._vocabulary = vocabulary
         self.context_length, self._longest = limits.context, limits.completion
         self._trainer = trainer
         self._held: Upload | None = None
@@ -176,7 +182,8 @@ class RemoteEngine:
         """
         held = Upload.of(weights, self._trainer, first=self._held is None)
         self._version, self._held = NO_VERSION, held
-        self.dialect.publish(held)
+        with self._naming("publish"):
+            self.dialect.publish(held)
         self._version = weights.version
 
     def release(self) -> None:
@@ -237,6 +244,14 @@ class RemoteEngine:
         """Asks for one completion in a thread."""
         return self._pool.submit(self._complete, [request], settings, version)
 
+    def _naming(self, method: str) -> AbstractContextManager[None]:
+        return naming(f"server.inference_server_kind: {type(self.dialect).__name__}.{method}")
+
+    def _ask(self, requests: Sequence[Request], settings: SamplingSettings) -> Mapping[str, Any]:
+        with self._naming("request"):
+            path, body = self.dialect.request(requests, settings)
+        return self.dialect.client.post(path, body)
+
     def _check(self, settings: SamplingSettings, policy_version: int) -> None:
         if policy_version != self._version:
             held = version_in_words(self._version)
@@ -256,19 +271,20 @@ class RemoteEngine:
                 "false, and environment.action_format to text or tags"
             )
         try:
-            answer = dialect.client.post(*dialect.request(requests, settings))
+            answer = self._ask(requests, settings)
         except RefusedError as error:
             if not dialect.recover(error, held):
                 raise GenerationError(str(error)) from error
-            answer = dialect.client.post(*dialect.request(requests, settings))
+            answer = self._ask(requests, settings)
         try:
             found = dialect.read(answer, len(requests))
             if len(found) != len(requests):
                 raise ServingError(f"{dialect.client.url} answered {len(found)} completions to {len(requests)} prompts")
-            return [_checked(sampled, settings, version, dialect.client.url) for sampled in found]
-        except (KeyError, TypeError, ValueError) as error:
+            return [_checked(one, settings, version, dialect.client.url, self._vocabulary) for one in found]
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ServingError(
-                f"{dialect.client.url} answered a completion without {error}: {answer!r:.200}"
+                f"{dialect.client.url} answered what {type(dialect).__name__}.read cannot read "
+                f"({type(error).__name__}: {error}{raised_at(error)}): {answer!r:.200}"
             ) from error
 
 
@@ -320,18 +336,32 @@ class RemoteDevice(Device):
         self._asked[self._engine.submit(request, settings, self._version)] = row
 
 
-def _checked(sampled: Sampled, settings: SamplingSettings, version: int, url: str) -> Completion:
+def _checked(
+    sampled: Sampled, settings: SamplingSettings, version: int, url: str, vocabulary: int | None
+) -> Completion:
     """A completion that can be trained on.
 
     Raises:
-        ServingError: it has no tokens, too many of them, or log-probabilities that are not theirs.
+        ServingError: it has no tokens, too many of them, tokens that the policy does not have or that stand behind its
+            end, or log-probabilities that are not theirs.
     """
-    ids, logprobs = np.array(sampled.token_ids, dtype=np.int64), np.array(sampled.logprobs, dtype=np.float32)
+    ids, logprobs = np.array(sampled.token_ids), np.array(sampled.logprobs, dtype=np.float32)
     support = None
     if sampled.support is not None:
         support = Support(*(np.array(part, dtype=np.int64) for part in sampled.support))
     if ids.ndim != 1 or ids.shape != logprobs.shape or len(ids) == 0 or len(ids) > settings.max_tokens:
         raise ServingError(f"{url}: {ids.shape} token ids with {logprobs.shape} log-probabilities")
-    if not np.isfinite(logprobs).all() or sampled.finish_reason not in ("stop", "length"):
-        raise ServingError(f"{url} answered log-probabilities that are not finite, or {sampled.finish_reason!r}")
+    if ids.dtype.kind not in "iu" or ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary):
+        known = "whole numbers from 0" if vocabulary is None else f"whole numbers from 0 to {vocabulary - 1}"
+        raise ServingError(f"{url} answered the token ids {ids.tolist()!r:.80}; the policy's are {known}")
+    ends = np.isin(ids[:-1], settings.eos_token_ids)
+    if ends.any():
+        raise ServingError(f"{url} answered tokens behind the end token {ids[:-1][ends][0]}: {ids.tolist()!r:.80}")
+    if not np.isfinite(logprobs).all() or logprobs.max() > 0.01:  # rounding may leave a little above 0
+        raise ServingError(
+            f"{url} answered the log-probabilities {logprobs.tolist()!r:.80}; one is not finite, or above 0"
+        )
+    if sampled.finish_reason not in ("stop", "length"):
+        raise ServingError(f"{url} answered the finish reason {sampled.finish_reason!r}; it must be stop or length")
+    ids = ids.astype(np.int64)
     return Completion(ids, logprobs, sampled.finish_reason, version, support)  # type: ignore[arg-type]

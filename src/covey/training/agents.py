@@ -11,7 +11,7 @@ from covey.config import GRPOConfig
 from covey.environments.base import World
 from covey.environments.pool import EnvironmentPool
 from covey.environments.registry import get_world
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
 from covey.rollout.batching import has_text
 from covey.rollout.collect import AgentCollector
@@ -63,13 +63,18 @@ def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> 
             "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
             "reward_funcs, rewards.functions, train_dataset and eval_dataset"
         )
-    train, held_out = world.train_tasks(config.run.seed), world.eval_tasks()
+    said = f"environment.world={config.environment.world or type(world).__name__!r}"
+    with naming(f"{said}: train_tasks or eval_tasks"):
+        train, held_out = world.train_tasks(config.run.seed), world.eval_tasks()
     if not train:
-        raise DataError(f"environment.world={config.environment.world!r}: it has no training tasks")
+        raise DataError(f"{said}: it has no training tasks")
+    for task in (*train, *held_out):
+        if not isinstance(task, Mapping):
+            raise DataError(f"{said}: its task {task!r:.80} is no dictionary; tasks are like {{'uid': '7', ...}}")
     both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
     if both:
         raise DataError(
-            f"environment.world={config.environment.world!r}: {len(both)} tasks are for training and held out, such as "
+            f"{said}: {len(both)} tasks are for training and held out, such as "
             f"{min(both)!r}; the evaluation would be of what was trained"
         )
     if config.rewards.correctness is not None:

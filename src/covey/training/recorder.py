@@ -14,6 +14,7 @@ from covey.config import GRPOConfig
 from covey.distributed.fleet import Fleet
 from covey.distributed.journal import Journal
 from covey.errors import CheckpointError, CoveyError, ModelError
+from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
 from covey.observe.doctor import Doctor
 from covey.observe.observers import Observers
@@ -290,6 +291,7 @@ class Recorder:
                 "random": random_state(),
                 "tokens_per_micro_batch": run.learner.tokens_per_micro_batch,
                 "settings": run.args.to_dict(),
+                "files": user_file_hashes(),
             },
             run_id=folder.run_id,
         )

@@ -11,6 +11,7 @@ from typing import Any
 from covey.config import GRPOConfig
 from covey.errors import CheckpointError, ConfigError, CoveyError
 from covey.files import NAMES_NOTHING
+from covey.functions import user_file_hashes
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import Checkpoint, latest_checkpoint
 from covey.training.state import TrainerState
@@ -153,7 +154,8 @@ _SHAPE = ("model", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
 
 
 def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
-    """Says in one sentence which settings differ from those that the checkpoint was made with, if any.
+    """Says in a sentence which settings differ from those that the checkpoint was made with, if any, and in another
+    which files of the user's.
 
     Raises:
         ConfigError: its weights would mean something else under those of today.
@@ -172,9 +174,12 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
                         f"{section}.{name}={value!r:.80}: the checkpoint {checkpoint.path} was made with {was!r:.80}; "
                         f"resume with that, or start a new run in another run.output_dir"
                     )
-    if not changed:
-        return []
-    return [f"settings differ from those that {checkpoint.path.name} was made with: {', '.join(changed)}"]
+    with damage_explained(checkpoint):
+        known, now = dict(checkpoint.state.get("files", {})), user_file_hashes()
+        files = sorted(path for path in known.keys() & now.keys() if known[path] != now[path])
+    made = f"that {checkpoint.path.name} was made with"
+    said = [f"settings differ from those {made}: {', '.join(changed)}"] if changed else []
+    return said + ([f"{', '.join(files)}: not the code {made}; the numbers may be others"] if files else [])
 
 
 def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:

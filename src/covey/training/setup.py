@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator
 from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
+from covey.distributed import start
 from covey.environments.base import World
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.observe.metric_names import says_which_is_best
 from covey.processes import total_memory
@@ -127,10 +128,14 @@ def load_data(
         ConfigError: no reward function, or one that needs a column that the data lacks.
     """
     data = config.data
+    words = f"data.task={data.task or type(task).__name__!r}"
+    both_of_task = task is not None and train_dataset is None and eval_dataset is None
     if train_dataset is None:
-        train_dataset = task.train_rows(config.run.seed) if task else data.dataset
+        with naming(f"{words}: train_rows"):
+            train_dataset = task.train_rows(config.run.seed) if task else data.dataset
     if eval_dataset is None:
-        eval_dataset = task.eval_rows() if task else data.eval_dataset
+        with naming(f"{words}: eval_rows"):
+            eval_dataset = task.eval_rows() if task else data.eval_dataset
     if train_dataset is None:
         raise DataError("no training data: pass train_dataset, or set data.dataset or data.task")
     if reward_funcs is None and config.rewards.functions:
@@ -144,7 +149,12 @@ def load_data(
     scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=config.rewards.reward_timeout)
     train = load_rows(train_dataset)
     held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test")
-    seen = _seen_in_training(train, held_out) if task is None else 0
+    seen = _seen_in_training(train, held_out)
+    if seen and both_of_task:
+        raise DataError(
+            f"{words}: {seen} of its {len(held_out)} eval_rows are train_rows too; the evaluation would be of what was "
+            "trained: leave them out of one of the two"
+        )
     if seen:
         log.warning(
             "%d of the %d held-out rows (data.eval_dataset) are training rows too: what is measured on them is no "
@@ -163,10 +173,15 @@ def load_data(
         return Data(train, held_out, scorer, system_prompt, by_reward, has_text)
 
     def is_correct(prompt: Prompt, text: str) -> bool:
-        return task.is_correct(text, prompt.columns)
+        with naming(f"{words}: is_correct"):
+            found = task.is_correct(text, prompt.columns)
+        if not isinstance(found, bool | np.bool_):
+            raise ConfigError(f"{words}: is_correct returned {found!r:.80}; return True or False")
+        return bool(found)
 
     def has_answer(prompt: Prompt, text: str) -> bool:
-        return task.has_answer(text, prompt.columns)
+        with naming(f"{words}: has_answer"):
+            return task.has_answer(text, prompt.columns)
 
     by_task = correctness(config, scorer.names, is_correct)
     return Data(train, held_out, scorer, system_prompt, by_task, has_answer)
@@ -194,6 +209,10 @@ def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.
     if config.data.prompt_weighting == "difficulty":
         return WeightedOrder(count, config.run.seed, weights)
     return DataOrder(count, config.run.seed, config.data.shuffle)
+
+
+make_engine = start.make_sampler
+"""What samples: the backend's engine, servers in its place, or actors."""
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
