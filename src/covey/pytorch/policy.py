@@ -453,7 +453,7 @@ class Policy:
                 parameter.copy_(state[name])
 
     def save_pretrained(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write the adapter in PEFT's format, or the model in transformers', with the tokenizer; of `state`, if given."""
+        """Write the adapter in PEFT's format, or the model in transformers', with the tokenizer; of `state` if any."""
         if isinstance(self.model, PeftModel):
             save_adapter(self.model, path, state)
         else:
