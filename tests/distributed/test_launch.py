@@ -38,11 +38,11 @@ def test_learners_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_ranks_cannot_do(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        launch.ReplicatedBackend(Ranks()).check(GRPOConfig(**(settings | changes)))
+        launch.RanksBackend(Ranks()).check(GRPOConfig(**(settings | changes)))
 
 
 def test_an_optimiser_of_ones_own_is_refused(settings: dict[str, Any]) -> None:
-    backend = launch.ReplicatedBackend(Ranks())
+    backend = launch.RanksBackend(Ranks())
     rows = [{"prompt": "say one: "}, {"prompt": "say two: "}]
     trainer = GRPOTrainer(reward_funcs=lengths, args=GRPOConfig(**settings), train_dataset=rows, backend=backend)
     with pytest.raises(ConfigError, match="in one process only"):

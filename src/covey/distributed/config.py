@@ -46,6 +46,11 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         description="Processes that train: covey train starts them on this machine, torchrun on several. They sample "
         "too, unit by unit, where nobody else does. No part of the numbers, but for 1 without torchrun.",
     )
+    learner_kind: Literal["auto", "replicated", "sharded"] = Field(
+        default="auto",
+        description="What each of several learners holds: replicated = all weights, sharded = a part of each "
+        "(FSDP2); auto = replicated, unless weights and training state would fill 80 % of a device's memory.",
+    )
     timeout_seconds: float = Field(
         default=600.0,
         gt=0,

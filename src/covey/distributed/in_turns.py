@@ -12,7 +12,6 @@ from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import run_shared
 from covey.distributed.units import make_units
 from covey.pytorch.engine import Engine
-from covey.pytorch.policy import Policy
 from covey.rollout.learning import Weights
 from covey.rollout.turns import Session
 from covey.types import Completion, Progress, Request, SamplingSettings
@@ -21,9 +20,13 @@ from covey.types import Completion, Progress, Request, SamplingSettings
 class RankSampler:
     """A rank's engine, which samples its share of the units."""
 
-    def __init__(self, engine: Engine, policy: Policy, ranks: Ranks) -> None:
+    def __init__(self, engine: Engine, policy: Any, ranks: Ranks) -> None:
         """Sample from this rank's own policy."""
         self.engine, self._policy, self._ranks = engine, policy, ranks
+
+    def identity(self, weights: Weights) -> tuple[int, str]:
+        """What `publish` is called with."""
+        return weights.version, weights.sha256
 
     def publish(self, version: int, sha256: str) -> None:
         """Take the policy's weights, which are to have this hash; if they have not, those of rank 0 first."""
@@ -82,8 +85,9 @@ class LeadingSampler:
 
     def publish(self, weights: Weights) -> None:
         """Give the policy's weights to all engines."""
-        with self._ranks.telling(("sampler", "publish", (weights.version, weights.sha256), {})):
-            self._own.publish(weights.version, weights.sha256)
+        what = self._own.identity(weights)
+        with self._ranks.telling(("sampler", "publish", what, {})):
+            self._own.publish(*what)
 
     def release(self) -> None:
         """Give back all engines' memory for sampling until the next `publish`."""

@@ -13,13 +13,25 @@ from typing import Any
 
 import torch
 
+from covey.backend import adamw_options
 from covey.config import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
 from covey.distributed.ranks import RankLostError, Ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
+from covey.distributed.sharded import LeadingPolicy
+from covey.distributed.sharded_learner import (
+    LeadingShardedLearner,
+    ShardedLearner,
+    ShardedPacks,
+    ShardedRankSampler,
+    check_sharded,
+    learns_in_shards,
+)
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
+from covey.pytorch.learner import Learner
+from covey.pytorch.policy import Policy
 from covey.training import agents, setup
 from covey.training.trainer import GRPOTrainer
 from covey.types import Prompt
@@ -39,14 +51,13 @@ runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
 """
 
 
-class ReplicatedBackend:
+class RanksBackend:
     """See `covey.backend.Backend`: PyTorch on several ranks, which sample and train in turns; rank 0 has the run."""
 
     def __init__(self, ranks: Ranks) -> None:
         """With these ranks."""
         self._ranks = ranks
         self._own = PyTorchBackend(SharedPacks(ranks))
-        self.make_policy = self._own.make_policy
 
     def check(self, config: GRPOConfig) -> None:
         """Refuse what several ranks cannot train."""
@@ -58,7 +69,19 @@ class ReplicatedBackend:
                 f"schedule.max_staleness={config.schedule.max_staleness}: ranks sample and train in turns, nothing is "
                 "sampled ahead; set it to 0, or let servers or actors sample"
             )
+        if config.distributed.learner_kind == "sharded":
+            check_sharded(config)
         self._own.check(config)
+
+    def make_policy(
+        self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
+    ) -> Policy | LeadingPolicy:
+        """The policy, whole; `make_learner` shards it where it is to be, after samplers were built from it."""
+        policy = self._own.make_policy(config, model, tokenizer, peft_config)
+        if not learns_in_shards(config, policy, self._ranks):
+            return policy
+        check_sharded(config)
+        return LeadingPolicy(policy, self._ranks)
 
     def make_sampler(self, config: GRPOConfig, policy: Any) -> LeadingSampler:
         """All ranks' engines."""
@@ -67,11 +90,19 @@ class ReplicatedBackend:
 
     def make_own(self, config: GRPOConfig, policy: Any) -> RankSampler:
         """The engine of this rank."""
-        return RankSampler(self._own.make_sampler(config, policy), policy, self._ranks)
+        kind = ShardedRankSampler if isinstance(policy, LeadingPolicy) else RankSampler
+        return kind(self._own.make_sampler(config, policy), policy, self._ranks)
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
         """The learner that all ranks' learners go with."""
-        return LeadingLearner(self._own.make_learner(config, policy), self._ranks)
+        own = self._own_learner(config, policy)
+        kind = LeadingShardedLearner if isinstance(own, ShardedLearner) else LeadingLearner
+        return kind(own, self._ranks)
+
+    def _own_learner(self, config: GRPOConfig, policy: Any) -> Learner:
+        if not isinstance(policy, LeadingPolicy):
+            return self._own.make_learner(config, policy)
+        return ShardedLearner(policy.shard(), share=ShardedPacks(self._ranks), **adamw_options(config))
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""
@@ -82,7 +113,8 @@ class ReplicatedBackend:
         policy = self.make_policy(config)
         samples = not config.server.upload_adapters_to_server and not config.distributed.samplers
         sampler = self.make_own(config, policy) if samples else None
-        follow(self._ranks, self._own.make_learner(config, policy), sampler)
+        learner = self._own_learner(config, policy)
+        follow(self._ranks, learner, sampler, learner.policy)
 
 
 def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
@@ -105,7 +137,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         )
     try:
         config = _on_own_device(config)
-        backend = ReplicatedBackend(ranks)
+        backend = RanksBackend(ranks)
         if ranks.rank > 0:
             backend.follow(config)
             return None
@@ -159,7 +191,7 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
     )
 
 
-def _train(config: GRPOConfig, resume: bool, backend: ReplicatedBackend | None = None) -> GRPOTrainer:
+def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:
     if not resume:
         RunFolder.check_new(config.run.output_dir)
     trainer = GRPOTrainer(args=config, backend=backend)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from covey.errors import ConfigError, ModelError
 
@@ -24,6 +25,10 @@ STOP = "stop"
 
 class RankLostError(ModelError):
     """Another rank is gone, or does not answer."""
+
+
+class TornError(ModelError):
+    """The ranks cannot go on together: one has left work that the others share in."""
 
 
 class Ranks:
@@ -46,6 +51,7 @@ class Ranks:
         self._busy = threading.RLock()
         self._ended = threading.Event()
         self._calls: Any = None
+        self._torn = ""
         if world == 1:
             return
         deadline = timedelta(seconds=timeout_seconds)
@@ -78,6 +84,8 @@ class Ranks:
     def telling(self, message: Any) -> Iterator[None]:
         """Rank 0: all others get the message, and until the end of the block are taken to be at work on it."""
         with self._busy:
+            if self._torn:
+                raise TornError(self._torn)
             if self.world > 1:
                 with self._waiting("telling the others"):
                     dist.broadcast_object_list([message], src=0, group=self._calls)
@@ -124,12 +132,33 @@ class Ranks:
         if here is not total:
             total.copy_(here)
 
+    def mesh(self, device: str) -> DeviceMesh:
+        """All ranks in one dimension, for tensors that are sharded over them."""
+        backend = "nccl" if device == "cuda" else "gloo"
+        with self._waiting("joining"):
+            group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout))
+            return DeviceMesh.from_group(group, device)
+
+    @property
+    def local_world(self) -> int:
+        """How many of the ranks are on this machine."""
+        told = os.environ.get("LOCAL_WORLD_SIZE", "")
+        return int(told) if told.isdecimal() else self.world
+
+    def torn(self, why: str) -> TornError:
+        """The error to raise where this rank has failed while others wait for it; no call comes after it."""
+        self._torn = (
+            f"rank {self.rank} of {self.world} failed beside others that wait for it, or they failed first: {why}; see "
+            "what the others print, and start again: the run continues from its last checkpoint"
+        )
+        return TornError(self._torn)
+
     def close(self) -> None:
         """Rank 0 lets the others go; each leaves the group. May be called twice."""
         if self.world == 1 or self._ended.is_set():
             return
         self._ended.set()
-        if self.rank == 0:
+        if self.rank == 0 and not self._torn:
             try:
                 with self.telling(STOP):
                     pass

@@ -20,7 +20,7 @@ from torch import Tensor
 from covey.adapters import fingerprint
 from covey.algorithms import Objective
 from covey.algorithms.losses import find_loss
-from covey.distributed.ranks import STOP, Ranks
+from covey.distributed.ranks import STOP, Ranks, TornError
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.pytorch.gradient_sum import ExactSum, Work
 from covey.pytorch.learner import Learner, is_out_of_memory
@@ -192,13 +192,17 @@ class _Spelled:
         return Objective(replace(find_loss(self.loss), **self.averages), **self.rest)
 
 
-def follow(ranks: Ranks, learner: Learner, sampler: Any = None) -> None:
+def follow(ranks: Ranks, learner: Learner, sampler: Any = None, policy: Any = None) -> None:
     """Another rank: call what rank 0 calls, until it says that the run has ended.
 
     Args:
         ranks: of which this is one.
         learner: what this rank learns with.
         sampler: what it samples with, see `covey.distributed.in_turns`; None = it does not.
+        policy: of which it holds a part; None = it holds all of it, and nobody asks for it.
+
+    Raises:
+        TornError: the ranks cannot go on together.
     """
     while (message := ranks.hear()) != STOP:
         target, name, args, settings = message
@@ -206,7 +210,9 @@ def follow(ranks: Ranks, learner: Learner, sampler: Any = None) -> None:
             if target == "learner":
                 _call(learner, ranks, name, args, settings)
             else:
-                getattr(sampler, name)(*args, **settings)
+                getattr(policy if target == "policy" else sampler, name)(*args, **settings)
+        except TornError:
+            raise
         except CoveyError:  # rank 0 raises it too, and decides what comes next
             continue
 
@@ -215,6 +221,8 @@ def _call(learner: Learner, ranks: Ranks, name: str, args: tuple[Any, ...], sett
     before = learner.steps
     args = tuple(each.found() if isinstance(each, _Spelled) else each for each in args)
     found = getattr(learner, name)(*args, **settings)
+    if learner.policy.in_shards:
+        return found
     if learner.steps != before and (before == 0 or learner.steps % COMPARED_EVERY == 0 or name == "restore"):
         _compare(learner, ranks)
     return found

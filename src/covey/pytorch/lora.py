@@ -204,23 +204,28 @@ def load_adapter(model: PeftModel, path: str | Path) -> None:
     _fill(model, adapter, path)
 
 
-def save_adapter(model: PeftModel, path: str | Path) -> None:
-    """Write the adapter into folder `path` as PEFT does: its config and its weights as safetensors."""
+def save_adapter(model: PeftModel, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
+    """Write the adapter into folder `path` as PEFT does: its config and its weights as safetensors.
+
+    `state` has its tensors by the model's names where the model does not hold them whole.
+    """
     # "auto" would ask the hub whether the vocabulary was resized.
-    model.save_pretrained(str(path), save_embedding_layers=False)
+    model.save_pretrained(str(path), save_embedding_layers=False, state_dict=state)
 
 
-def adapter_of(model: nn.Module) -> Adapter:
+def adapter_of(model: nn.Module, state: dict[str, Tensor] | None = None) -> Adapter:
     """The adapter of a PEFT model as its files hold it; on the CPU its arrays are the model's own memory.
+
+    `state` has its tensors by the model's names where the model does not hold them whole.
 
     Raises:
         AdapterError: the model has no adapter.
     """
     if not isinstance(model, PeftModel):
         raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
-    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    found = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
     settings = json.loads(json.dumps(model.active_peft_config.to_dict(), default=_plain))
-    return Adapter({name: _array(tensor) for name, tensor in state.items()}, settings)
+    return Adapter({name: _array(tensor) for name, tensor in found.items()}, settings)
 
 
 def write_adapter(model: nn.Module) -> tuple[bytes, dict[str, Any]]:

@@ -55,7 +55,10 @@ class Policy:
         reference: see `Reference`.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
+        in_shards: this process holds a part of each weight.
     """
+
+    in_shards = False
 
     def __init__(
         self,
@@ -449,12 +452,12 @@ class Policy:
             for name, parameter in own.items():
                 parameter.copy_(state[name])
 
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the adapter in PEFT's format, or the whole model in transformers', with the tokenizer."""
+    def save_pretrained(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
+        """Write the adapter in PEFT's format, or the model in transformers', with the tokenizer; of `state` if any."""
         if isinstance(self.model, PeftModel):
-            save_adapter(self.model, path)
+            save_adapter(self.model, path, state)
         else:
-            self._lm.save_pretrained(str(path))
+            self._lm.save_pretrained(str(path), state_dict=state)
         self.tokenizer.save_pretrained(str(path))
         usual = next(Path(path).glob("*config.json")).stat().st_mode
         for file in Path(path).glob("*.safetensors"):

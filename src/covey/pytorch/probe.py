@@ -30,7 +30,7 @@ class Expected:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.pack = _probe_pack(model)
+        self.pack = probe_pack(model)
         dtype: torch.dtype = model.dtype
         self.truth = _plain(model, self.pack, wide(dtype))
         self.own = self.truth if wide(dtype) == dtype else _plain(model, self.pack, dtype)
@@ -91,7 +91,7 @@ def find_obstacle(
     return None
 
 
-def _probe_pack(model: PreTrainedModel) -> Pack:
+def probe_pack(model: PreTrainedModel) -> Pack:
     """Two prompts with three and two continuations, one of them with foreign tokens inside: 29 tokens."""
     rng = np.random.default_rng(0)
     vocab_size = int(model.config.get_text_config().vocab_size)

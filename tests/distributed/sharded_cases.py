@@ -1,0 +1,274 @@
+"""Three updates in shards, by the ranks that torchrun starts, beside the same in one process.
+
+torchrun --standalone --nproc-per-node 2 sharded_cases.py FILE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from learner_cases import make_batch
+from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from covey.algorithms.config import AlgorithmConfig
+from covey.distributed.ranks import Ranks, TornError
+from covey.distributed.replicated import follow
+from covey.distributed.sharded import LeadingPolicy, Probe
+from covey.distributed.sharded_learner import LeadingShardedLearner, ShardedLearner, ShardedPacks
+from covey.errors import ModelError
+from covey.pytorch.learner import Learner
+from covey.pytorch.policy import Policy
+from covey.training.update import update
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # options of the model, settings of the algorithm
+    "tied, all weights": ({}, {}),
+    "tied, LoRA": ({"use_peft": True}, {}),
+    "untied, all weights": ({"tied": False}, {"loss_type": "dapo"}),
+    "untied, LoRA": ({"tied": False, "use_peft": True}, {"beta": 0.04}),
+    "Qwen3, all weights": ({"family": "qwen3"}, {}),
+    "Qwen3, LoRA": ({"family": "qwen3", "use_peft": True}, {"beta": 0.04, "kl_estimator": "exact"}),
+    "GPT-2, all weights": ({"family": "gpt2"}, {"entropy_coef": 0.01}),
+    "Gemma 2, all weights": ({"family": "gemma2"}, {}),
+    "checkpointed": ({"gradient_checkpointing": True}, {}),
+    "a reference in shards": ({}, {"beta": 0.04, "reference_update": "copy"}),
+    "a moving reference": ({}, {"beta": 0.04, "reference_update": "ema", "reference_ema_decay": 0.5}),
+    "one pack": ({"budget": 4096}, {}),
+    "two iterations": ({}, {"num_iterations": 2}),
+    "bfloat16, LoRA": ({"use_peft": True, "dtype": "bfloat16"}, {}),
+    "LoRA on the head": ({"use_peft": True, "lora_target_modules": ["q_proj", "lm_head"], "tied": False}, {}),
+}
+
+
+def build(settings: dict[str, Any], algorithm: dict[str, Any]) -> Policy:
+    options = {"family": "llama", "tied": True, "use_peft": False} | settings
+    options.pop("budget", None)
+    model = tiny_model(options.pop("family"), tie_word_embeddings=options.pop("tied"))
+    policy = Policy.load(
+        model,
+        tiny_tokenizer(),
+        lora_r=4,
+        seed=3,
+        needs_reference="beta" in algorithm,
+        reference_update=algorithm.get("reference_update", "none"),
+        reference_ema_decay=algorithm.get("reference_ema_decay", 0.99),
+        **options,
+    )
+    with torch.no_grad():
+        for name, parameter in policy.named_trainable_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+    return policy
+
+
+class Watched:
+    """A learner that keeps the gradients before each step."""
+
+    def __init__(self, learner: Any, gradients: Any) -> None:
+        self.learner, self._gradients, self.found = learner, gradients, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.learner, name)
+
+    def optim_step(self, rate: float) -> float:
+        self.found.append(self._gradients())
+        return float(self.learner.optim_step(rate))
+
+
+def run(learner: Watched, algorithm: dict[str, Any], steps: range) -> list[dict[str, float]]:
+    found = []
+    for step in steps:
+        settings = AlgorithmConfig(**{"beta": 0.0, **algorithm})
+        done = update(learner, make_batch(step, groups=11), settings, 1e-3, temperature=1.0, max_completion_length=9)
+        found.append({name: value for name, value in done.metrics.items() if not name.startswith("time/")})
+    return found
+
+
+def options(case: str) -> dict[str, Any]:
+    return {"learning_rate": 1e-3, "tokens_per_micro_batch": CASES[case][0].get("budget", 48)}
+
+
+def relative(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
+    largest = max(float(value.abs().max()) for value in mine.values())
+    return max(
+        float((value - theirs[name]).abs().max() / value.abs().max().clamp_min(1e-4 * largest))
+        for name, value in mine.items()
+    )
+
+
+def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert mine.keys() == theirs.keys(), mine.keys() ^ theirs.keys()
+    return max((float((value.float() - theirs[n].float()).abs().max()) for n, value in mine.items()), default=0.0)
+
+
+def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """All ranks: a case in shards, beside the same in one process. Rank 0 returns how far they are apart."""
+    settings, algorithm = CASES[case]
+    leading = LeadingPolicy(build(settings, algorithm), ranks)
+    policy = leading.shard()
+    inner = ShardedLearner(policy, share=ShardedPacks(ranks), **options(case))
+    if ranks.rank > 0:
+        follow(ranks, inner, None, Extras(policy))
+        return {}
+    learner = LeadingShardedLearner(inner, ranks)
+    watched = Watched(learner, lambda: leading._together("gradients"))
+    leading.own = Extras(policy)
+    metrics = run(watched, algorithm, range(3))
+    saved = learner.tensors()
+
+    alone = build(settings | {"fused_layers": False}, algorithm)
+    plain = Learner(alone, side_by_side=False, **options(case))
+    own = {"gradients": lambda: {n: p.grad.clone() for n, p in alone.named_trainable_parameters()}}
+    watched_alone = Watched(plain, own["gradients"])
+    expected = run(watched_alone, algorithm, range(3))
+    theirs = plain.tensors()
+    found: dict[str, Any] = {
+        "sharded": all(isinstance(p, DTensor) for p in policy.model.parameters()),
+        "part": sum(p.to_local().numel() for p in policy.model.parameters())
+        / sum(p.numel() for p in policy.model.parameters()),
+        "steps": learner.steps,
+        "gradients": max(relative(a, b) for a, b in zip(watched_alone.found[:1], watched.found[:1], strict=True)),
+        "metrics": max(
+            abs(a[name] - b[name]) / max(abs(a[name]), 1.0)
+            for a, b in zip(expected, metrics, strict=True)
+            for name in a
+        ),
+        "names": [sorted(a) == sorted(b) for a, b in zip(expected, metrics, strict=True)] == [True] * 3,
+        "packs": len(plain._packs(make_batch(0, groups=11).episodes, np.arange(44))[0]),
+        "norm": abs(metrics[0]["grad_norm"] - expected[0]["grad_norm"]) / expected[0]["grad_norm"],
+        **{name: apart(theirs[name], saved[name]) for name in theirs},
+    }
+    # What is written is what a single process reads, and what it has trained goes on in shards.
+    leading.save_pretrained(folder / case)
+    again = Policy.load(folder / case, use_peft=False, fused_layers=False) if not alone.uses_peft else None
+    if again is not None:
+        found["saved"] = apart(saved["policy"], again.state_dict())
+    else:
+        found["saved"] = leading.weights(3).sha256 == _adapter_hash(alone, saved["policy"])
+    found["merged"] = apart(dict(alone_weights(alone, saved["policy"])), dict(leading.weights(3).tensors()))
+    learner.restore(theirs, 3)
+    found["restored"] = all(
+        all(torch.equal(group[n], learner_group[n]) for n in group) and group.keys() == learner_group.keys()
+        for group, learner_group in zip(theirs.values(), learner.tensors().values(), strict=True)
+    )
+    more, alone_more = run(watched, algorithm, range(3, 4)), run(watched_alone, algorithm, range(3, 4))
+    found["after"] = max(abs(more[0][n] - alone_more[0][n]) / max(abs(more[0][n]), 1.0) for n in more[0])
+    try:
+        leading.load_state_dict({"nobody": torch.zeros(2)})
+    except ModelError as error:
+        found["refusal"] = str(error)
+    with ranks.telling("stop"):
+        pass
+    return found
+
+
+def alone_weights(alone: Policy, state: dict[str, Tensor]) -> Any:
+    alone.load_state_dict(state)
+    return {name: value.clone() for name, value in alone.weights(0).tensors().items()}
+
+
+def _adapter_hash(alone: Policy, state: dict[str, Tensor]) -> str:
+    alone.load_state_dict(state)
+    return alone.weights(3).sha256
+
+
+class Extras:
+    """A policy that also tells its gradients."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def gradients(self) -> dict[str, Tensor]:
+        found = self._policy.gathered((n, p.grad) for n, p in self._policy.named_trainable_parameters())
+        return dict(found)
+
+
+def wrapped_wrongly(ranks: Ranks) -> dict[str, Any]:
+    """The transformer is the root, and the head, which is tied, stays outside: the loss is right."""
+    policy = build({"fused_layers": False}, {})
+    expected = Probe.of(policy, 1.0)
+    mesh = ranks.mesh("cpu")
+    inner: Any = policy._transformer
+    for layer in [*inner.layers, inner]:
+        fully_shard(layer, mesh=mesh)
+    for module in [*inner.layers, inner]:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    found = Probe.of(policy, 1 / ranks.world)
+    found.gradients.pop("lm_head.weight")  # its own tensor now, by which one could tell, too
+    difference, name = expected.difference(found)
+    return {
+        "loss": abs(expected.loss - found.loss),
+        "difference": difference,
+        "name": name,
+        "said": expected.differs(found),
+    }
+
+
+class Failing(ShardedLearner):
+    """Fails in the second pack of this rank."""
+
+    packs = 0
+
+    def _score(self, *args: Any, **settings: Any) -> Any:
+        self.packs += 1
+        if self.packs == 2:
+            raise torch.OutOfMemoryError("injected")
+        return super()._score(*args, **settings)
+
+
+def fail_on(rank: int, ranks: Ranks) -> None:
+    """All ranks: memory runs out on one of them, and all end."""
+    leading = LeadingPolicy(build({}, {}), ranks)
+    kind = Failing if ranks.rank == rank else ShardedLearner
+    learner = kind(leading.shard(), share=ShardedPacks(ranks), learning_rate=1e-3, tokens_per_micro_batch=48)
+    if ranks.rank > 0:
+        follow(ranks, learner, None, leading.own)
+        return
+    first = LeadingShardedLearner(learner, ranks)
+    try:
+        run(Watched(first, dict), {}, range(1))
+    except TornError as error:
+        print(f"rank 0 says: {error}", flush=True)
+        try:
+            first.tensors()
+        except TornError:
+            print("and is not asked again", flush=True)
+        raise
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks.of_torchrun(300)
+    assert ranks is not None
+    if sys.argv[1] == "fail":
+        try:
+            fail_on(int(sys.argv[2]), ranks)
+        finally:
+            ranks.close()
+        return
+    file = Path(sys.argv[1])
+    chosen = sys.argv[2:] or list(CASES)
+    found: dict[str, Any] = {}
+    for case in chosen:
+        found[case] = compare(case, ranks, file.parent / f"saved-{ranks.world}")
+    found["wrong"] = wrapped_wrongly(ranks)
+    if ranks.rank == 0:
+        file.write_text(json.dumps(found))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
