@@ -53,6 +53,7 @@ try:
     try:
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
     except (ChildFailedError, SignalException):  # which rank failed is said above, and why by the rank
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks have ended, and so does the parent
         sys.exit(1)
 except KeyboardInterrupt:
     sys.exit(130)
