@@ -22,6 +22,7 @@ from covey.algorithms import LOSSES, make_objective
 from covey.algorithms.config import AdvantageEstimator, AlgorithmConfig, KLEstimator, MismatchCorrection
 from covey.config import GRPOConfig, explain, render_explain
 from covey.config_documents import NAMES
+from covey.config_effects import without_effect
 from covey.config_names import FIELDS, SECTIONS, SYNONYMS, canonical_names
 from covey.config_text import parse_overrides
 from covey.errors import ConfigError
@@ -517,6 +518,14 @@ def test_what_has_no_effect_is_said(given: dict[str, Any], named: str) -> None:
         config = GRPOConfig(**given)
     assert GRPOConfig() == GRPOConfig(**GRPOConfig().to_dict())  # a default is nobody's wish: no warning
     assert config.to_dict()
+
+
+@pytest.mark.parametrize("shared", [{"learners": 2}, {"samplers": 0}])
+def test_what_several_processes_heed_has_an_effect(shared: dict[str, Any]) -> None:
+    config = GRPOConfig(**shared, timeout_seconds=60.0, max_restarts=0, groups_per_unit=3)
+    assert without_effect(config) == []
+    with pytest.warns(UserWarning, match=r"distributed\.max_restarts=0 has no effect"):
+        GRPOConfig(max_restarts=0)
 
 
 def test_an_update_of_a_reference_that_nothing_reads_is_worth_a_warning() -> None:

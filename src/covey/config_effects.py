@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -50,12 +51,16 @@ def _corrects(config: Any) -> bool:
 _BOUNDS = ("importance_sampling_cap", "importance_sampling_floor")
 _ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
-_OF_UNITS = ("groups_per_unit", "timeout_seconds", "max_restarts", "keep_units")
+_OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts")
 
 
 def _has_units(config: Any) -> bool:
     server = config.server
     return config.distributed.samplers is not None or (server.upload_adapters_to_server and len(server.urls) > 1)
+
+
+def _has_ranks(config: Any) -> bool:
+    return _has_units(config) or config.distributed.learners > 1 or "WORLD_SIZE" in os.environ
 
 
 _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
@@ -108,7 +113,8 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("lora_target_modules", _set("use_peft"), "model.use_peft is true"),
     ("inference_server_url", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
-    *((field, _has_units, "distributed.samplers is set, or there are several servers") for field in _OF_UNITS),
+    ("keep_units", _has_units, "distributed.samplers is set, or there are several servers"),
+    *((field, _has_ranks, "there are several samplers, learners or servers") for field in _OF_RANKS),
     *((field, _set("samplers"), "distributed.samplers is above 0") for field in ("ray_address", "gpus_per_sampler")),
     (
         "adapter_folder",

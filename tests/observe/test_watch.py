@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from command import Command
@@ -266,6 +268,43 @@ def test_damaged_lines_and_tables_are_left_out_and_said(tmp_path: Path, open_pag
     assert page.get("/api/1/metrics").status_code == page.get("/api/-1/metrics").status_code == 404
     for path in ("/page/../app.py", "/page/..%2fapp.py", "/page/%2fetc%2fpasswd"):
         assert page.get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["x = " + "9" * 5000, "[model]\nmodel = 0x" + "f" * 9000, "a." * 20_000 + "b = 1", "[schedule]\nmax_steps = nan"],
+)
+def test_settings_that_no_run_writes_are_shown_as_text(tmp_path: Path, open_page: Any, config: str) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.config_path.write_text(config)
+    (about,) = open_page(run.path).ask("runs")
+    assert (about["config"], about["model"], about["max_steps"]) == (config, "", None)
+
+
+@pytest.mark.parametrize("number", ["1e299", "1" + "0" * 400, "-1e308", "1e308"])
+def test_the_doctor_bears_numbers_that_no_run_measures(tmp_path: Path, open_page: Any, number: str) -> None:
+    names = ("reward", "kl", "grad_norm", "entropy", "mask_ratio", "frac_reward_zero_std")
+    with RunFolder.create(tmp_path / "run") as run:
+        lines = [f'{{"step": {n}, ' + ", ".join(f'"{name}": {number}' for name in names) + "}\n" for n in range(60)]
+        run.metrics_path.write_text("".join(lines))
+    assert open_page(run.path).ask("0/doctor")["said"] == []
+
+
+def test_a_table_of_lists_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.parquet"
+    pq.write_table(pa.table({"group": [[1], [2]], "reward": [0.0, 1.0]}), path)
+    with pytest.raises(RunFolderError, match="'group' holds lists"):
+        tables.read_rows(path)
+
+
+def test_a_run_that_is_deleted_takes_no_other_from_the_page(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "first") as first, RunFolder.create(tmp_path / "second") as second:
+        pass
+    page = open_page(first.path, second.path)
+    shutil.rmtree(first.path)
+    gone, there = page.ask("runs")
+    assert gone["versions"] == {}
+    assert there["versions"]
 
 
 def test_a_long_file_comes_in_pieces_and_an_endless_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,16 @@ try:
 except AttributeError:
     pass
 sys.argv[0] = "torchrun"
-runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+try:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    try:
+        runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    except (ChildFailedError, SignalException):  # which rank failed is said above, and why by the rank
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the ranks have ended, and so does the parent
+        sys.exit(1)
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
@@ -171,6 +180,7 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
     chosen = config.distributed
     if chosen.learners == 1 or "WORLD_SIZE" in os.environ:
         return False
+    RanksBackend(Ranks()).check(config)
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // chosen.learners, 1))}
     command = ["--standalone", "--nproc-per-node", str(chosen.learners), "-m", "covey", *arguments]
     with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder:

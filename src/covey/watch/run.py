@@ -16,7 +16,7 @@ from covey.errors import RunFolderError
 from covey.files import explained
 from covey.observe.doctor import Doctor, Thresholds, diagnose
 from covey.observe.metric_names import describe_metric
-from covey.observe.records import Record, is_answers, is_metrics, plain
+from covey.observe.records import Record, is_answers, is_metrics
 from covey.observe.run_folder import RunFolder
 from covey.watch.following import Piece, follow, open_regular
 from covey.watch.ledger import LEDGER, ledger_completion, ledger_completions
@@ -24,6 +24,7 @@ from covey.watch.tables import LISTED, WHOLE, compare, groups, messages, numbers
 
 _MOST_ENTRIES = 200_000
 _MOST_CONFIG = 256 << 10
+_LONG_LINE = 1000
 _PAGE = 400
 """Completions in one answer."""
 _TABLE = re.compile(r"(step|eval)_(\d{6,12})\.parquet")
@@ -46,19 +47,22 @@ class WatchedRun:
 
     def about(self) -> Record:
         """Name, versions, settings and how old the last line is."""
-        text = _head(self.folder.config_path)
         try:
-            settings: Record = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError):
+            text, versions = _head(self.folder.config_path), self.folder.versions()
+        except RunFolderError:  # deleted by now: the other runs are still shown
+            text, versions = "", {}
+        try:  # without long lines: a thousand dots in a key take seconds
+            settings: Record = tomllib.loads("\n".join(line for line in text.splitlines() if len(line) <= _LONG_LINE))
+        except (ValueError, RecursionError):
             settings = {}
         metrics = self.folder.metrics_path
         age = max(0.0, time.time() - metrics.stat().st_mtime) if metrics.exists() else None
         return {
             "name": self.folder.path.name,
             "path": str(self.folder.path),
-            "versions": {str(k)[:100]: str(v)[:300] for k, v in itertools.islice(self.folder.versions().items(), 50)},
-            "model": str(_at(settings, "model", "model") or "")[:300],
-            "max_steps": _at(settings, "schedule", "max_steps"),
+            "versions": {str(k)[:100]: str(v)[:300] for k, v in itertools.islice(versions.items(), 50)},
+            "model": str(_section(settings, "model").get("model") or "")[:300],
+            "max_steps": dict(numbers(_section(settings, "schedule"))).get("max_steps"),
             "config": text,
             "seconds_since_last_line": age,
         }
@@ -171,11 +175,16 @@ class _FollowingDoctor:
             if piece.restarted:
                 self._begin()
             self._end, self._mark, more = piece.end, piece.mark, piece.more
-            for record in piece.records:
+            for record in map(_moderate, piece.records):
                 self._last.append(record)
                 self._said.extend(_said(record, self._doctor.check(record)))
         now = [diagnosis.code for diagnosis in diagnose(list(self._last))]
         return {"said": [said | {"now": said["code"] in now} for said in self._said]}
+
+
+def _moderate(record: Record) -> Record:
+    """Without numbers whose squares have no float; no run measures such."""
+    return {k: v for k, v in record.items() if k == "step" or not isinstance(v, int | float) or abs(v) < 1e100}
 
 
 def _said(record: Record, found: list[Any]) -> list[Record]:
@@ -208,6 +217,9 @@ def _head(path: Path) -> str:
         return file.read(_MOST_CONFIG).decode("utf-8", "replace")
 
 
-def _at(settings: Record, section: str, name: str) -> Any:
-    found = settings.get(section)
-    return plain(found.get(name)) if isinstance(found, dict) else None
+def _section(settings: Record, name: str) -> Record:
+    """A table of the settings, without values that are none of Covey's."""
+    found = settings.get(name)
+    return (
+        {key: value for key, value in found.items() if isinstance(value, str | int)} if isinstance(found, dict) else {}
+    )

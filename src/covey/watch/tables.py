@@ -46,7 +46,12 @@ def read_rows(path: Path) -> list[Record]:
                     f"{path} has {size} bytes in {about.num_rows} rows and {about.num_columns} columns, more than the "
                     f"{MOST_BYTES}, {MOST_ROWS} and {MOST_COLUMNS} that are shown; read it with pyarrow"
                 )
+            nested = [field.name for field in table.schema_arrow if pa.types.is_nested(field.type)]
+            if nested:
+                raise RunFolderError(f"{path}: {nested[0][:100]!r} holds lists, which no run writes; delete the file")
             rows: list[Record] = table.read().to_pylist()
+        except RunFolderError:
+            raise
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
             raise RunFolderError(f"{path} is no readable Parquet file ({error}); delete it") from error
     return rows
