@@ -53,7 +53,7 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     )
     timeout_seconds: float = Field(
         default=600.0,
-        gt=0,
+        ge=1,
         le=1e9,
         description="Seconds that a sampler may be silent before it is given up; a start has at least 120.",
     )
