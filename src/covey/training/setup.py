@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator
 from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
-from covey.distributed import start
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
@@ -209,10 +208,6 @@ def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.
     if config.data.prompt_weighting == "difficulty":
         return WeightedOrder(count, config.run.seed, weights)
     return DataOrder(count, config.run.seed, config.data.shuffle)
-
-
-make_engine = start.make_sampler
-"""What samples: the backend's engine, servers in its place, or actors."""
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:

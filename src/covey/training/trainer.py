@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
+from covey.distributed.start import make_sampler
 from covey.environments.base import World
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
@@ -152,7 +153,7 @@ class GRPOTrainer(StepByStep):
         self.phases = setup.phase_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
-        self.engine = setup.make_engine(args, backend, self.policy)
+        self.engine = make_sampler(args, backend, self.policy)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
         self.learner = backend.make_learner(args, self.policy)
