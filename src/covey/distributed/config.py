@@ -44,7 +44,7 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         ge=1,
         le=100_000,
         description="Processes that train: covey train starts them on this machine, torchrun on several. They sample "
-        "too, unit by unit, where nobody else does. No part of the numbers, but for 1 without torchrun.",
+        "too, unit by unit, where nobody else does. No part of the numbers, with samplers at 0 or more.",
     )
     learner_kind: Literal["auto", "replicated", "sharded"] = Field(
         default="auto",

@@ -12,7 +12,7 @@ from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError
 from covey.pytorch.engine import Engine
-from covey.pytorch.gradient_sum import Share
+from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
 from covey.pytorch.learner import FLOAT16_LOSS_SCALE, Learner
 from covey.pytorch.policy import Policy
 from covey.types import Prompt
@@ -79,9 +79,10 @@ class PyTorchBackend:
                 f"distributed.learners={learners}: this is one process; train with the command covey train, which "
                 f"starts the others, or with torchrun --nproc-per-node {learners} -m covey train RECIPE"
             )
+        share = self._share or (None if config.distributed.samplers is None else AloneInFixedPoint())
         beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
         scale = FLOAT16_LOSS_SCALE if config.optim.autocast == "float16" else 1.0
-        return Learner(policy, side_by_side=beside, loss_scale=scale, share=self._share, **adamw_options(config))
+        return Learner(policy, side_by_side=beside, loss_scale=scale, share=share, **adamw_options(config))
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""

@@ -1,4 +1,4 @@
-"""How the gradients of a step's packs are added: in floats by one process, in fixed point by several.
+"""How the gradients of a step's packs are added: in floats by one process, in fixed point where there may be several.
 
 Floats round at every addition, so their sum depends on its order, and with several processes on who ran which pack.
 `ExactSum` rounds each number once, to a multiple of 2^-46, and adds integers, which has no order: the sum has the same
@@ -70,6 +70,16 @@ class Alone:
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> GradientSum:
         """See `Share.sum`."""
         return FloatSum(parameters, side_by_side=side_by_side)
+
+
+class AloneInFixedPoint(Alone):
+    """One process runs everything, to the bits that several would find."""
+
+    side_by_side = False
+
+    def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> GradientSum:
+        """See `Share.sum`."""
+        return ExactSum(parameters, packs)
 
 
 class FloatSum:
