@@ -1,16 +1,16 @@
 """Steps on clusters that we do not have: 1.5B to 235B on 8 to 1,024 GPUs, in turns, apart and ahead, with kills.
 
-    python benchmarks/cluster_model.py                                # a minute; the constants of benchmarks/constants/h100.toml
-    python benchmarks/cluster_model.py --constants measured.toml      # of covey plan RECIPE --calibrate measured.toml
+    python benchmarks/cluster_model.py                              # a minute; benchmarks/constants/h100.toml
+    python benchmarks/cluster_model.py --constants measured.toml    # of covey plan RECIPE --calibrate measured.toml
     python benchmarks/cluster_model.py --groups-per-unit 4 --steps 50
 
-NOTHING HERE WAS MEASURED ON SUCH HARDWARE. The first table is the formulas of `covey.distributed.cost`, the second one a
-discrete-event simulation of what they leave out: completions of drawn lengths (exponential, cut at the longest), rows
+NOTHING HERE WAS MEASURED ON SUCH HARDWARE. The first table is the formulas of `covey.distributed.cost`, the second one
+a discrete-event simulation of what they leave out: completions of drawn lengths (exponential, cut at the longest), rows
 that leave a sampler one by one, units that are sampled alone, and processes that die. Where all lengths are equal and a
 sampler has one unit, the simulation is the formula; `tests/distributed/test_cost.py` checks that.
 
-"ahead" is Covey's: steps are sampled one after the other, each with its tail. "overlapped" starts the next step on every
-sampler that has nothing left to do, which is what the formula of the tail assumes.
+"ahead" is Covey's: steps are sampled one after the other, each with its tail. "overlapped" starts the next step on
+every sampler that has nothing left to do, which is what the formula of the tail assumes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def simulate(
     """Play a run, event by event.
 
     Args:
-        costs, model, work: see `covey.distributed.cost`.
+        costs: of a device, see `covey.distributed.cost`.
+        model: that is trained.
+        work: of a step.
         layout: which devices do what.
         lengths: of the completions of a step, prompt by prompt.
         steps: of the run.
@@ -347,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = {"steps": chosen.steps, "groups_per_unit": chosen.groups_per_unit, "seed": chosen.seed}
     by_events = [(*place, simulated(costs, *place, **options)) for place in places]
     said = "measured on one machine" if costs.measured else "not measured"
-    note = f"Constants: {costs.name} ({said}), taken for every device. NO SUCH CLUSTER WAS MEASURED; seconds of a step, LoRA."
+    note = f"Constants: {costs.name} ({said}), for every device. NO SUCH CLUSTER WAS MEASURED. Seconds of a step, LoRA."
     if chosen.json:
         both = {"note": note, "formulas": by_formula, "simulation": by_events}
         print(json.dumps(both, default=asdict))

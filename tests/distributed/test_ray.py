@@ -27,7 +27,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import fleet as fleet_module
-from covey.distributed import ray_members
+from covey.distributed import ray_facts
 from covey.distributed.ray_members import RayMember
 from covey.errors import ConfigError, GenerationError
 from covey.observe.run_folder import RunFolder
@@ -255,10 +255,10 @@ def test_bad_clusters_are_one_error(on_ray: Callable[..., GRPOTrainer], monkeypa
     refused(lambda: on_ray("gpu", 1, gpus_per_sampler=0.5), "has room for 0")
     refused(lambda: on_ray("nobody", 1, ray_address="127.0.0.1:9"), r"ray_address='127.0.0.1:9': nobody answers there")
     refused(lambda: on_ray("client", 1, ray_address="ray://somewhere:10001"), "ray job submit")
-    own = ray_members.installed()
-    monkeypatch.setattr(ray_members, "installed", lambda: own | {"peft": "0.1"})
+    own = ray_facts.installed()
+    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"peft": "0.1"})
     refused(lambda: on_ray("mixed", 1), r"Ray node \w+ has peft [\d.]+, this process has 0.1")
-    monkeypatch.setattr(ray_members, "installed", lambda: own | {"nothing": "1"})
+    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"nothing": "1"})
     refused(lambda: on_ray("missing", 1), r"Ray node \w+ lacks nothing, this process has 1")
 
 

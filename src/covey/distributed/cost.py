@@ -138,7 +138,8 @@ def decode_seconds(costs: Constants, model: Model, rows: float, context: float, 
     """One token for each of the rows of a sampler.
 
     Args:
-        costs, model: see there.
+        costs: of a device.
+        model: what is sampled from.
         rows: of the sampler.
         context: tokens that each of them attends to, on the average.
         read: bytes of weights that the step reads, such as `model.read_bytes(rows)`.
