@@ -10,7 +10,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,11 +163,6 @@ def clock_ahead(theirs: float, asked: float, answered: float) -> float:
     if asked <= theirs <= answered:
         return 0.0
     return theirs - answered if theirs > answered else theirs - asked
-
-
-def now() -> float:
-    """This machine's clock, in seconds since 1970."""
-    return time.time()
 
 
 def _gpus() -> tuple[tuple[str, ...], str]:

@@ -274,6 +274,7 @@ def _connect(address: str, samplers: int) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # what is wrong is said once, below
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do in its next version
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     known = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
@@ -291,7 +292,11 @@ def _connect(address: str, samplers: int) -> bool:
     try:
         ray.init(address=known, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300})") from error
+        token = "is that RAY_AUTH_TOKEN the cluster's? " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+        raise ConfigError(
+            f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300}); {token}One that asks for "
+            "a token is given it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        ) from error
     return True
 
 
