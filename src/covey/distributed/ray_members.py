@@ -291,7 +291,7 @@ def _connect(address: str, samplers: int) -> bool:
     _require_reachable(known)
     try:
         ray.init(address=known, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         token = "is that RAY_AUTH_TOKEN the cluster's? " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
         raise ConfigError(
             f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300}); {token}One that asks for "
