@@ -103,7 +103,7 @@ class Model:
 
     def read_bytes(self, rows: float) -> float:
         """Weights that a decode step of so many rows reads; of experts those that some row chose, at random."""
-        return self.bytes_each * self.parameters * (1 - (1 - self.active / self.parameters) ** rows)
+        return float(self.bytes_each * self.parameters * (1 - (1 - self.active / self.parameters) ** rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -274,7 +274,6 @@ def _connect(address: str, samplers: int) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")  # what is wrong is said once, below
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do in its next version
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     known = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
