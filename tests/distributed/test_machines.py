@@ -73,11 +73,11 @@ def test_mixtures_are_refused_unless_the_run_allows_them() -> None:
     assert mixtures(H100, {"b": Facts()}, gpus=False) == []
     found = mixtures(H100, {"b": replace(H100, gpus=("A100",), driver="550", threads=2)}, gpus=True)
     assert found == [
-        "b has A100, this machine H100",
-        "b has the GPU driver 550, this machine 560",
-        "b has 2 threads, this machine 0",
+        "b has A100, this machine has H100",
+        "b has the GPU driver 550, this machine has 560",
+        "b has 2 threads, this machine has 0",
     ]
-    with pytest.raises(ConfigError, match=r"b has A100, this machine H100; .*run\.allow_mixture=true"):
+    with pytest.raises(ConfigError, match=r"b has A100, this machine has H100; .*run\.allow_mixture=true"):
         check_mixture(found, allowed=False)
     assert len(check_mixture(found, allowed=True)) == 3
     assert check_mixture([], allowed=False) == []
@@ -186,7 +186,7 @@ class Two(Ranks):
         ({"covey": "0.0.1"}, {}, r"rank 1 on other-.* has covey 0\.0\.1, rank 0 has .*: install the same versions"),
         ({"transformers": ""}, {}, "has transformers none"),
         ({"torch": "2.12.0"}, {}, r"has torch 2\.12\.0, rank 0 has 2.*run\.allow_mixture=true"),
-        ({}, {"threads": 7}, "rank 1 on other-.* has 7 threads, this machine 1.*allow_mixture"),
+        ({}, {"threads": 7}, "rank 1 on other-.* has 7 threads, rank 0 has 1.*allow_mixture"),
         ({}, {"model": "0" * 64}, "on rank 1 on .* it is another one than here"),
     ],
 )

@@ -111,26 +111,27 @@ def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
             )
 
 
-def mixtures(own: Facts, others: Mapping[str, Facts], *, gpus: bool) -> list[str]:
+def mixtures(own: Facts, others: Mapping[str, Facts], *, gpus: bool, name_of_own: str = "this machine") -> list[str]:
     """Differences between machines that make their numbers differ, one sentence each.
 
     Args:
         own: of this process's machine; its GPUs are compared where it has any.
         others: by name.
         gpus: are GPUs used?
+        name_of_own: what this machine is called.
     """
     found = []
-    asked = [("this machine", own), *others.items()] if own.gpus or not gpus else list(others.items())
+    asked = [(name_of_own, own), *others.items()] if own.gpus or not gpus else list(others.items())
     if not asked:
         return []
     first, expected = asked[0]
     for name, facts in asked[1:]:
         if gpus and set(facts.gpus) != set(expected.gpus):
-            found.append(f"{name} has {_named(facts.gpus)}, {first} {_named(expected.gpus)}")
+            found.append(f"{name} has {_named(facts.gpus)}, {first} has {_named(expected.gpus)}")
         if gpus and facts.driver != expected.driver:
-            found.append(f"{name} has the GPU driver {facts.driver or 'none'}, {first} {expected.driver or 'none'}")
+            found.append(f"{name} has the GPU driver {facts.driver or 'none'}, {first} has {expected.driver or 'none'}")
         if facts.threads != expected.threads:
-            found.append(f"{name} has {facts.threads} threads, {first} {expected.threads}")
+            found.append(f"{name} has {facts.threads} threads, {first} has {expected.threads}")
     return found
 
 

@@ -49,7 +49,7 @@ def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:
     leader = Facts(**first)
     check_models(config.model.model, leader, {f"rank 0 on {where}": leader, **facts})
     on_gpus = config.model.device != "cpu" and bool(leader.gpus)
-    said = mixtures(leader, facts, gpus=on_gpus)
+    said = mixtures(leader, facts, gpus=on_gpus, name_of_own="rank 0")
     total = torch.full((_SUM_NUMBERS,), ranks.rank + 1, dtype=torch.int64)
     ranks.add(total)
     if not bool((total == ranks.world * (ranks.world + 1) // 2).all()):
