@@ -37,7 +37,9 @@ LEVELS = {
     **dict.fromkeys(
         (
             "cli",
+            "cli_doctor",
             "cli_export",
+            "cli_plan",
             "cli_play",
             "cli_reports",
             "cli_serve",
@@ -260,7 +262,7 @@ def test_ray_is_imported_where_it_is_used() -> None:
         for found in imports_in(path)
         if found.module.split(".")[0] == "ray" or found.module == "covey.distributed.ray_members"
     }
-    assert using == {"covey.distributed.ray_members", "covey.distributed.start"}
+    assert using == {"covey.distributed.ray_facts", "covey.distributed.ray_members", "covey.distributed.start"}
     start = SOURCE / "distributed" / "start.py"
     assert all(found.deferred for found in imports_in(start) if found.module.endswith("ray_members"))
 

@@ -1,5 +1,5 @@
-"""The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`, `export`, `serve`,
-`watch`, `config`, `curve`.
+"""The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `play`, `export`,
+`serve`, `watch`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -19,7 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from covey import __version__
+from covey.cli_doctor import doctor
 from covey.cli_export import export
+from covey.cli_plan import plan
 from covey.cli_reports import (
     PER_KIND,
     group_seeds,
@@ -135,51 +137,8 @@ def resume(
         print_summary(out, trainer, run)
 
 
-@app.command()
-def plan(
-    recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
-    overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
-) -> None:
-    """Take two steps of a recipe, and tell seconds and peak memory of a step and of the run. Nothing is written.
-
-    Says what dominates, and which setting would about halve it.
-    """
-    from covey.distributed.start import layout
-    from covey.training.plan import measure
-
-    config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
-    found = measure(_trainer(config))
-    if not as_json and layout(config):
-        out.print(f"layout: {layout(config)}", highlight=False)
-    if as_json:
-        out.print_json(data=found.to_dict())
-        return
-    for title, parts, unit, digits, size in (
-        ("one step", found.seconds, "s", 1, 1.0),
-        (f"peak memory of the {found.device}", found.memory, "GB", 2, 1e9),
-    ):
-        total = sum(part.amount for part in parts)
-        table = Table(title, unit, "share")
-        table.add_column("to halve it", overflow="fold")
-        for part in sorted(parts, key=lambda part: -part.amount):
-            share = part.amount / total if total else 0.0
-            advice = part.advice if share >= 0.15 else ""
-            table.add_row(part.name, f"{part.amount / size:.{digits}f}", f"{100 * share:.0f} %", advice)
-        table.add_row("total", f"{total / size:.{digits}f}", "", "", style="bold")
-        out.print(table)
-    out.print(
-        f"completions of {found.mean_length:.0f} tokens on average; {100 * found.mixed_share:.0f} % of the groups have "
-        "unequal rewards, the others need no update",
-        highlight=False,
-    )
-    if found.run_seconds is not None:
-        evaluations = f" with {found.num_evaluations} evaluations" if found.num_evaluations else ""
-        out.print(
-            f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
-            f"(finding out took {found.probe_seconds:.0f} s)",
-            highlight=False,
-        )
+app.command()(plan)
+app.command()(doctor)
 
 
 @app.command("eval")

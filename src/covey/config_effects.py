@@ -51,7 +51,7 @@ def _corrects(config: Any) -> bool:
 _BOUNDS = ("importance_sampling_cap", "importance_sampling_floor")
 _ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
-_OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts")
+_OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts", "allow_mixture")
 
 
 def _has_units(config: Any) -> bool:

@@ -30,8 +30,12 @@ def test_room_is_counted_node_by_node() -> None:
 def test_versions_are_compared_where_samplers_may_be() -> None:
     right, wrong = node(versions=OWN), node("b", versions=OWN | {"torch": "2.12.1"})
     check_alike([right, node("c")], OWN, 1, 1)
-    with pytest.raises(ConfigError, match=r"node b has torch 2.12.1, this process has 2.13.0"):
+    with pytest.raises(ConfigError, match=r"node b has torch 2.12.1, this process has 2.13.0.*allow_mixture"):
         check_alike([right, wrong], OWN, 1, 1)
+    assert "torch 2.12.1" in check_alike([right, wrong], OWN, 1, 1, allow_mixture=True)[0]
+    other = node("b", versions=OWN | {"python": "3.12.1"})  # what processes say to each other would not be understood
+    with pytest.raises(ConfigError, match=r"node b has python 3\.12\.1"):
+        check_alike([right, other], OWN, 1, 1, allow_mixture=True)
     check_alike([right, node("b", gpus=0, versions=OWN | {"torch": "2.12.1"})], OWN, 1, 1)  # none fits there
     with pytest.raises(ConfigError, match="node b lacks torch"):
         check_alike([node("b", versions={"python": "3.11.9"})], OWN, 1, 1)
@@ -42,6 +46,7 @@ def test_gpus_are_of_one_kind() -> None:
     with pytest.raises(ConfigError, match="several kinds \\(A100, H100\\)"):
         check_alike(nodes, OWN, 1, 1)
     check_alike(nodes, OWN, 1, 0)
+    assert len(check_alike(nodes, OWN, 1, 1, allow_mixture=True)) == 1
 
 
 def test_weights_fit_the_store_four_times() -> None:

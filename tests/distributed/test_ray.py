@@ -25,9 +25,10 @@ from run_cases import COUNTED, events, learned
 from test_one_process import data, run
 from tiny_models import tiny_model, tiny_tokenizer
 
+from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import fleet as fleet_module
-from covey.distributed import ray_members
+from covey.distributed import ray_facts
 from covey.distributed.ray_members import RayMember
 from covey.errors import ConfigError, GenerationError
 from covey.observe.run_folder import RunFolder
@@ -255,11 +256,89 @@ def test_bad_clusters_are_one_error(on_ray: Callable[..., GRPOTrainer], monkeypa
     refused(lambda: on_ray("gpu", 1, gpus_per_sampler=0.5), "has room for 0")
     refused(lambda: on_ray("nobody", 1, ray_address="127.0.0.1:9"), r"ray_address='127.0.0.1:9': nobody answers there")
     refused(lambda: on_ray("client", 1, ray_address="ray://somewhere:10001"), "ray job submit")
-    own = ray_members.installed()
-    monkeypatch.setattr(ray_members, "installed", lambda: own | {"peft": "0.1"})
+    own = ray_facts.installed()
+    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"peft": "0.1"})
     refused(lambda: on_ray("mixed", 1), r"Ray node \w+ has peft [\d.]+, this process has 0.1")
-    monkeypatch.setattr(ray_members, "installed", lambda: own | {"nothing": "1"})
+    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"nothing": "1"})
     refused(lambda: on_ray("missing", 1), r"Ray node \w+ lacks nothing, this process has 1")
+
+
+def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = ray_facts.facts_here
+    monkeypatch.setattr(ray_facts, "facts_here", lambda model: here(model) | {"model": "0" * 64})
+    refused(lambda: on_ray("files", 1), r"on Ray node \w+ it is another one than here")
+    monkeypatch.setattr(ray_facts, "facts_here", lambda model: here(model) | {"model_bytes": 10**15})
+    refused(lambda: on_ray("memory", 1), r"samplers=1: each holds the model, 1000000\.0 GB .*room for 0")
+    monkeypatch.setattr(ray_facts, "facts_here", here)
+
+    def without_covey() -> Any:
+        def probe(names: list[str], model: str) -> tuple[dict[str, str], float, str]:
+            return own, time.time(), "ImportError: no"
+
+        own = ray_facts.installed()
+        return probe
+
+    made = ray_facts._make_probe
+    monkeypatch.setattr(ray_facts, "_make_probe", without_covey)
+    refused(lambda: on_ray("package", 1), r"Ray node \w+ cannot import Covey \(ImportError: no\)")
+    own = ray_facts.installed()
+    monkeypatch.setattr(ray_facts, "_make_probe", made)
+    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"torch": "2.0"})
+    refused(lambda: on_ray("mixture", 1), r"has torch 2\.1\d[\d.+cpu]*, this process has 2\.0.*run\.allow_mixture")
+
+
+def test_the_doctor_looks_at_a_cluster(recipe_folder: Path, cluster: Cluster, covey: Command) -> None:
+    arguments = ("doctor", "--cluster", recipe_folder, f"distributed.ray_address={cluster.address}")
+    status, shown, _ = covey(*arguments, "distributed.samplers=2")
+    assert status == 0
+    assert f"Ray cluster {cluster.address}: 3 nodes, room for distributed.samplers=2" in shown
+    assert shown.count("1 CPUs, 0 GPUs") == 3
+    status, _, told = covey(*arguments, "distributed.samplers=4")
+    assert status == 2
+    assert "has room for 3" in told
+    assert covey(*arguments)[0] == 2  # nothing is placed
+    assert not ray.is_initialized()
+
+
+_WITH_TOKEN = """
+import os, sys
+os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="right" * 8)
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
+made = Cluster(initialize_head=True, head_node_args=head)
+print(made.address, flush=True)
+sys.stdin.read()
+made.shutdown()
+"""
+
+
+def test_a_cluster_that_asks_for_another_token(recipe_folder: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    head = subprocess.Popen(
+        [sys.executable, "-c", _WITH_TOKEN], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert head.stdin is not None
+    assert head.stdout is not None
+    try:
+        address = next(line.strip() for line in head.stdout if line[:1].isdigit())
+        command = [sys.executable, "-m", "covey", "doctor", "--cluster", str(recipe_folder), "distributed.samplers=1"]
+        found = subprocess.run(
+            [*command, f"distributed.ray_address={address}"],
+            env=environment | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong" * 8, "COLUMNS": "500"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert found.returncode == 2
+        told = " ".join(found.stderr.split())
+        assert "Ray does not connect" in told
+        assert "is that RAY_AUTH_TOKEN the cluster's?" in told
+        assert "Traceback" not in told
+    finally:
+        head.stdin.close()
+        head.wait(timeout=120)
+        head.stdout.close()
 
 
 def test_another_model_there(on_ray: Callable[..., GRPOTrainer], by_units: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from covey.config import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
 from covey.distributed.ranks import RankLostError, Ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
+from covey.distributed.roll_call import check_ranks
 from covey.distributed.sharded import LeadingPolicy
 from covey.distributed.sharded_learner import (
     LeadingShardedLearner,
@@ -146,6 +147,8 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         )
     try:
         config = _on_own_device(config)
+        for sentence in check_ranks(ranks, config):
+            log.warning("%s", sentence)
         backend = RanksBackend(ranks)
         if ranks.rank > 0:
             backend.follow(config)

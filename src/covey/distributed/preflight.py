@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from covey.distributed.machines import MIXTURE, Facts, check_mixture
 from covey.errors import ConfigError
 
 PACKAGES = ("covey", "torch", "transformers", "peft", "numpy", "safetensors", "ray")
@@ -25,6 +26,8 @@ class Node:
         store_bytes: of its object store.
         kinds: of its GPUs.
         versions: name -> version of Python and `PACKAGES`, "" for what is missing; None = it was not asked.
+        facts: what it is, None = it was not asked, or could not say.
+        memory: bytes that Ray may give away.
     """
 
     name: str
@@ -33,6 +36,8 @@ class Node:
     store_bytes: float
     kinds: frozenset[str] = frozenset()
     versions: Mapping[str, str] | None = None
+    facts: Facts | None = None
+    memory: float = float("inf")
 
 
 def installed(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -68,17 +73,47 @@ def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -
     )
 
 
-def check_alike(nodes: Sequence[Node], own: Mapping[str, str], cpus: float, gpus: float) -> None:
+def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes: int) -> None:
+    """Refuse more samplers than there is memory for, on nodes without GPUs; each holds the model at the least.
+
+    Raises:
+        ConfigError: it says how many there are, and what they need.
+    """
+    room = sum(min(_fits(node, cpus, 0), int(min(node.memory // max(model_bytes, 1), 1e6))) for node in nodes)
+    if room < samplers:
+        held = sum(node.memory for node in nodes)
+        raise ConfigError(
+            f"distributed.samplers={samplers}: each holds the model, {model_bytes / 1e9:.1f} GB at the least, and the "
+            f"nodes of the Ray cluster have {held / 1e9:.1f} GB, room for {room}; use fewer, or add machines"
+        )
+
+
+def check_alike(
+    nodes: Sequence[Node], own: Mapping[str, str], cpus: float, gpus: float, *, allow_mixture: bool = False
+) -> list[str]:
     """Refuse machines whose numbers would differ.
+
+    Args:
+        nodes: those that live.
+        own: versions of this process.
+        cpus: that a sampler takes of one node.
+        gpus: the same.
+        allow_mixture: only say so of what is part of the numbers and of nothing else.
+
+    Returns:
+        What is to be said.
 
     Raises:
         ConfigError: a node on which a sampler may be placed has another version of something, or another kind of GPU.
     """
+    differences = []
     used = [node for node in nodes if _fits(node, cpus, gpus)]
     for node in used:
         for name, version in own.items() if node.versions is not None else ():
             theirs = (node.versions or {}).get(name, "")
-            if theirs != version:
+            if theirs != version and theirs and version and name in MIXTURE:
+                differences.append(f"Ray node {node.name} has {name} {theirs}, this process has {version}")
+            elif theirs != version:
                 what = f"has {name} {theirs}" if theirs else f"lacks {name}"
                 raise ConfigError(
                     f"Ray node {node.name} {what}, this process has {version or 'none'}: their numbers would differ; "
@@ -86,9 +121,8 @@ def check_alike(nodes: Sequence[Node], own: Mapping[str, str], cpus: float, gpus
                 )
     kinds = sorted(set().union(*(node.kinds for node in used))) if gpus else []
     if len(kinds) > 1:
-        raise ConfigError(
-            f"the Ray cluster has GPUs of several kinds ({', '.join(kinds)}): their numbers differ; use one kind"
-        )
+        differences.append(f"the Ray cluster has GPUs of several kinds ({', '.join(kinds)})")
+    return check_mixture(differences, allowed=allow_mixture)
 
 
 def check_store(nodes: Sequence[Node], size: int) -> None:

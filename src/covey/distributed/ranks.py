@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from covey.distributed.whereabouts import await_all
 from covey.errors import ConfigError, ModelError
 
 IDLE = "idle"
@@ -59,6 +60,7 @@ class Ranks:
             # torchrun's store outlives its ranks: those that it starts again must not read the addresses of the dead.
             store, *_ = next(dist.rendezvous("env://", rank, world, timeout=deadline))  # type: ignore[attr-defined]
             attempt = dist.PrefixStore(f"covey-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
+            await_all(attempt, rank, world, timeout_seconds)
             dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=deadline)
             self._calls = dist.new_group(backend="gloo", timeout=deadline)
         if rank == 0:
@@ -173,6 +175,6 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             raise RankLostError(
                 f"rank {self.rank} of {self.world}, {doing}: another rank is gone or did not answer within "
-                f"{self._timeout:g} s ({str(error).splitlines()[0][:300]}); see what the others print, and start "
+                f"{self._timeout:g} s ({str(error).splitlines()[0][:600]}); see what the others print, and start "
                 "again: the run continues from its last checkpoint"
             ) from error

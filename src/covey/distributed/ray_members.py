@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -11,7 +12,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,13 @@ import ray
 import torch
 from peft import PeftModel
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from covey.adapters import Adapter, fingerprint
 from covey.backend import load_backend
 from covey.config import GRPOConfig
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
-from covey.distributed.preflight import PACKAGES, Node, check_alike, check_room, check_store, installed
+from covey.distributed.preflight import Node, check_store
+from covey.distributed.ray_facts import PROBE_SECONDS, check_cluster
 from covey.errors import ConfigError, CoveyError
 from covey.pytorch.engine.merge import bare_model, weights_of
 from covey.pytorch.loading import load_model
@@ -34,9 +34,10 @@ from covey.pytorch.lora import adapter_of, attach_adapter, load_adapter
 from covey.rollout.learning import TrainedPolicy, Weights
 from covey.types import Completion, Progress, Request, SamplingSettings
 
+log = logging.getLogger(__name__)
+
 CPUS = 1.0
 """That a sampler takes of its node."""
-_PROBE_SECONDS = 20.0
 _CONNECT_SECONDS = 5.0
 _LOCAL_STORE_BYTES = 200 << 20
 
@@ -235,16 +236,9 @@ class Cluster:
                     raise
 
     def _preflight(self) -> None:
-        chosen, nodes = self._config.distributed, _nodes()
-        gpus = chosen.gpus_per_sampler
-        if gpus is None:
-            gpus = 1.0 if self._config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
-        self._gpus, samplers = gpus, chosen.samplers or 0
-        check_room(nodes, samplers, CPUS, gpus)
-        nodes = _with_versions(nodes)
-        check_room(nodes, samplers, CPUS, gpus)
-        check_alike(nodes, installed(), CPUS, gpus)
-        _await_room(samplers, gpus)
+        self._gpus, _, said = _preflight(self._config)
+        for sentence in said:
+            log.warning("%s", sentence)
 
     def _start(self, session: int) -> Member:
         chosen = self._config.distributed
@@ -296,8 +290,12 @@ def _connect(address: str, samplers: int) -> bool:
     _require_reachable(known)
     try:
         ray.init(address=known, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300})") from error
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        token = "is that RAY_AUTH_TOKEN the cluster's? " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+        raise ConfigError(
+            f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300}); {token}One that asks for "
+            "a token is given it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        ) from error
     return True
 
 
@@ -318,6 +316,40 @@ def _require_reachable(address: str) -> None:
         ) from error
 
 
+def look_at_cluster(config: GRPOConfig) -> list[str]:
+    """Connect, look at the cluster as a run would, and leave it; what there is, a line each.
+
+    Raises:
+        ConfigError: as a run would be refused.
+    """
+    began, own = time.monotonic(), _connect(config.distributed.ray_address, config.distributed.samplers or 0)
+    try:
+        gpus, nodes, said = _preflight(config)
+        address = ray.get_runtime_context().gcs_address
+    finally:
+        if own:
+            ray.shutdown()
+    lines = [
+        f"node {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{' of ' if node.kinds else ''}"
+        f"{', '.join(sorted(node.kinds))}, {node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"
+        for node in nodes
+    ]
+    room = f"room for distributed.samplers={config.distributed.samplers or 0}, each {CPUS:g} CPU and {gpus:g} GPU"
+    took = f"looked at in {time.monotonic() - began:.0f} s"
+    return [f"Ray cluster {address}: {len(nodes)} nodes, {room}; {took}", *lines, *(f"warning: {s}" for s in said)]
+
+
+def _preflight(config: GRPOConfig) -> tuple[float, list[Node], list[str]]:
+    """GPUs of a sampler, the nodes, and what is to be said of them."""
+    chosen, nodes = config.distributed, _nodes()
+    gpus = chosen.gpus_per_sampler
+    if gpus is None:
+        gpus = 1.0 if config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
+    nodes, said = check_cluster(config, nodes, CPUS, gpus)
+    _await_room(chosen.samplers or 0, gpus)
+    return gpus, nodes, said
+
+
 def _nodes() -> list[Node]:
     found = []
     for node in ray.nodes():
@@ -325,53 +357,14 @@ def _nodes() -> list[Node]:
         if node["Alive"]:
             kinds = frozenset(name.partition(":")[2] for name in held if name.startswith("accelerator_type:"))
             cpus, gpus, store = (held.get(name, 0.0) for name in ("CPU", "GPU", "object_store_memory"))
-            found.append(Node(node["NodeID"], cpus, gpus, store, kinds))
+            memory = held.get("memory", 0.0)
+            found.append(Node(node["NodeID"], cpus, gpus, store, kinds, memory=memory))
     return found
-
-
-def _with_versions(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes that run a task, with what is installed there; this process knows what its own has."""
-
-    def ask(names: Sequence[str]) -> dict[str, str]:  # sent by value, so that it runs where Covey is missing
-        import platform
-        from importlib import metadata
-
-        found = {"python": platform.python_version()}
-        for name in names:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                found[name] = ""
-        return found
-
-    here = ray.get_runtime_context().get_node_id()
-    probe: Any = ray.remote(num_cpus=0, max_retries=0)(ask)
-    asked = {
-        node.name: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(
-            list(PACKAGES)
-        )
-        for node in nodes
-        if node.name != here
-    }
-    if not asked:
-        return list(nodes)
-    _, late = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_PROBE_SECONDS)
-    silent = [name for name, ref in asked.items() if ref in late]
-    if silent:
-        raise ConfigError(
-            f"Ray node {silent[0]} does not run a task within {_PROBE_SECONDS:g} s ({len(silent)} of {len(nodes)} "
-            "nodes); look at it with ray status"
-        )
-    found: dict[str, Any] = {here: None}
-    for name, ref in asked.items():
-        with suppress(MemberError):  # a node that has died since; Ray lists it for a while
-            found[name] = _get(ref, _PROBE_SECONDS)
-    return [replace(node, versions=found[node.name]) for node in nodes if node.name in found]
 
 
 def _await_room(samplers: int, gpus: float) -> None:
     """What is taken by somebody who has just ended is free soon."""
-    deadline = time.monotonic() + _PROBE_SECONDS
+    deadline = time.monotonic() + PROBE_SECONDS
     while True:
         free = ray.available_resources()
         lacking = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from covey.backend import Backend
@@ -51,16 +52,38 @@ def layout(config: GRPOConfig) -> str:
     return f"{train}, {who}, in units of {size}"
 
 
-def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
+def look_at_cluster(config: GRPOConfig) -> list[str]:
+    """What a run with actors would find of its cluster, a line each; nothing is loaded or trained.
+
+    Raises:
+        ConfigError: the run has none, or it would be refused.
+    """
+    samplers = config.distributed.samplers
+    if not samplers:
+        raise ConfigError(
+            f"distributed.samplers={'none' if samplers is None else samplers}: nothing of this run is placed on a Ray "
+            "cluster; set it, such as distributed.samplers=2"
+        )
+    with _needing_ray(samplers):
+        from covey.distributed.ray_members import look_at_cluster
+    return look_at_cluster(config)
+
+
+@contextmanager
+def _needing_ray(samplers: int | None) -> Iterator[None]:
     try:
-        from covey.distributed.ray_members import Cluster
+        yield
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise ConfigError(
-            f"distributed.samplers={config.distributed.samplers}: Ray is not installed; run pip install 'covey[ray]', "
-            "or set it to 0"
+            f"distributed.samplers={samplers}: Ray is not installed; run pip install 'covey[ray]', or set it to 0"
         ) from error
+
+
+def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
+    with _needing_ray(config.distributed.samplers):
+        from covey.distributed.ray_members import Cluster
     cluster = Cluster(config, policy)
     return _fleet(config, [cluster.make] * (config.distributed.samplers or 0), cluster.close)
 

@@ -41,6 +41,11 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
         description="Optimiser steps between token ledgers, which tell of each token what it got and what it added to "
         "the loss (`covey watch` shows them); 0 = none. One costs a forward pass and about 50 bytes a token.",
     )
+    allow_mixture: bool = Field(
+        default=False,
+        description="Let machines of one run differ in GPUs, drivers, threads, or versions of torch and NumPy. What is "
+        "computed depends on which machine does it then; false = such a cluster is refused.",
+    )
     progress: bool = Field(default=True, description="Show progress on the screen (standard error).")
     num_completions_to_print: int | None = Field(
         default=None, ge=0, description="Completions shown on the screen each time metrics are; none = no completions."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -70,6 +70,17 @@ class Thresholds:
 _WANTED_MASKS = {"mask/top_entropy_quantile"}
 
 
+_MOST = 1e100
+"""Magnitude beyond which a number is as good as infinite: sums and squares of several must be finite."""
+
+
+def _number(value: Any) -> float | None:
+    """A metric's value; None for text, NaN, infinities and what is as good as infinite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST < value < _MOST:
+        return None
+    return float(value)
+
+
 class _Window:
     """The last steps, oldest first, with means over the finite values of a metric."""
 
@@ -77,8 +88,8 @@ class _Window:
         self.steps = steps
 
     def values(self, name: str) -> list[float]:
-        found = (step.get(name) for step in self.steps)
-        return [float(v) for v in found if isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v)]
+        found = (_number(step.get(name)) for step in self.steps)
+        return [value for value in found if value is not None]
 
     def mean(self, name: str) -> float | None:
         values = self.values(name)
@@ -90,10 +101,11 @@ class _Window:
         return mean if mean is not None and mean > threshold else None
 
     def bad_steps(self, name: str) -> int:
-        """Steps at which the metric was recorded as NaN or infinite (null in `metrics.jsonl`)."""
+        """Steps at which the metric was recorded as NaN or infinite (null in `metrics.jsonl`), or nearly so."""
         return sum(
-            name in step and (step[name] is None or (isinstance(step[name], float) and not math.isfinite(step[name])))
+            name in step and (step[name] is None or isinstance(step[name], int | float)) and _number(step[name]) is None
             for step in self.steps
+            if not isinstance(step.get(name), bool)
         )
 
 
@@ -361,6 +373,52 @@ def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             f"the mean reward fell from {fmean(older):.3f} to {fmean(newer):.3f} within {len(rewards)} steps",
             "Lower optim.learning_rate or raise algorithm.beta, and go back to an earlier checkpoint",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A trouble of a run, from its beginning to its end.
+
+    Attributes:
+        diagnosis: in its last words.
+        since: step at which it was first seen.
+        until: step at which it was last seen.
+        present: was it there at the end?
+    """
+
+    diagnosis: Diagnosis
+    since: int
+    until: int
+    present: bool
+
+
+def findings(history: Iterable[Record], thresholds: Thresholds | None = None) -> list[Finding]:
+    """Everything that was wrong over a run, oldest first.
+
+    Args:
+        history: lines of `metrics.jsonl`, oldest first.
+        thresholds: where trouble begins. What was gone for a whole window and came back is a finding of its own.
+    """
+    limits = thresholds or Thresholds()
+    steps: deque[Record] = deque(maxlen=max(limits.window, limits.still_steps))
+    found: dict[str, Finding] = {}
+    over: list[Finding] = []
+    number = 0
+    for record in history:
+        if not _is_step(record):
+            continue
+        steps.append(record)
+        told = record.get("step")
+        number = told if isinstance(told, int) and not isinstance(told, bool) else number + 1
+        now = {diagnosis.code: diagnosis for diagnosis in diagnose(list(steps), limits)}
+        for code, diagnosis in now.items():
+            old = found.get(code)
+            if old is not None and number - old.until > limits.window:
+                over.append(found.pop(code))
+                old = None
+            found[code] = Finding(diagnosis, number if old is None else old.since, number, True)
+        found = {code: replace(one, present=code in now) for code, one in found.items()}
+    return sorted([*over, *found.values()], key=lambda one: one.since)
 
 
 class Doctor:

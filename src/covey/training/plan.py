@@ -10,12 +10,14 @@ What cannot be known is how the policy will change: completions that grow or gro
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from covey.observe.memory import forget_peak, peak_cuda_bytes, peak_rss_bytes
+from covey.rollout.collect import Rollout
+from covey.training.evaluate import no_answer_ratio, rollout_metrics
 from covey.training.schedule import Elapsed
 from covey.training.trainer import GRPOTrainer
 from covey.types import Group
@@ -50,6 +52,7 @@ class Plan:
         mean_length: of the completions, in tokens.
         mixed_share: groups whose rewards are not all equal; without beta the others cost no update.
         probe_seconds: what finding out took.
+        metrics: of both steps together, named as in a run's `metrics.jsonl`.
     """
 
     seconds: tuple[Part, ...]
@@ -61,6 +64,7 @@ class Plan:
     mean_length: float
     mixed_share: float
     probe_seconds: float
+    metrics: dict[str, float]
 
     @property
     def step_seconds(self) -> float:
@@ -85,14 +89,19 @@ class Plan:
         return asdict(self) | totals
 
 
-def measure(trainer: GRPOTrainer) -> Plan:
-    """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved."""
+def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
+    """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved.
+
+    Args:
+        trainer: of the run.
+        seen: is given the groups that were sampled.
+    """
     began, loaded = time.perf_counter(), _peak()
     forget_peak()
     held, sampled_peak = _peak(), 0
     state, args = trainer.state, trainer.args
     phase = trainer.phases.at(Elapsed())
-    groups: list[Group] = []
+    groups: list[Group] = [] if seen is None else seen
     try:
         for _ in range(2):
             sampled = trainer.sample_step(phase, state.data_position, state.policy_version, lambda done, total: None)
@@ -137,7 +146,13 @@ def measure(trainer: GRPOTrainer) -> Plan:
         mean_length=float(np.mean(lengths)),
         mixed_share=float(np.mean([trainer.estimator.teaches(group) for group in groups])),
         probe_seconds=time.perf_counter() - began,
+        metrics=_metrics(trainer, replace(rollout, groups=tuple(groups), discarded=())),
     )
+
+
+def _metrics(trainer: GRPOTrainer, rollout: Rollout) -> dict[str, float]:
+    found = rollout_metrics(rollout, trainer.estimator, trainer.args.algorithm.scaling["correction"])
+    return found | {"completions/no_answer_ratio": no_answer_ratio(rollout, trainer.data.has_answer)}
 
 
 def _count_evaluations(trainer: GRPOTrainer) -> int:

@@ -1,0 +1,169 @@
+"""`covey plan`: what a run will cost, before it is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from covey.config import GRPOConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from covey.training.forecast import Change, Forecast
+    from covey.training.plan import Plan
+
+out = Console()
+err = Console(stderr=True)
+
+
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure what this machine does of decoding, training and sending, and write the constants that "
+            "benchmarks/cluster_model.py reads.",
+        ),
+    ] = None,
+) -> None:
+    """Tell memory, seconds of a step and bytes of a sync, from formulas and from two real steps. Nothing is written.
+
+    Says what dominates, and which setting would about halve it. With `[distributed]`: the layout, memory of each kind
+    of process, and what other numbers of samplers and learners would change; what is measured is one process.
+    """
+    from covey.distributed.start import layout
+    from covey.training.forecast import alone, changes, forecast
+    from covey.training.plan import measure
+    from covey.training.trainer import GRPOTrainer
+
+    file = recipe / "recipe.toml" if recipe.is_dir() else recipe
+    config = GRPOConfig.from_toml(file, overrides=overrides or [])
+    if calibrate is not None:
+        write_constants(config, calibrate)
+        return
+    trainer = GRPOTrainer(args=alone(config))
+    known, where = forecast(trainer, config), layout(config)
+    if not as_json:
+        print_forecast(known, where)
+    found = measure(trainer)
+    estimated = changes(found, config)
+    if as_json:
+        from dataclasses import asdict
+
+        more = {"layout": where, "forecast": None if known is None else asdict(known)}
+        out.print_json(data=found.to_dict() | more | {"changes": [asdict(change) for change in estimated]})
+        return
+    print_plan(found, alone=not where)
+    if where:
+        print_changes(found, estimated)
+
+
+def print_forecast(known: Forecast | None, where: str) -> None:
+    """What is known before the steps: layout, memory of each kind of process, bytes of a sync."""
+    if where:
+        _say(f"layout: {where}")
+    if known is None:
+        return
+    table = Table("memory by formula", "GB", "when")
+    for process in known.processes:
+        name = process.name if process.count == 1 else f"each of {process.count} {process.name}s"
+        table.add_row(name, f"{process.peak / 1e9:.2f}", f"at the most, of {process.room / 1e9:.1f}", style="bold")
+        for when, parts in (("", process.held), ("sampling", process.sampling), ("learning", process.learning)):
+            for part in parts:
+                table.add_row(f"  {part.name}", f"{part.amount / 1e9:.2f}", when)
+    out.print(table)
+    if known.receivers:
+        total = known.sync_bytes * known.receivers
+        _say(f"a sync: {known.sync_bytes / 1e6:.1f} MB to each of {known.receivers}, {total / 1e6:.1f} MB in all")
+    for warning in known.warnings():
+        err.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def print_plan(found: Plan, *, alone: bool = True) -> None:
+    """What two steps took; without `alone` the run has several processes, and what they took is not its time."""
+    for title, parts, unit, digits, size in (
+        ("one step" if alone else "one step of one process", found.seconds, "s", 1, 1.0),
+        (f"peak memory of the {found.device}", found.memory, "GB", 2, 1e9),
+    ):
+        total = sum(part.amount for part in parts)
+        table = Table(title, unit, "share")
+        table.add_column("to halve it", overflow="fold")
+        for part in sorted(parts, key=lambda part: -part.amount):
+            share = part.amount / total if total else 0.0
+            advice = part.advice if share >= 0.15 else ""
+            table.add_row(part.name, f"{part.amount / size:.{digits}f}", f"{100 * share:.0f} %", advice)
+        table.add_row("total", f"{total / size:.{digits}f}", "", "", style="bold")
+        out.print(table)
+    _say(
+        f"completions of {found.mean_length:.0f} tokens on average; {100 * found.mixed_share:.0f} % of the groups have "
+        "unequal rewards, the others need no update"
+    )
+    if found.run_seconds is not None and alone:
+        evaluations = f" with {found.num_evaluations} evaluations" if found.num_evaluations else ""
+        _say(
+            f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
+            f"(finding out took {found.probe_seconds:.0f} s)"
+        )
+
+
+def print_changes(found: Plan, estimated: Sequence[Change]) -> None:
+    """What other numbers of processes would change."""
+    table = Table("estimated, s", "samplers", "learners", "sampling", "learning", "step")
+    for index, change in enumerate(estimated):
+        table.add_row(
+            "this layout" if index == 0 else "",
+            str(change.samplers or "-"),
+            str(change.learners),
+            *(f"{seconds:.1f}" for seconds in (change.sampling, change.learning, change.step)),
+        )
+    out.print(table)
+    if found.steps is not None:
+        seconds = found.steps * estimated[0].step
+        _say(f"the run as it is laid out: {found.steps} steps, about {seconds / 60:.1f} minutes, evaluations aside")
+    _say(
+        "These are shares of what one process took here, were each to have as many cores, or a device, of its own. "
+        "Longest completions, gradients that are added up and the network come on top."
+    )
+
+
+def write_constants(config: GRPOConfig, file: Path) -> None:
+    """Measure this machine and write the file; with several learners their ranks add up gradients too."""
+    from covey.distributed import launch
+    from covey.distributed.ranks import Ranks
+    from covey.training import calibrate
+    from covey.training.forecast import alone
+    from covey.training.trainer import GRPOTrainer
+
+    calibrate.check(config)
+    if launch.start_ranks(config, sys.argv[1:]):
+        return
+    ranks, rate = Ranks.of_torchrun(config.distributed.timeout_seconds), None
+    if ranks is not None:
+        rate = calibrate.all_reduce_rate(ranks)
+        ranks.close()
+        if ranks.rank > 0:
+            return
+    trainer = GRPOTrainer(args=alone(config))
+    try:
+        found = calibrate.calibrate(trainer, rate)
+    finally:
+        trainer.close()
+    found.write(file)
+    _say(f"wrote {file}: {found.name}")
+    _say(f"use it: python benchmarks/cluster_model.py --constants {file}")
+
+
+def _say(text: str) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,221 @@
+"""What is known of a run before it takes a step, and what two steps of one process say of several.
+
+Memory is by formula: weights, gradients, moments and keys and values are counted, activations are about right. Seconds
+with other numbers of samplers and learners are those of one process, shared out as units and packs are; each process is
+taken to have what this one has, its cores or its device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from covey.config import GRPOConfig
+from covey.distributed.cost import share_of_units
+from covey.processes import total_memory
+from covey.training.plan import Part, Plan
+from covey.training.trainer import GRPOTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Memory of one kind of process, by formula.
+
+    Attributes:
+        name: learner, sampler or server.
+        count: how many there are.
+        held: all the time, in bytes.
+        sampling: besides, while it samples.
+        learning: besides, while it learns.
+        room: bytes of the device, or of the machine where there is none.
+    """
+
+    name: str
+    count: int
+    held: tuple[Part, ...]
+    sampling: tuple[Part, ...]
+    learning: tuple[Part, ...]
+    room: int
+
+    @property
+    def peak(self) -> float:
+        """At the most: a process never does both."""
+        return _total(self.held) + max(_total(self.sampling), _total(self.learning))
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is known before the first step.
+
+    Attributes:
+        processes: each kind.
+        on_device: do they have GPUs of their own, or do all share a machine's memory?
+        sync_bytes: of new weights for one sampler.
+        receivers: samplers and servers that get them.
+    """
+
+    processes: tuple[Process, ...]
+    on_device: bool
+    sync_bytes: int
+    receivers: int
+
+    def warnings(self) -> Iterator[str]:
+        """What does not fit, with what to change."""
+        fix = (
+            "use a smaller model, model.dtype=bfloat16, a smaller optim.tokens_per_micro_batch or sampling.kv_cache_gb"
+        )
+        for process in self.processes:
+            if process.peak > process.room:
+                yield (
+                    f"a {process.name} needs about {process.peak / 1e9:.1f} GB of {process.room / 1e9:.1f}; {fix}, or "
+                    " distributed.learner_kind=sharded"
+                )
+        together = sum(process.peak * process.count for process in self.processes if process.name != "server")
+        count = sum(process.count for process in self.processes if process.name != "server")
+        room = self.processes[0].room if self.processes else 0
+        if not self.on_device and count > 1 and together > room:
+            yield (
+                f"all {count} processes on this machine would need about {together / 1e9:.1f} GB of its "
+                f"{room / 1e9:.1f}: put them on several, or use fewer"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A step with other numbers of processes, estimated.
+
+    Attributes:
+        samplers: that only sample, or servers; 0 = the learners sample.
+        learners: that train.
+        sampling: seconds of the busiest sampler.
+        learning: seconds of an update.
+        step: seconds of the step.
+    """
+
+    samplers: int
+    learners: int
+    sampling: float
+    learning: float
+    step: float
+
+
+def alone(config: GRPOConfig) -> GRPOConfig:
+    """The settings for one process, which samples unit by unit where several would."""
+    chosen = config.distributed
+    if chosen.samplers is None and chosen.learners == 1:
+        return config
+    return config.replace(learners=1, learner_kind="auto", samplers=0)
+
+
+def forecast(trainer: GRPOTrainer, config: GRPOConfig) -> Forecast | None:
+    """Memory of each kind of process, and bytes of a sync.
+
+    Args:
+        trainer: of one process, see `alone`.
+        config: of the run.
+
+    Returns:
+        None with another backend than PyTorch, of whose arrays nothing is known here.
+    """
+    if config.model.backend != "pytorch":
+        return None
+    policy: Any = trainer.policy
+    chosen, urls = config.distributed, config.server.urls if config.server.upload_adapters_to_server else ()
+    parameters = list(policy.model.parameters())
+    trained = policy.trainable_parameters()
+    on_device = policy.device.type == "cuda"
+    room = torch.cuda.get_device_properties(policy.device).total_memory if on_device else total_memory()
+
+    weights, state = sum(p.nbytes for p in parameters), sum(p.nbytes for p in trained)
+    numbers, ranks = sum(p.numel() for p in trained), chosen.learners
+    parts = ranks if chosen.learner_kind == "sharded" else 1
+    copies = 0 if policy.reference.is_base_model else 1
+    engine = _engine(trainer, config, weights)
+    held = [Part("weights", weights / parts), Part("AdamW's moments", 2 * state / parts)]
+    held += [Part("reference", copies * state / parts)] * copies
+    learning = [Part("gradients", state / parts), Part("activations, about", _activations(policy, config))]
+    if ranks > 1 and parts == 1:
+        learning.append(Part("exact sum of gradients", 8.0 * numbers))
+    samples_itself = not chosen.samplers and not urls
+    found = [Process("learner", ranks, tuple(held), engine if samples_itself else (), tuple(learning), room)]
+    base = (Part("weights", weights),)
+    if chosen.samplers:
+        found.append(Process("sampler", chosen.samplers, base, engine, (), room))
+    if urls:
+        found.append(Process("server", len(urls), base, engine[1:], (), room))
+    adapter = policy.weights(0).adapter
+    sent = weights if adapter is None else sum(array.nbytes for array in adapter.tensors.values())
+    return Forecast(tuple(found), on_device, sent, len(urls) or chosen.samplers or 0)
+
+
+def changes(plan: Plan, config: GRPOConfig) -> list[Change]:
+    """Seconds of a step as the run is laid out, then with twice the samplers, twice the learners, and twice both."""
+    chosen = config.distributed
+    servers = len(config.server.urls) if config.server.upload_adapters_to_server else 0
+    samplers, learners = servers or chosen.samplers or 0, chosen.learners
+    seconds = {part.name: part.amount for part in plan.seconds}
+    units = math.ceil(config.data.prompts_per_step / chosen.groups_per_unit)
+    measured_with = servers or 1
+    choices = [(samplers, learners), (2 * samplers, learners), (samplers, 2 * learners), (2 * samplers, 2 * learners)]
+    found = []
+    for sample, learn in dict.fromkeys(choices):
+        share = share_of_units(units, sample or learn) / share_of_units(units, measured_with)
+        sampling = seconds["sampling"] * share
+        learning = (seconds["update"] + seconds["reference log-probabilities"]) / learn
+        before, after = sampling + seconds["rewards"], learning + seconds["new weights to the sampler"]
+        ahead = sample and config.schedule.max_staleness > 0
+        found.append(Change(sample, learn, sampling, learning, max(before, after) if ahead else before + after))
+    return found
+
+
+def _engine(trainer: GRPOTrainer, config: GRPOConfig, weights: int) -> tuple[Part, ...]:
+    """The engine's copy of the layers, and keys and values of the rows that it runs side by side."""
+    policy: Any = trainer.policy
+    model = policy.model
+    embeddings = {
+        id(p): p.nbytes
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding)
+        for p in module.parameters()
+    }
+    token = kv_bytes(model)
+    sampling, unit = config.sampling, config.distributed.groups_per_unit * config.sampling.num_generations
+    rows = min(sampling.max_batch_size, unit if alone(config) is not config else 10**9)
+    rows = min(rows, config.data.prompts_per_step * sampling.num_generations)
+    longest = max(len(prompt.token_ids) for prompt in trainer.prompts)
+    tokens = rows * sampling.max_completion_length + math.ceil(rows / sampling.num_generations) * longest
+    return (
+        Part("engine's copy of the layers", weights - sum(embeddings.values())),
+        Part("keys and values", min(tokens * token, sampling.kv_cache_gb * 1e9)),
+    )
+
+
+def kv_bytes(model: Any) -> int:
+    """Bytes of keys and values of a token of context; 0 where the model's config does not say."""
+    told = model.config.get_text_config()
+    heads = getattr(told, "num_key_value_heads", None) or getattr(told, "num_attention_heads", 0)
+    width = getattr(told, "head_dim", None) or getattr(told, "hidden_size", 0) // max(
+        getattr(told, "num_attention_heads", 1), 1
+    )
+    return 2 * getattr(told, "num_hidden_layers", 0) * heads * width * next(model.parameters()).element_size()
+
+
+def _activations(policy: Any, config: GRPOConfig) -> float:
+    """Of a micro-batch. A layer keeps about 2 I + 5 H numbers a token where it is fused, else 4 I + 8.5 H, of which H
+    are its input; SmolLM2-135M, with H = 576 and I = 1536, was counted: 5,900 and 11,000.
+    """
+    told = policy.model.config.get_text_config()
+    hidden, layers = getattr(told, "hidden_size", 0), getattr(told, "num_hidden_layers", 0)
+    inner = getattr(told, "intermediate_size", None) or 4 * hidden
+    fused = policy.uses_peft and config.distributed.learner_kind != "sharded"
+    numbers = 2 * inner + 5 * hidden if fused else 4 * inner + 8.5 * hidden
+    each = layers * hidden + numbers if config.model.gradient_checkpointing else layers * numbers
+    return float(config.optim.tokens_per_micro_batch * each * next(policy.model.parameters()).element_size())
+
+
+def _total(parts: tuple[Part, ...]) -> float:
+    return sum(part.amount for part in parts)

@@ -1,0 +1,194 @@
+"""What stands in `deploy/` and docs/cluster.md: manifests of the right shape, scripts that run, settings that exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+import covey
+from covey import GRPOConfig
+from covey.observe.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[1]
+MANIFEST, SLURM = ROOT / "deploy" / "kuberay-rayjob.yaml", ROOT / "deploy" / "slurm.sh"
+
+
+def closed(required: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+TEXT, NUMBER, SWITCH = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+AMOUNTS = {"type": "object", "additionalProperties": {"type": "string", "pattern": r"^\d+(m|Mi|Gi)?$"}}
+MOUNT = closed(["name", "mountPath"], name=TEXT, mountPath={"type": "string", "pattern": "^/"}, readOnly=SWITCH)
+PORT = closed(["containerPort"], containerPort={"type": "integer", "minimum": 1, "maximum": 65535}, name=TEXT)
+CONTAINER = closed(
+    ["name", "image"],
+    name=TEXT,
+    image=TEXT,
+    ports={"type": "array", "items": PORT},
+    resources=closed([], requests=AMOUNTS, limits=AMOUNTS),
+    volumeMounts={"type": "array", "items": MOUNT},
+)
+VOLUME = closed(
+    ["name"],
+    name=TEXT,
+    persistentVolumeClaim=closed(["claimName"], claimName=TEXT, readOnly=SWITCH),
+    configMap=closed(["name"], name=TEXT),
+    emptyDir=closed([], medium={"enum": ["", "Memory"]}, sizeLimit=TEXT),
+)
+POD = closed(
+    ["spec"],
+    metadata={"type": "object"},
+    spec=closed(
+        ["containers"],
+        containers={"type": "array", "items": CONTAINER, "minItems": 1},
+        volumes={"type": "array", "items": VOLUME},
+    ),
+)
+# The fields of KubeRay's RayJobSpec, RayClusterSpec, HeadGroupSpec and WorkerGroupSpec (ray.io/v1) that are used here,
+# with the types that they have there; a field of another name is a mistake.
+RAY_JOB = closed(
+    ["apiVersion", "kind", "metadata", "spec"],
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata=closed(["name"], name=TEXT),
+    spec=closed(
+        ["entrypoint", "rayClusterSpec"],
+        entrypoint=TEXT,
+        submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+        backoffLimit=NUMBER,
+        shutdownAfterJobFinishes=SWITCH,
+        ttlSecondsAfterFinished=NUMBER,
+        rayClusterSpec=closed(
+            ["headGroupSpec"],
+            rayVersion=TEXT,
+            headGroupSpec=closed(["rayStartParams", "template"], rayStartParams=TEXTS, template=POD),
+            workerGroupSpecs={
+                "type": "array",
+                "items": closed(
+                    ["groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"],
+                    groupName=TEXT,
+                    replicas=NUMBER,
+                    minReplicas=NUMBER,
+                    maxReplicas=NUMBER,
+                    rayStartParams=TEXTS,
+                    template=POD,
+                ),
+            },
+        ),
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Any]:
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all(MANIFEST.read_text()))
+
+
+def test_the_manifest_has_kuberays_shape(documents: list[Any]) -> None:
+    recipe, job = documents
+    assert (recipe["apiVersion"], recipe["kind"]) == ("v1", "ConfigMap")
+    assert [error.message for error in Draft202012Validator(RAY_JOB).iter_errors(job)] == []
+    job["spec"]["rayClusterSpec"]["headGroupSpecs"] = {}  # the check sees a misspelt field
+    assert [*Draft202012Validator(RAY_JOB).iter_errors(job)]
+    del job["spec"]["rayClusterSpec"]["headGroupSpecs"]
+
+
+def test_the_manifest_agrees_with_itself(documents: list[Any]) -> None:
+    recipe, job = documents
+    cluster = job["spec"]["rayClusterSpec"]
+    workers = cluster["workerGroupSpecs"][0]
+    pods = [cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]]
+    assert len({pod["containers"][0]["image"] for pod in pods}) == 1  # the same versions everywhere
+    assert pods[0]["containers"][0]["image"].endswith(f":{covey.__version__}")
+    for pod in pods:
+        assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+        claimed = [v["configMap"]["name"] for v in pod["volumes"] if "configMap" in v]
+        assert claimed == [recipe["metadata"]["name"]]
+    config = GRPOConfig(**flat(tomllib.loads(recipe["data"]["recipe.toml"])))
+    assert config.distributed.samplers == workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
+    assert f"ray=={cluster['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
+    # what starts it, as a shell reads it: the recipe is where the volume is mounted, and a second try goes on
+    shell = shlex.split(job["spec"]["entrypoint"])
+    assert shell[:2] == ["sh", "-c"]
+    assert subprocess.run(["sh", "-n", "-c", shell[2]], timeout=30).returncode == 0
+    assert "covey train /recipe/recipe.toml run.output_dir=/covey/runs/first" in shell[2]
+    assert "covey resume /covey/runs/first" in shell[2]
+
+
+def flat(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: value for fields in sections.values() for name, value in fields.items()}
+
+
+FAKES = {
+    "scontrol": 'test "$1 $2 $3" = "show hostnames one[1-2]" && printf "127.0.0.1\\nsecond\\n"',
+    # Slurm's own options go first; the rest is the command of each task
+    "srun": 'while [ "${1#-}" != "$1" ]; do shift; done; echo "$@" > "$FAKES/command"; exec "$@"',
+    "torchrun": 'exec "$PYTHON" -m torch.distributed.run "$@"',
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job, with programs that stand in for Slurm's."""
+    for name, body in FAKES.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {
+        "JOB_ID": "4711",
+        "JOB_NODELIST": "one[1-2]",
+        "JOB_NUM_NODES": "1",
+        "GPUS_ON_NODE": "1",
+        "CPUS_PER_TASK": "1",
+    }
+    named = {f"SLURM_{name}": value for name, value in job.items()}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    return {**os.environ, **named, "PATH": path, "FAKES": str(tmp_path), "PYTHON": sys.executable}
+
+
+def test_the_slurm_script_trains_and_goes_on(slurm: dict[str, str], recipe_folder: Path, tmp_path: Path) -> None:
+    arguments = [recipe_folder / "recipe.toml", f"run.output_dir={tmp_path / 'run'}", "schedule.max_steps=2"]
+    for _ in range(2):  # a job that is requeued is the same command again
+        done = subprocess.run(
+            ["bash", SLURM, *arguments], env=slurm, capture_output=True, text=True, timeout=280, cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert RunFolder.read(tmp_path / "run").read_metrics()[-1]["step"] == 2
+    command = (tmp_path / "command").read_text().split()
+    assert command[:5] == ["torchrun", "--nnodes", "1", "--nproc-per-node", "1"]
+    assert command[command.index("--rdzv-endpoint") + 1] == "127.0.0.1:30111"
+
+
+def test_the_slurm_script_says_how_it_is_used(slurm: dict[str, str]) -> None:
+    done = subprocess.run(["bash", SLURM], env=slurm, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "usage: sbatch" in done.stderr
+    checker = shutil.which("shellcheck")
+    if checker is not None:
+        assert subprocess.run([checker, SLURM], timeout=60).returncode == 0
+
+
+def test_the_commands_of_the_page_name_settings_that_exist() -> None:
+    text = (ROOT / "docs" / "cluster.md").read_text()
+    blocks = "\n".join(re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    sections, found = GRPOConfig().to_dict(), 0
+    for line in blocks.splitlines():
+        for word in re.findall(r"(?:^|\s)([a-z_]+\.[a-z_]+)=", line.partition("#")[0]):
+            section, _, name = word.partition(".")
+            assert name in sections[section], word
+            found += 1
+    assert found > 5
+    for path in re.findall(r"\]\(\.\./([^)]+)\)|`(deploy/[^`]+)`", text):
+        assert (ROOT / (path[0] or path[1])).exists(), path
