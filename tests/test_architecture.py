@@ -37,6 +37,8 @@ LEVELS = {
     **dict.fromkeys(
         (
             "cli",
+            "cli_compare",
+            "cli_completions",
             "cli_export",
             "cli_play",
             "cli_reports",
