@@ -84,19 +84,12 @@ def completions(
         raise DataError(f"{run}: no such completion in {where}; use fewer filters, or --step all")
     with closing(rows):  # a reader who leaves early leaves no file open
         if as_json:
-            for each, row in chain([first], rows):
-                _write_line(json.dumps(_as_json(each, row)))
+            with _may_leave():
+                for each, row in chain([first], rows):
+                    sys.stdout.write(json.dumps(_as_json(each, row)) + "\n")
             return
         with paged() as out:
             _show(out, chain([first], rows), WHOLE if whole else _SHOWN)
-
-
-def _write_line(text: str) -> None:
-    try:
-        sys.stdout.write(text + "\n")
-    except BrokenPipeError:  # `covey completions ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit from None
 
 
 # ---------------------------------------------------------------------- which tables
@@ -143,20 +136,24 @@ def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
 # ---------------------------------------------------------------------- showing
 
 
+class _Paper(Console):
+    """A console whose reader may leave early, which is no failure of the command."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 @contextmanager
 def paged() -> Iterator[Console]:
     """A console that writes into the user's pager where there is a terminal and a pager, else to standard output.
 
-    What the user does not read on is not computed: leaving the pager ends the block.
+    What is not read any more is not computed: a reader who leaves ends the block.
     """
     command = shlex.split(os.environ.get("PAGER") or "less")
     program = shutil.which(command[0]) if command else None
     if not (sys.stdout.isatty() and sys.stdin.isatty()) or program is None or os.environ.get("TERM") == "dumb":
-        out = Console()
-        try:
-            yield out
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with _may_leave():
+            yield _Paper()
         return
     # F: what fits on the screen needs no pager; R: colours; X: the text stays on the screen afterwards.
     environment = {"LESS": "FRX", **os.environ}
@@ -166,18 +163,25 @@ def paged() -> Iterator[Console]:
     )
     assert pager.stdin is not None
     try:
-        yield Console(file=pager.stdin, force_terminal=True, width=size.columns)
-    except (BrokenPipeError, KeyboardInterrupt):
-        pass
+        with suppress(BrokenPipeError, KeyboardInterrupt):
+            yield _Paper(file=pager.stdin, force_terminal=True, width=size.columns)
     finally:
         with suppress(BrokenPipeError):
             pager.stdin.close()
         while True:
-            try:
-                pager.wait()  # as long as the user reads
+            with suppress(KeyboardInterrupt):  # the pager's, which goes on as long as the user reads
+                pager.wait()
                 break
-            except KeyboardInterrupt:  # the pager's, which goes on
-                continue
+
+
+@contextmanager
+def _may_leave() -> Iterator[None]:
+    """Ends the block when the reader of standard output has gone, as in `covey completions RUN | head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
 
 
 def _show(out: Console, rows: Iterable[tuple[Found, Record]], characters: int) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
@@ -22,7 +22,7 @@ from covey.observe.records import Record, plain
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 WHOLE = 1_000_000
-"""Characters of a text that are ever looked at."""
+"""Characters of a text that are looked at; one more is read, so that it is seen where there are more."""
 _NAME = 200
 _BATCH = 32
 _MESSAGES = 100
@@ -176,8 +176,8 @@ def _read_all(tables: Iterable[Table]) -> Iterator[tuple[Table, list[Record]]]:
                 _log.warning("passed over: %s", error)
             continue
         if not read:
-            for error in problems:
-                _log.warning("passed over: %s", error)
+            for problem in problems:
+                _log.warning("passed over: %s", problem)
         read += 1
         yield table, rows
     if problems and not read:
@@ -223,7 +223,7 @@ def _facts(number: Any, members: Sequence[Record]) -> GroupFacts:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[int | float]:
     """A number that means and spreads can be taken of: squares of larger ones have no float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
 
@@ -265,7 +265,7 @@ def read_rows(path: Path, rows: Collection[int], columns: Sequence[str] | None =
                 if number in rows:
                     # Value by value: texts that the file holds once and names often are never all in memory.
                     values = ((name, batch.column(place)[index]) for place, name in enumerate(batch.schema.names))
-                    yield number, {name: _cut(value.as_py(), WHOLE) for name, value in values}
+                    yield number, {name: _cut(value.as_py(), WHOLE + 1) for name, value in values}
                 number += 1
             if number > last:
                 return
