@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +33,7 @@ _WRAPPED = 50_000
 _OWN = {
     *("group", "sample", "uid", "kind", "type", "prompt", "completion", "reward", "advantage", "correct", "masked_by"),
     *("length", "finish_reason", "ended", "error", "turns", "no_actions", "policy_version"),
-    *("group_mean", "group_std", "tied"),
+    *("group_mean", "group_std", "group_tied", "row", "logp", "turn_rewards", "turn_advantages"),
 }
 """Columns that have a place of their own; others are what reward functions and verifiers logged."""
 
@@ -229,6 +229,8 @@ def _show_completion(out: Console, found: Found, row: Record, characters: int) -
         line.append(f" ({told})", style="not bold")
     if row.get("advantage") is not None:
         line.append(f"  advantage {_signed(row['advantage'])}", style="not bold")
+    if row.get("logp") is not None:
+        line.append(f"  log-probability {format_number(row['logp'])}", style="not bold")
     ended = row.get("finish_reason") or row.get("ended")
     line.append(f"  {_name(row.get('length'))} tokens", style="not bold")
     if row.get("turns") is not None:
@@ -242,15 +244,43 @@ def _show_completion(out: Console, found: Found, row: Record, characters: int) -
         line.append(f"  masked by {_name(row['masked_by'])}", style="magenta")
     out.print(line, soft_wrap=True)
     text = shown_text(row.get("completion"), characters)
-    if row.get("turns") is not None:
-        text.highlight_regex(r"(?m)^> .*$", "bold")
-    _body(out, text)
+    _body(out, text if row.get("turns") is None else _conversation(text, row))
     if row.get("error"):
         _body(out, Text(f"error: {_name(row['error'], _NOTE)}", style="red"))
     for name, value in row.items():
         if name not in _OWN and not name.startswith("rewards/") and value is not None:
             logged = format_number(value) if isinstance(value, float) else str(value)
             _body(out, Text(f"{_name(name)}: {_name(logged, _NOTE)}", style="dim"))
+
+
+def _conversation(text: Text, row: Record) -> Text:
+    """An agent's episode: its words stand out, and behind them what each turn earned and the credit that it got.
+
+    Where what the agent saw has lines like its own, no line is surely a turn, and the turns' numbers come at the end.
+    """
+    notes = [
+        f"  [reward {_signed(reward)}{'' if credit is None else f', advantage {_signed(credit)}'}]"
+        for reward, credit in zip_longest(_numbers(row.get("turn_rewards")), _numbers(row.get("turn_advantages")))
+    ]
+    lines = list(text.split("\n", allow_blank=True))
+    spoken = [line for line in lines if line.plain.startswith("> ")]
+    for line in spoken:
+        line.stylize("bold")
+    if len(spoken) == len(notes):
+        for line, note in zip(spoken, notes, strict=True):
+            line.append(note, style="green")
+    else:
+        lines += [Text(f"turn {number}:{note}", style="green") for number, note in enumerate(notes, start=1)]
+    return Text("\n").join(lines)
+
+
+def _numbers(text: Any) -> list[Any]:
+    """A list of numbers that a table has as JSON; nothing where it is none."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return []
+    return found[:1000] if isinstance(found, list) else []
 
 
 def _body(out: Console, text: Text) -> None:
@@ -287,10 +317,10 @@ def _as_json(found: Found, row: Record) -> Record:
     group = found.group
     return {
         found.table.kind: found.table.step,
-        "row": found.row,
+        "table_row": found.row,
         **row,
         "group_size": group.size,
         "group_mean": group.mean,
         "group_std": group.std,
-        "tied": group.tied,
+        "group_tied": group.tied,
     }

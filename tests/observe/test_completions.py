@@ -92,7 +92,7 @@ def test_order_is_by_reward_over_all_tables(run: Path) -> None:
 
 def test_group_numbers_are_the_tables_own_or_computed(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", [row(0, 0, 1.0), row(0, 1, 0.0), row(0, 2, None), row(1, 0, 4.0)])
-    said = {"group_mean": 0.25, "group_std": 0.7, "tied": True}
+    said = {"group_mean": 0.25, "group_std": 0.7, "group_tied": True}
     write_table(tmp_path / "b.parquet", [row(0, 0, 1.0) | said, row(0, 1, 0.0) | said])
     first, *_, single = find([Table("step", 1, tmp_path / "a.parquet")], Wanted())
     assert (first.group.size, first.group.mean, first.group.std, first.group.tied) == (3, 0.5, 0.5, False)
@@ -191,13 +191,13 @@ def test_steps_evaluations_and_json(run: Path, covey: Command) -> None:
         assert (status, err) == (0, "")
         return [json.loads(line) for line in out.splitlines()]
 
-    assert [each["row"] for each in asked("--step", "1")] == [0, 1, 2, 3]
+    assert [each["table_row"] for each in asked("--step", "1")] == [0, 1, 2, 3]
     assert [each["step"] for each in asked("--worst", "--step", "all", "-n", "3")] == [1, 2, 1]
     assert [each["step"] for each in asked("--prompt", "u1", "--truncated")] == [1, 2]
     assert [(each["eval"], each["uid"]) for each in asked("--eval", "last", "--wrong")] == [(2, "u0")]
     (last,) = asked("--best", "-n", "1")
     assert last["verdict"] == "half right"
-    assert (last["group_size"], last["group_mean"], last["group_std"], last["tied"]) == (2, 1.5, 1.5, False)
+    assert (last["group_size"], last["group_mean"], last["group_std"], last["group_tied"]) == (2, 1.5, 1.5, False)
     assert len(asked("--step", "2:")) == len(asked("--step", ":1")) == 4
 
 
@@ -251,12 +251,22 @@ def test_hostile_text_never_reaches_the_terminal(tmp_path: Path, covey: Command)
 def test_agents_episodes_are_shown_turn_by_turn(tmp_path: Path, covey: Command) -> None:
     episode = row(0, 0, 1.0, turns=2, no_actions=1, ended="turns", finish_reason=None, error="it broke",
                   completion="a door\n> open it  [+1]\na room\n> hm  (no valid action)\n(turns)")  # fmt: skip
+    credit = {"turn_rewards": [1.0, -0.5], "turn_advantages": [0.25, float("nan")]}
     with RunFolder.create(tmp_path / "run") as writer:
         writer.write_completions(1, [episode])
-    _, out, _ = covey("completions", str(tmp_path / "run"), "--truncated")
-    assert "3 tokens in 2 turns, 1 no action, turns" in out
-    assert "    a door\n    > open it  [+1]\n" in out
-    assert "error: it broke" in out
+        writer.write_completions(2, [episode | credit])
+        seen = f"> a quoted line\n{episode['completion']}"
+        writer.write_completions(3, [episode | credit | {"completion": seen, "turn_advantages": "no list"}])
+
+    def shown(step: int) -> str:
+        return covey("completions", str(tmp_path / "run"), "--truncated", "--step", step)[1]
+
+    assert "3 tokens in 2 turns, 1 no action, turns" in shown(1)
+    assert "    a door\n    > open it  [+1]\n" in shown(1)
+    assert "error: it broke" in shown(1)
+    assert "    > open it  [+1]  [reward +1.00, advantage +0.250]\n" in shown(2)
+    assert "    > hm  (no valid action)  [reward -0.500]\n" in shown(2)
+    assert "    (turns)\n    turn 1:  [reward +1.00]\n    turn 2:  [reward -0.500]\n" in shown(3)
 
 
 def in_terminal(*command: str, pager: str) -> str:

@@ -28,7 +28,7 @@ _BATCH = 32
 _MESSAGES = 100
 _KEYS = (
     *("group", "sample", "uid", "kind", "type", "reward", "advantage", "correct", "masked_by", "length", "turns"),
-    *("finish_reason", "ended", "policy_version", "group_mean", "group_std", "tied"),
+    *("finish_reason", "ended", "policy_version", "group_mean", "group_std", "group_tied"),
 )
 """Columns that are read of every row; all others only of those that are shown."""
 _log = logging.getLogger("covey.observe")
@@ -213,7 +213,7 @@ def _passes(row: Record, group: GroupFacts, wanted: Wanted) -> bool:
 
 def _facts(number: Any, members: Sequence[Record]) -> GroupFacts:
     rewards = [float(value) for row in members if (value := row.get("reward")) is not None and _is_number(value)]
-    mean, std, tied = (members[0].get(name) for name in ("group_mean", "group_std", "tied"))
+    mean, std, tied = (members[0].get(name) for name in ("group_mean", "group_std", "group_tied"))
     return GroupFacts(
         number,
         len(members),
