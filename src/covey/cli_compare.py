@@ -79,7 +79,7 @@ def compare(
         raise DataError(f"{runs[0]}: nothing is recorded yet, so there is nothing to compare")
     found: dict[str, Any] = {"runs": [run.label for run in compared], "paths": [str(place) for place in places]}
     if len(compared) > 1:
-        found["settings"] = differing_settings(compared)
+        found["settings"] = differing_settings(compared) if all(run.settings for run in compared) else {}
         found["versions"] = _versions(folders)
     point = equal_point(compared, axis)
     found["equal"] = {"axis": axis, "point": point}
@@ -218,7 +218,7 @@ def _print(
             for name, values in list(differing.items())[:_MOST_ROWS]:
                 table.add_row(_cell(name), *(_cell("-" if value is None else value) for value in values))
             out.print(table)
-        else:
+        elif all(run.settings for run in runs):
             out.print("all settings and versions are equal", highlight=False)
     _print_metrics(found, labels)
     if sides:
@@ -290,24 +290,23 @@ def _print_pair(first: str, label: str, before: Answers, after: Answers, result:
         if side.left_out:
             say(f"  {name}: {side.left_out} completions say nothing of the policy and are left out")
     if questions and total:
-        _print_questions(label, before, after, result, questions)
+        _print_questions((first, label), (before, after), result, questions)
 
 
-def _print_questions(label: str, before: Answers, after: Answers, result: PairedAnswers, most: int) -> None:
+def _print_questions(labels: tuple[str, str], sides: tuple[Answers, Answers], result: PairedAnswers, most: int) -> None:
     for what, uids in (("gained", result.gained[:most]), ("lost", result.lost[:most])):
         if not uids:
             continue
         texts = [
             dict(read_rows(side.path, {side.by_uid[uid].row for uid in uids}, ("prompt", "completion")))
-            for side in (before, after)
+            for side in sides
         ]
-        table = Table(f"{what} by {_cell(label)}", "question", "before", "after")
+        table = Table(what, "question", *(_cell(label) for label in labels))
         for uid in uids:
-            old, new = (text[side.by_uid[uid].row] for text, side in zip(texts, (before, after), strict=True))
+            old, new = (text[side.by_uid[uid].row] for text, side in zip(texts, sides, strict=True))
             asked = messages(new.get("prompt"))[-1]["content"]
-            table.add_row(
-                _cell(uid), *(_cell(text, 200) for text in (asked, old.get("completion"), new.get("completion")))
-            )
+            shown = (asked, old.get("completion"), new.get("completion"))
+            table.add_row(_cell(uid), *(_cell(text, 200) for text in shown))
         out.print(table)
 
 

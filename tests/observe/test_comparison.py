@@ -230,6 +230,7 @@ def test_other_questions_are_said(trained: list[Path], covey: Command, tmp_path:
     status, out, err = covey("compare", *runs)
     assert (status, err) == (0, "")
     assert "x has no config.toml, so its settings are not compared" in out
+    assert "are equal" not in out
     assert "y against x on 1 questions that both were asked: +0.0 points" in out
     assert "1 questions have one uid and different texts and are left out; --by-uid takes them as the same" in out
     assert "z against x: they were asked other questions" in out
