@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +131,7 @@ def find(tables: Iterable[Table], wanted: Wanted, order: Order = "stored", most:
     yield from (found for _, _, found in chosen)
 
 
-def whole_rows(found: Iterable[Found]) -> Iterator[tuple[Found, Record]]:
+def whole_rows(found: Iterable[Found]) -> Generator[tuple[Found, Record], None, None]:
     """Each completion with all columns of its row, texts cut after `WHOLE` characters.
 
     Neighbours of one table are read in one go, at most 32 rows in memory at a time. A table that is gone by now is
