@@ -38,6 +38,8 @@ LEVELS = {
         (
             "cli",
             "cli_doctor",
+            "cli_compare",
+            "cli_completions",
             "cli_export",
             "cli_plan",
             "cli_play",

@@ -369,7 +369,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"num_generations": True}, "sampling.num_generations=True: must be int"),
         ({"shuffle": "yes"}, "data.shuffle='yes': must be bool"),
         ({"device": "gpu"}, "model.device='gpu': must be one of auto, cpu, cuda or cuda:N"),
-        ({"report_to": "mlflow"}, "run.report_to='mlflow': must be list of (tensorboard | wandb | trackio)"),
+        ({"report_to": "neptune"}, "run.report_to='neptune': must be list of (tensorboard | wandb | trackio | mlflow)"),
         ({"lora_target_modules": 5}, "model.lora_target_modules=5: must be str | list of str"),
         ({"stop_strings": [""]}, "an empty text would end every completion"),
         ({"reward_weights": [0, 0]}, "rewards.reward_weights=[0.0, 0.0]: with no weight"),
@@ -561,7 +561,7 @@ def test_explain_covers_every_field_once() -> None:
         "1.0",
     )
     assert lines["delta"].default == "none"
-    assert lines["report_to"].type == "list of (tensorboard | wandb | trackio)"
+    assert lines["report_to"].type == "list of (tensorboard | wandb | trackio | mlflow)"
     assert lines["epsilon"].default == "0.2"
     assert lines["lora_target_modules"].type == "str | list of str"
 

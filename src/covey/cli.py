@@ -1,5 +1,5 @@
-"""The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `play`, `export`,
-`serve`, `watch`, `config`, `curve`.
+"""The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `compare`, `completions`,
+`play`, `export`, `serve`, `watch`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from covey import __version__
+from covey.cli_compare import compare
+from covey.cli_completions import completions
 from covey.cli_doctor import doctor
 from covey.cli_export import export
 from covey.cli_plan import plan
@@ -336,6 +338,8 @@ def play(
     play_in_terminal(out, chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
 
 
+app.command()(compare)
+app.command()(completions)
 app.command()(export)
 app.command()(serve)
 app.command()(watch)

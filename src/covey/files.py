@@ -15,11 +15,12 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from covey.errors import ConfigError, RunFolderError
 
@@ -111,6 +112,19 @@ def require_kind(path: Path, *, folder: bool = False) -> None:
             return
     what = "folder" if folder else "file"
     raise RunFolderError(f"{path}: is no {what}, though a run has a {what} of that name; move it away and try again")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read; pipes and devices, which would wait or never end, are refused.
+
+    Raises:
+        OSError: it is none, or cannot be read.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
 
 
 def _aside(path: Path) -> Path:

@@ -45,6 +45,33 @@ def test_mcnemar_worked_by_hand():
     assert mcnemar_exact(6, 0) == 2 / 64
 
 
+def test_mcnemar_is_the_binomial_test():
+    scipy = pytest.importorskip("scipy.stats")
+    for gained, lost in ((0, 1), (3, 9), (9, 3), (17, 17), (40, 22), (1, 200)):
+        expected = scipy.binomtest(gained, gained + lost, 0.5).pvalue
+        assert mcnemar_exact(gained, lost) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("up", "down"), [(0.1, 0.1), (0.3, 0.1), (0.4, 0.3), (0.02, 0.25)])
+def test_the_paired_interval_covers(up, down):
+    """By brute force: the probability, over all outcomes of 40 problems that are gained with `up` and lost with `down`,
+    that the interval holds the true difference.
+    """
+    total = 40
+    covered = 0.0
+    for gained in range(total + 1):
+        for lost in range(total + 1 - gained):
+            same = total - gained - lost
+            ways = math.comb(total, gained) * math.comb(total - gained, lost)
+            probability = ways * up**gained * down**lost * (1 - up - down) ** same
+            if probability > 1e-12:
+                found = paired_difference(
+                    [0] * gained + [1] * lost + [1] * same, [1] * gained + [0] * lost + [1] * same
+                )
+                covered += probability * (found.low <= up - down <= found.high)
+    assert 0.93 < covered < 0.995
+
+
 def test_paired_right_and_wrong():
     before = [0, 0, 0, 0, 1, 1, 1, 1, 0, 1] * 2
     after = [1, 1, 1, 0, 1, 1, 1, 0, 0, 1] * 2  # 6 up, 2 down of 20

@@ -8,7 +8,7 @@ from covey.observe.metric_names import METRICS, MetricDefinition, describe_metri
 from covey.observe.observers import BaseObserver, Observer, Observers, RunFolderWriter
 from covey.observe.run_folder import RunFolder, collect_versions
 from covey.observe.statistics import PairedDifference, mcnemar_exact, paired_difference, wilson_interval
-from covey.observe.trackers import TensorBoardTracker, TrackioTracker, WandbTracker, make_observers
+from covey.observe.trackers import MLflowTracker, TensorBoardTracker, TrackioTracker, WandbTracker, make_observers
 
 __all__ = [
     "METRICS",
@@ -16,6 +16,7 @@ __all__ = [
     "ConsoleProgress",
     "Diagnosis",
     "Doctor",
+    "MLflowTracker",
     "MetricDefinition",
     "Observer",
     "Observers",

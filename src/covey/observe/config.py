@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-Tracker = Literal["tensorboard", "wandb", "trackio"]
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -33,6 +33,13 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
     )
     report_to: Annotated[tuple[Tracker, ...], Field(strict=False)] = Field(
         default=(), description="Also send metrics to these trackers. The run folder always has them."
+    )
+    report_completions: int = Field(
+        default=0,
+        ge=0,
+        le=200,
+        description="Completions of a step, with prompts and rewards, that the trackers get too; 0 = none. A long run "
+        "sends those of fewer and fewer steps.",
     )
     log_completions: bool = Field(default=True, description="Record sampled completions with their rewards.")
     ledger_steps: int = Field(

@@ -87,8 +87,9 @@ def paired_difference(
     """Compare scores of the same problems before and after training.
 
     Right/wrong scores: McNemar's exact test, and the adjusted Wald interval for paired proportions (Bonett
-    and Price 2012, J. Educ. Behav. Stat. 37:479). Other scores: bootstrap over problems (percentile interval;
-    p-value from random sign flips of the differences).
+    and Price 2012, J. Educ. Behav. Stat. 37:479): of n problems g gained and l lost; with u = (g + 1) / (n + 2) and
+    d = (l + 1) / (n + 2) it is u - d +- z sqrt((u + d - (u - d)^2) / (n + 2)), cut to [-1, 1]. Other scores:
+    bootstrap over problems (percentile interval; p-value from random sign flips of the differences).
 
     Args:
         before: `[n]` score of each problem before.

@@ -1,9 +1,12 @@
-"""Trackers by other programs: TensorBoard, Weights & Biases, trackio. Imported only when asked for."""
+"""Trackers by other programs: TensorBoard, Weights & Biases, trackio, MLflow. Imported only when asked for."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -17,6 +20,14 @@ from covey.observe.console import ConsoleProgress
 from covey.observe.observers import BaseObserver, Metrics, Observer, Observers, RunFolderWriter
 from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
+from covey.observe.sending import (
+    MOST_EVENTS,
+    MOST_PICTURE_BYTES,
+    Rarer,
+    Sender,
+    bounded_table,
+    bounded_text,
+)
 
 
 def _import(module: str, tracker: str) -> Any:
@@ -36,77 +47,188 @@ def _numbers(metrics: Metrics) -> dict[str, float]:
 
 
 class _Tracker(BaseObserver, ABC):
-    """Common part: thin out steps to every `logging_steps`-th."""
+    """Common part: decides in the run's thread what is worth sending, and has it sent in another one.
 
-    def __init__(self, folder: Path, name: str, logging_steps: int) -> None:
+    Numbers of every `logging_steps`-th step and of every evaluation; of the former so many completions, with their
+    rewards; what happened, in words; the learning curve when it was drawn anew. All but the numbers is bounded.
+    """
+
+    patience = 60.0
+    """Seconds that the end of a run waits for it."""
+
+    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
+        """Find the package now, so that a missing one is known before the run."""
         self._folder = folder
         self._name = name
         self._every = max(1, logging_steps)
+        self._completions = completions
+        self._step = 0
+        self._events: list[list[Any]] = []
+        self._sender = Sender(type(self).__name__, patience=self.patience)
+        self._table_due, self._picture_due = Rarer(), Rarer()
+        self._drawn = self._picture_state()
+
+    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Begin a run at the tracker, or go on with the same one."""
+        self._step = int(info.get("start_step") or 0)
+        self._sender.submit(self._start, plain(config), dict(info))
+        self.on_event("run", f"resumed at step {self._step}" if self._step else "started")
 
     def on_step(self, step: int, metrics: Metrics) -> None:
+        self._step = step
+        self._send_picture()
         if step % self._every == 0:
-            self._send(step, _numbers(metrics))
+            self._sender.submit(self._send, step, _numbers(metrics))
 
     def on_eval(self, step: int, metrics: Metrics) -> None:
-        self._send(step, _numbers(metrics))
+        self._step = step
+        self._sender.submit(self._send, step, _numbers(metrics))
+
+    def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Send some of them, of fewer steps the longer the run is; of none unless asked to."""
+        if self._completions and rows and step % self._every == 0 and self._table_due():
+            self._sender.submit(self._send_completions, step, *bounded_table(rows, self._completions))
+
+    def on_event(self, kind: str, message: str) -> None:
+        """Send the sentence; of a run with very many the first 500."""
+        if len(self._events) == MOST_EVENTS:
+            return
+        last = len(self._events) == MOST_EVENTS - 1
+        text = "further events are in events.jsonl of the run folder" if last else bounded_text(message, 2_000)
+        self._events.append([self._step, bounded_text(kind, 100), text])
+        self._sender.submit(self._send_event, self._step, *self._events[-1][1:], list(self._events))
+
+    def on_run_end(self, status: str) -> None:
+        """Send what is left, and wait for it for a while."""
+        self.on_event("run", status)
+        self._send_picture(last=True)
+        self._sender.submit(self._finish, status)
+        self._sender.close()
+
+    def _send_picture(self, *, last: bool = False) -> None:
+        state = self._picture_state()
+        if state is None or state == self._drawn or state[1] > MOST_PICTURE_BYTES or not (self._picture_due() or last):
+            return
+        self._drawn = state
+        self._sender.submit(self._send_curve, self._step, self._folder / "learning_curve.png")
+
+    def _picture_state(self) -> tuple[int, int] | None:
+        try:
+            found = (self._folder / "learning_curve.png").stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size
+
+    # What a tracker does with it, in the other thread:
+    @abstractmethod
+    def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        """Begin, or go on with the run of `info["run_id"]` where `info["start_step"]` is above 0."""
 
     @abstractmethod
     def _send(self, step: int, numbers: dict[str, float]) -> None:
         """Pass the numbers of a step on."""
 
+    @abstractmethod
+    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        """Pass completions on."""
+
+    @abstractmethod
+    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
+        """Pass a sentence on; `every` has all so far as step, kind, message, for trackers that store tables."""
+
+    @abstractmethod
+    def _send_curve(self, step: int, picture: Path) -> None:
+        """Pass the learning curve on."""
+
+    @abstractmethod
+    def _finish(self, status: str) -> None:
+        """The run has ended: `finished`, `stopped` or `failed`."""
+
 
 class TensorBoardTracker(_Tracker):
     """Writes event files into `<run folder>/tensorboard`; a resumed run hides what it does again."""
 
-    def __init__(self, folder: Path, name: str, logging_steps: int = 1) -> None:
-        """Find the package now, so that a missing one is known before the run."""
-        super().__init__(folder, name, logging_steps)
+    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
+        super().__init__(folder, name, logging_steps, completions)
         self._module = _import("torch.utils.tensorboard", "tensorboard")
 
-    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Open the writer and record the config as text."""
+    def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         start = int(info.get("start_step") or 0)
         self._writer = self._module.SummaryWriter(
             str(self._folder / "tensorboard"), purge_step=start + 1 if start else None
         )
         if not start:
-            self._writer.add_text("config", f"```json\n{json.dumps(plain(config), indent=1)}\n```", 0)
-
-    def on_event(self, kind: str, message: str) -> None:
-        self._writer.add_text(f"event/{kind}", message)
-
-    def on_run_end(self, status: str) -> None:
-        self._writer.close()
+            self._writer.add_text("config", _verbatim(json.dumps(config, indent=1)), 0)
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
 
+    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        told = ("\n".join(f"{name}: {value}" for name, value in zip(columns, row, strict=True)) for row in rows)
+        self._writer.add_text("completions", _verbatim("\n\n".join(told)), step)
+
+    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
+        self._writer.add_text(f"event/{kind}", _verbatim(message), step)
+
+    def _send_curve(self, step: int, picture: Path) -> None:
+        from matplotlib.image import imread
+
+        self._writer.add_image("learning_curve", imread(picture)[:, :, :3], step, dataformats="HWC")
+
+    def _finish(self, status: str) -> None:
+        self._writer.close()
+
+
+def _verbatim(text: str) -> str:
+    """As a block of code: TensorBoard takes text for Markdown, and a completion may be anything."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
 
 class _RunTracker(_Tracker):
-    """Weights & Biases and trackio share one interface: `init`, `log`, `finish`."""
+    """Weights & Biases and trackio share one interface: `init`, `log`, `finish`, `Table`, `Image`."""
 
     _package = ""
 
-    def __init__(self, folder: Path, name: str, logging_steps: int = 1) -> None:
-        """Find the package now, so that a missing one is known before the run."""
-        super().__init__(folder, name, logging_steps)
+    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
+        super().__init__(folder, name, logging_steps, completions)
         self._module = _import(self._package, self._package)
+        # They look at every value for figures, in the other thread, while the run's may be importing this.
+        importlib.import_module("matplotlib.figure")
+        self._untold: list[list[Any]] = []
 
-    def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
-        """Begin a run at the tracker, or go on with the same one."""
+    def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         self._module.init(
-            project=str(info.get("project") or "covey"), name=self._name, config=plain(config), **self._options(info)
+            project=str(info.get("project") or "covey"), name=self._name, config=config, **self._options(info)
         )
-
-    def on_run_end(self, status: str) -> None:
-        self._module.finish()
 
     def _options(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {"resume": "allow"}
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
         self._module.log(numbers, step=step)
+
+    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        self._module.log({"completions": self._table(columns, rows)}, step=step)
+
+    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
+        self._untold = every  # a table is stored anew each time that it is sent
+
+    def _send_curve(self, step: int, picture: Path) -> None:
+        self._module.log({"learning_curve": self._module.Image(str(picture))}, step=step)
+        self._send_events(step)
+
+    def _finish(self, status: str) -> None:
+        self._send_events(self._untold[-1][0] if self._untold else 0)
+        self._module.finish()
+
+    def _send_events(self, step: int) -> None:
+        if self._untold:
+            self._module.log({"events": self._table(["step", "kind", "message"], self._untold)}, step=step)
+            self._untold = []
+
+    def _table(self, columns: list[str], rows: list[list[Any]]) -> Any:
+        return self._module.Table(columns=columns, data=rows, allow_mixed_types=True)
 
 
 class WandbTracker(_RunTracker):
@@ -124,10 +246,66 @@ class TrackioTracker(_RunTracker):
     _package = "trackio"
 
 
-_TRACKERS: dict[str, Callable[[Path, str, int], Observer]] = {
+class MLflowTracker(_Tracker):
+    """MLflow, at `MLFLOW_TRACKING_URI` or in `<run folder>/mlflow`. A resume finds it by the tag `covey.run_id`."""
+
+    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
+        super().__init__(folder, name, logging_steps, completions)
+        self._module = _import("mlflow", "mlflow")
+
+    def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+        database = f"sqlite:///{self._folder / 'mlflow' / 'mlflow.db'}"
+        own = "MLFLOW_TRACKING_URI" not in os.environ
+        if own:
+            (self._folder / "mlflow").mkdir(exist_ok=True)
+        self._client = self._module.MlflowClient(tracking_uri=database if own else None)
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or str(info.get("project") or "covey")
+        experiment = self._client.get_experiment_by_name(project)
+        where = {"artifact_location": (self._folder / "mlflow" / "artifacts").as_uri()} if own else {}
+        number = self._client.create_experiment(project, **where) if experiment is None else experiment.experiment_id
+        run_id = str(info.get("run_id") or self._name)
+        before = self._client.search_runs([number], f"tags.`covey.run_id` = '{run_id}'", max_results=1)
+        if before:
+            self._run = before[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        tags = {"covey.run_id": run_id}
+        self._run = self._client.create_run(number, run_name=self._name, tags=tags).info.run_id
+        for section, fields in config.items():
+            settings = fields.items() if isinstance(fields, Mapping) else [("", fields)]
+            known = [(f"{section}.{name}".rstrip("."), bounded_text(str(value), 500)) for name, value in settings]
+            self._client.log_batch(self._run, params=[self._module.entities.Param(*entry) for entry in known[:100]])
+
+    def _send(self, step: int, numbers: dict[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [
+            self._module.entities.Metric(re.sub(r"[^\w/:. -]", "_", name)[:250], float(value), now, step)
+            for name, value in numbers.items()
+        ]
+        for start in range(0, len(metrics), 500):
+            self._client.log_batch(self._run, metrics=metrics[start : start + 500])
+
+    def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
+        text = json.dumps({"columns": columns, "data": rows}, indent=1)
+        self._client.log_text(self._run, text, f"completions/step_{step:06d}.json")
+
+    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
+        lines = (f"step {at} {what}: {said}\n" for at, what, said in every)
+        # Stored anew each time; a resume has a file of its own.
+        self._client.log_text(self._run, "".join(lines), f"events/from_step_{every[0][0]:06d}.txt")
+
+    def _send_curve(self, step: int, picture: Path) -> None:
+        self._client.log_artifact(self._run, str(picture))
+
+    def _finish(self, status: str) -> None:
+        self._client.set_terminated(self._run, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))
+
+
+_TRACKERS: dict[str, Callable[[Path, str, int, int], Observer]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "trackio": TrackioTracker,
+    "mlflow": MLflowTracker,
 }
 
 
@@ -140,17 +318,19 @@ def make_observers(
     logging_steps: int = 1,
     log_completions: bool = True,
     num_completions_to_print: int | None = None,
+    report_completions: int = 0,
 ) -> Observers:
     """Put together who watches a run: the run folder, the screen, and trackers.
 
     Args:
-        report_to: "tensorboard", "wandb", "trackio", several of them, or "none".
+        report_to: "tensorboard", "wandb", "trackio", "mlflow", several of them, or "none".
         run_folder: an open folder to write to; trackers need it.
         run_name: name at the trackers; None = the folder's name.
         console: False = nothing on the screen, True = standard error, or a console of your own.
         logging_steps: steps between printed lines and between points sent to trackers; the run folder gets every step.
         log_completions: write completions to the run folder.
         num_completions_to_print: completions shown on the screen with each line.
+        report_completions: completions that trackers are sent with each point; 0 = none.
 
     Raises:
         ConfigError: an unknown tracker, or one whose package is not installed.
@@ -176,5 +356,6 @@ def make_observers(
             raise ConfigError(f"report_to={name!r}: no such tracker; {hint}")
         if run_folder is None:
             raise ConfigError(f"report_to={name!r}: a tracker needs a run folder; set run.output_dir")
-        observers.add(_TRACKERS[name](run_folder.path, run_name or run_folder.path.name, logging_steps))
+        label = run_name or run_folder.path.name
+        observers.add(_TRACKERS[name](run_folder.path, label, logging_steps, report_completions))
     return observers

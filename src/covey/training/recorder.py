@@ -103,6 +103,7 @@ class Recorder:
                 logging_steps=self._settings.logging_steps,
                 log_completions=self._settings.log_completions,
                 num_completions_to_print=self._settings.num_completions_to_print,
+                report_completions=self._settings.report_completions,
                 console=self._settings.progress,
             )
             self._doctor = Doctor(history=run.state.log_history)

@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from covey.files import explained
+from covey.files import explained, open_regular
 from covey.observe.records import Record
 
 PIECE = 4 << 20
@@ -41,19 +40,6 @@ class Piece:
     restarted: bool = False
     damaged: int = 0
     more: bool = False
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read; pipes and devices, which would wait or never end, are refused.
-
-    Raises:
-        OSError: it is none, or cannot be read.
-    """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
 
 
 def follow(

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RunFolderError
-from covey.files import explained
+from covey.files import explained, open_regular
+from covey.observe.completions import messages
 from covey.observe.doctor import Doctor, Thresholds, diagnose
 from covey.observe.metric_names import describe_metric
 from covey.observe.records import Record, is_answers, is_metrics
 from covey.observe.run_folder import RunFolder
-from covey.watch.following import Piece, follow, open_regular
+from covey.watch.following import Piece, follow
 from covey.watch.ledger import LEDGER, ledger_completion, ledger_completions
-from covey.watch.tables import LISTED, WHOLE, compare, groups, messages, numbers, read_rows, shortened
+from covey.watch.tables import LISTED, WHOLE, compare, groups, numbers, read_rows, shortened
 
 _MOST_ENTRIES = 200_000
 _MOST_CONFIG = 256 << 10

@@ -5,7 +5,6 @@ Memory is bounded by what a table says that it holds: one that is larger is refu
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,9 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from covey.errors import RunFolderError
-from covey.files import explained
+from covey.files import explained, open_regular
+from covey.observe.completions import messages
 from covey.observe.records import Record, plain
-from covey.watch.following import open_regular
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 LISTED, WHOLE = 4_000, 1_000_000
@@ -164,18 +163,6 @@ def compare(before: Iterable[Record], after: Iterable[Record], shown: str = "cha
                 }
             )
     return counts, pairs
-
-
-def messages(prompt: Any) -> list[Record]:
-    """A prompt as messages of role and text; one that is no conversation is a single text without a role."""
-    text = str(prompt or "")
-    try:
-        found = json.loads(text) if text.startswith("[") else None
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, list) and found and all(isinstance(m, Mapping) and "content" in m for m in found):
-        return [{"role": _text(m.get("role"), 50), "content": _text(m["content"], LISTED)} for m in found[:100]]
-    return [{"role": "", "content": text[:LISTED]}]
 
 
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

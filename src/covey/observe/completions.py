@@ -1,0 +1,336 @@
+"""Looking for completions in a run's tables, with memory that depends on what is shown, not on what is stored.
+
+A table may be anybody's: it was copied, damaged, or written to do harm. What decides whether a completion is wanted
+(rewards, masks, names) is read first, without the texts; texts are then read a few rows at a time, and cut.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import logging
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, Literal, TypeGuard
+
+from covey.errors import RunFolderError
+from covey.files import explained, open_regular
+from covey.observe.records import Record, plain
+
+MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
+WHOLE = 1_000_000
+"""Characters of a text that are looked at; one more is read, so that it is seen where there are more."""
+_NAME = 200
+_BATCH = 32
+_MESSAGES = 100
+_KEYS = (
+    *("group", "sample", "uid", "kind", "type", "reward", "advantage", "correct", "masked_by", "length", "turns"),
+    *("finish_reason", "ended", "policy_version", "group_mean", "group_std", "group_tied"),
+)
+"""Columns that are read of every row; all others only of those that are shown."""
+_log = logging.getLogger("covey.observe")
+
+Kind = Literal["step", "eval"]
+Order = Literal["stored", "worst", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One file of completions: of a training step, or of the evaluation after one."""
+
+    kind: Kind
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which completions to show; what is left at its default lets everything through.
+
+    Attributes:
+        search: text that the prompt or the completion contains, in any case.
+        uid: of the prompt.
+        tied: True = only of groups whose rewards are all equal.
+        masked: True = only those of which a mask took something.
+        truncated: True = only those that a limit of tokens or turns ended.
+        correct: True = only right ones, False = only wrong ones; of those that were judged.
+    """
+
+    search: str = ""
+    uid: str = ""
+    tied: bool = False
+    masked: bool = False
+    truncated: bool = False
+    correct: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What is known of a group as a whole; taken from the table where it says so, else computed.
+
+    Attributes:
+        number: as the table names it.
+        size: completions.
+        mean: of the rewards that are numbers, None where there are none.
+        std: their standard deviation; computed, it is that of the group itself (divided by its size).
+        tied: all rewards are equal, so a comparison within the group teaches nothing.
+    """
+
+    number: Any
+    size: int
+    mean: float | None
+    std: float | None
+    tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A completion that is wanted, without its texts.
+
+    Attributes:
+        table: where it is.
+        row: its position there.
+        facts: its values of the columns that are read of every row.
+        group: of the group that it belongs to.
+    """
+
+    table: Table
+    row: int
+    facts: Record
+    group: GroupFacts
+
+
+def find(tables: Iterable[Table], wanted: Wanted, order: Order = "stored", most: int | None = None) -> Iterator[Found]:
+    """The completions that are wanted, table after table, or ordered by reward over all of them.
+
+    Those without a reward have no place in an order and are left out of `worst` and `best`. Equal rewards stand as
+    they are stored. A table that disappeared or is damaged is passed over with a warning, unless none can be read.
+
+    Args:
+        tables: to look into, in this order.
+        wanted: what to show.
+        order: `stored`, `worst` reward first, or `best` reward first.
+        most: stop after so many; None = all.
+
+    Raises:
+        RunFolderError: no table could be read.
+    """
+    every = (found for table, rows in _read_all(tables) for found in _in_table(table, rows, wanted))
+    if order == "stored":
+        for number, found in enumerate(every):
+            if most is not None and number >= most:
+                return
+            yield found
+        return
+    sign = 1.0 if order == "worst" else -1.0
+    scored = ((sign * found.facts["reward"], number, found) for number, found in enumerate(every) if _scored(found))
+    chosen = sorted(scored) if most is None else heapq.nsmallest(most, scored)  # no two have one number
+    yield from (found for _, _, found in chosen)
+
+
+def whole_rows(found: Iterable[Found]) -> Generator[tuple[Found, Record], None, None]:
+    """Each completion with all columns of its row, texts cut after `WHOLE` characters.
+
+    Neighbours of one table are read in one go, at most 32 rows in memory at a time. A table that is gone by now is
+    passed over with a warning.
+    """
+    for run in _neighbours(found):
+        at = {each.row: each for each in run}
+        try:
+            for number, row in read_rows(run[0].table.path, at.keys()):
+                yield at[number], row
+        except RunFolderError as error:
+            _log.warning("passed over: %s", error)
+
+
+def _neighbours(found: Iterable[Found]) -> Iterator[list[Found]]:
+    """Cut into runs of one table and rising rows, of a few rows each so that the first are shown soon."""
+    run: list[Found] = []
+    for each in found:
+        if run and (run[-1].table != each.table or each.row < run[-1].row or len(run) >= 8 * _BATCH):
+            yield run
+            run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def _scored(found: Found) -> bool:
+    reward = found.facts.get("reward")
+    return isinstance(reward, int | float) and not isinstance(reward, bool)
+
+
+def _read_all(tables: Iterable[Table]) -> Iterator[tuple[Table, list[Record]]]:
+    """The tables that can be read, with what is read of every row."""
+    problems: list[RunFolderError] = []
+    read = 0
+    for table in tables:
+        try:
+            rows = read_keys(table.path)
+        except RunFolderError as error:
+            problems.append(error)
+            if read:
+                _log.warning("passed over: %s", error)
+            continue
+        if not read:
+            for problem in problems:
+                _log.warning("passed over: %s", problem)
+        read += 1
+        yield table, rows
+    if problems and not read:
+        raise problems[0]
+
+
+def _in_table(table: Table, rows: list[Record], wanted: Wanted) -> Iterator[Found]:
+    groups: dict[Any, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row.get("group"), []).append(index)
+    facts = {number: _facts(number, [rows[index] for index in members]) for number, members in groups.items()}
+    passing = [index for index, row in enumerate(rows) if _passes(row, facts[row.get("group")], wanted)]
+    if wanted.search and passing:
+        looked_for = wanted.search.casefold()
+        passing = [
+            index
+            for index, row in read_rows(table.path, set(passing), ("prompt", "completion"))
+            if looked_for in str(row.get("completion") or "").casefold()
+            or any(looked_for in message["content"].casefold() for message in messages(row.get("prompt"), WHOLE))
+        ]
+    yield from (Found(table, index, rows[index], facts[rows[index].get("group")]) for index in passing)
+
+
+def _passes(row: Record, group: GroupFacts, wanted: Wanted) -> bool:
+    return (
+        (not wanted.uid or row.get("uid") == wanted.uid)
+        and (not wanted.tied or group.tied)
+        and (not wanted.masked or bool(row.get("masked_by")))
+        and (not wanted.truncated or row.get("finish_reason") == "length" or row.get("ended") in ("turns", "context"))
+        and (wanted.correct is None or row.get("correct") is wanted.correct)
+    )
+
+
+def _facts(number: Any, members: Sequence[Record]) -> GroupFacts:
+    rewards = [float(value) for row in members if (value := row.get("reward")) is not None and _is_number(value)]
+    mean, std, tied = (members[0].get(name) for name in ("group_mean", "group_std", "group_tied"))
+    return GroupFacts(
+        number,
+        len(members),
+        float(mean) if _is_number(mean) else (fmean(rewards) if rewards else None),
+        float(std) if _is_number(std) else (pstdev(rewards) if rewards else None),
+        tied if isinstance(tied, bool) else len(members) > 1 and len(set(rewards)) < 2,
+    )
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    """A number that means and spreads can be taken of: squares of larger ones have no float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def read_keys(path: Path) -> list[Record]:
+    """Of every row what decides whether it is wanted, and no texts.
+
+    Raises:
+        RunFolderError: there is no table, it is damaged, or too large to be looked at.
+    """
+    with _opened(path) as table:
+        there = [name for name in _KEYS if name in table.schema_arrow.names]
+        rows: list[Record] = []
+        for batch in table.iter_batches(batch_size=MOST_ROWS, columns=there):
+            columns = [_names(column) for column in batch.columns]
+            rows += (dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
+        # A table without any of these columns still has rows to read.
+        return rows if there else [{} for _ in range(table.metadata.num_rows)]
+
+
+def read_rows(path: Path, rows: Collection[int], columns: Sequence[str] | None = None) -> Iterator[tuple[int, Record]]:
+    """Some rows of a table with their positions, in order; texts are cut after `WHOLE` characters.
+
+    Raises:
+        RunFolderError: as `read_keys`.
+    """
+    if not rows:
+        return
+    last = max(rows)
+    with _opened(path) as table:
+        there = table.schema_arrow.names
+        number = 0
+        picked = columns and [name for name in columns if name in there]
+        for batch in table.iter_batches(batch_size=_BATCH, columns=picked, use_threads=False):
+            for index in range(batch.num_rows):
+                if number in rows:
+                    # Value by value: texts that the file holds once and names often are never all in memory.
+                    values = ((name, batch.column(place)[index]) for place, name in enumerate(batch.schema.names))
+                    yield number, {name: _cut(value.as_py(), WHOLE + 1) for name, value in values}
+                number += 1
+            if number > last:
+                return
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A Parquet file whose size was looked at; errors of the block are those of the file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with explained(path, "read"), open_regular(path) as file:
+        try:
+            names = pq.read_schema(file)
+            texts = [field.name for field in names if pa.types.is_string(field.type)]
+            nested = [field.name for field in names if pa.types.is_nested(field.type)]
+            table = pq.ParquetFile(file, read_dictionary=texts)
+            about = table.metadata
+            largest = max(
+                (about.row_group(number).total_byte_size for number in range(about.num_row_groups)), default=0
+            )
+            if largest > MOST_BYTES or about.num_rows > MOST_ROWS or about.num_columns > MOST_COLUMNS:
+                raise RunFolderError(
+                    f"{path} has {about.num_rows} rows, {about.num_columns} columns and {largest} bytes in a row "
+                    f"group, more than the {MOST_ROWS}, {MOST_COLUMNS} and {MOST_BYTES} that are read; use pyarrow"
+                )
+            if nested:
+                raise RunFolderError(f"{path}: {nested[0][:100]!r} holds lists, which no run writes; delete the file")
+            yield table
+        except RunFolderError:
+            raise
+        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+            raise RunFolderError(f"{path} is no readable Parquet file ({str(error)[:300]}); delete it") from error
+
+
+def _names(column: Any) -> list[Any]:
+    """The values of a column; of texts that are stored once and named often each is cut once."""
+    import pyarrow as pa
+
+    if not pa.types.is_dictionary(column.type):
+        return [_cut(value, _NAME) for value in column.to_pylist()]
+    names = [_cut(value.as_py(), _NAME) for value in column.dictionary]
+    return [None if index is None else names[index] for index in column.indices.to_pylist()]
+
+
+def _cut(value: Any, characters: int) -> Any:
+    return value[:characters] if isinstance(value, str) else plain(value)
+
+
+def messages(prompt: Any, most: int = 4_000) -> list[Record]:
+    """A prompt as messages of role and text; one that is no conversation is a single text without a role.
+
+    Args:
+        prompt: as a table has it: text, or a conversation as JSON.
+        most: characters of a message that are kept.
+    """
+    text = str(prompt or "")
+    try:
+        found = json.loads(text) if text.startswith("[") else None
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, list) and found and all(isinstance(m, Mapping) and "content" in m for m in found):
+        return [{"role": _text(m.get("role"))[:50], "content": _text(m["content"])[:most]} for m in found[:_MESSAGES]]
+    return [{"role": "", "content": text[:most]}]
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else (value if isinstance(value, str) else str(plain(value)))

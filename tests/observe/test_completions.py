@@ -1,0 +1,308 @@
+"""`covey completions`: which completions are found, what reaches the terminal, and what is held in memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import select
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from command import Command
+from covey.errors import RunFolderError
+from covey.observe import completions as module
+from covey.observe.completions import Table, Wanted, find, messages, read_keys, read_rows, whole_rows
+from covey.observe.records import write_table
+from covey.observe.run_folder import RunFolder
+
+HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp\u2066\u200f\r\x00 [bold]b[/bold] :smile: \ud800 tab\tend"
+
+
+def row(group: int, sample: int, reward: float | None, **others: Any) -> dict[str, Any]:
+    return {
+        **{"group": group, "sample": sample, "uid": f"u{group}", "prompt": f"ask {group}"},
+        **{"completion": f"say {group} {sample}", "reward": reward, "length": 3, "finish_reason": "stop"},
+        **{"advantage": 0.5, "masked_by": "", "rewards/right": reward, "correct": reward == 1.0},
+        **others,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two steps and an evaluation of two groups of two: the first of a step is tied, the second is not."""
+    folder = tmp_path / "run"
+    with RunFolder.create(folder) as writer:
+        for step in (1, 2):
+            late = {"finish_reason": "length", "masked_by": "truncated"}
+            writer.write_completions(
+                step,
+                [row(0, 0, 1.0), row(0, 1, 1.0), row(1, 0, 0.0, **late), row(1, 1, step + 1.0, verdict="half right")],
+            )
+        writer.write_evaluation(2, [row(0, 0, 0.0), row(1, 0, 1.0)])
+    return folder
+
+
+def tables(folder: Path) -> list[Table]:
+    files = sorted((folder / "completions").glob("step_*"))
+    return [Table("step", int(path.stem[5:]), path) for path in files]
+
+
+def places(found: Any) -> list[tuple[int, int]]:
+    return [(each.table.step, each.row) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (Wanted(), [(1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]),
+        (Wanted(tied=True), [(1, 0), (1, 1), (2, 0), (2, 1)]),
+        (Wanted(masked=True), [(1, 2), (2, 2)]),
+        (Wanted(truncated=True), [(1, 2), (2, 2)]),
+        (Wanted(uid="u1", correct=False), [(1, 2), (1, 3), (2, 2), (2, 3)]),
+        (Wanted(search="SAY 1 1"), [(1, 3), (2, 3)]),
+        (Wanted(search="ask 0", correct=True), [(1, 0), (1, 1), (2, 0), (2, 1)]),
+        (Wanted(tied=True, masked=True), []),
+    ],
+)
+def test_filters(run: Path, wanted: Wanted, expected: list[tuple[int, int]]) -> None:
+    assert places(find(tables(run), wanted)) == expected
+
+
+def test_order_is_by_reward_over_all_tables(run: Path) -> None:
+    assert places(find(tables(run), Wanted(), "best", 3)) == [(2, 3), (1, 3), (1, 0)]
+    assert places(find(tables(run), Wanted(), "worst", 3)) == [(1, 2), (2, 2), (1, 0)]
+    assert places(find(tables(run), Wanted(), "stored", 3)) == [(1, 0), (1, 1), (1, 2)]
+    with RunFolder.open(run) as writer:
+        writer.write_completions(3, [row(0, 0, None), row(0, 1, float("nan")), row(0, 2, -7.0)])
+    assert places(find(tables(run), Wanted(), "worst", 2)) == [(3, 2), (1, 2)]
+    everything = [(each.table.step, each.row, data["completion"]) for each, data in whole_rows(
+        find(tables(run), Wanted(), "best"))]  # fmt: skip
+    assert everything[:3] == [(2, 3, "say 1 1"), (1, 3, "say 1 1"), (1, 0, "say 0 0")]
+    assert len(everything) == 9
+
+
+def test_group_numbers_are_the_tables_own_or_computed(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.parquet", [row(0, 0, 1.0), row(0, 1, 0.0), row(0, 2, None), row(1, 0, 4.0)])
+    said = {"group_mean": 0.25, "group_std": 0.7, "group_tied": True}
+    write_table(tmp_path / "b.parquet", [row(0, 0, 1.0) | said, row(0, 1, 0.0) | said])
+    first, *_, single = find([Table("step", 1, tmp_path / "a.parquet")], Wanted())
+    assert (first.group.size, first.group.mean, first.group.std, first.group.tied) == (3, 0.5, 0.5, False)
+    assert (single.group.size, single.group.mean, single.group.std, single.group.tied) == (1, 4.0, 0.0, False)
+    (own, _) = find([Table("step", 1, tmp_path / "b.parquet")], Wanted())
+    assert (own.group.mean, own.group.std, own.group.tied) == (0.25, 0.7, True)
+
+
+def test_damaged_and_vanished_tables(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    every = tables(run)
+    every[0].path.write_bytes(b"PAR1 half a file")
+    with caplog.at_level(logging.WARNING, logger="covey.observe"):
+        assert places(find(every, Wanted(correct=True))) == [(2, 0), (2, 1)]
+    assert caplog.text.count("step_000001.parquet is no readable Parquet file") == 1
+    with pytest.raises(RunFolderError, match=r"step_000001.parquet is no readable Parquet file"):
+        list(find(every[:1], Wanted()))
+    found = list(find(every[1:], Wanted()))
+    every[1].path.unlink()  # a resume forgets later steps while one looks
+    with caplog.at_level(logging.WARNING, logger="covey.observe"):
+        assert list(whole_rows(found)) == []
+    assert "step_000002.parquet: cannot read: it does not exist" in caplog.text
+    os.mkfifo(every[1].path)
+    with pytest.raises(RunFolderError, match="no regular file"):
+        read_keys(every[1].path)
+
+
+def test_tables_that_no_run_writes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"reward": [[1.0]]}), path)
+    with pytest.raises(RunFolderError, match="'reward' holds lists"):
+        read_keys(path)
+    pq.write_table(pa.table({"other": ["x", "y"]}), path)
+    assert read_keys(path) == [{}, {}]
+    assert list(read_rows(path, {1})) == [(1, {"other": "y"})]
+    monkeypatch.setattr(module, "MOST_ROWS", 1)
+    with pytest.raises(RunFolderError, match="more than the 1,"):
+        read_keys(path)
+
+
+def test_memory_follows_what_is_shown(tmp_path: Path) -> None:
+    """10,000 rows that name one text of a megabyte: 10 GB as Python strings, a few megabytes on the disk."""
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 10_000, pa.int32()), pa.array(["x" * 1_000_000]))
+    numbers = list(range(10_000))
+    path = tmp_path / "t.parquet"
+    uid = pa.DictionaryArray.from_arrays(text.indices, pa.array(["u" * 1_000_000]))
+    pq.write_table(pa.table({"group": numbers, "reward": numbers, "uid": uid, "completion": text}), path)
+    assert path.stat().st_size < 5_000_000
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        found = whole_rows(find([Table("step", 1, path)], Wanted(), "best", 3))
+        assert [len(data["completion"]) for _, data in found] == [1_000_000] * 3
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+    assert pa.total_allocated_bytes() - before < 100_000_000
+
+
+def test_prompts_as_messages() -> None:
+    chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    assert messages(json.dumps(chat)) == chat
+    assert messages("[1, 2]") == [{"role": "", "content": "[1, 2]"}]
+    assert messages("[" * 100_000, 3) == [{"role": "", "content": "[[["}]
+    assert messages(None) == [{"role": "", "content": ""}]
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_a_listing(run: Path, covey: Command) -> None:
+    assert covey("completions", str(run)) == (
+        0,
+        """\
+step 2  group 0  prompt u0   2 completions, reward 1.00 ± 0.00   tied
+    ask 0
+[0] reward 1.00 (right 1.00)  advantage +0.500  3 tokens, stop  right
+    say 0 0
+[1] reward 1.00 (right 1.00)  advantage +0.500  3 tokens, stop  right
+    say 0 1
+
+step 2  group 1  prompt u1   2 completions, reward 1.50 ± 1.50
+    ask 1
+[0] reward 0.00 (right 0.00)  advantage +0.500  3 tokens, length  wrong  masked by truncated
+    say 1 0
+[1] reward 3.00 (right 3.00)  advantage +0.500  3 tokens, stop  wrong
+    say 1 1
+    verdict: half right
+""",
+        "",
+    )
+
+
+def test_steps_evaluations_and_json(run: Path, covey: Command) -> None:
+    def asked(*arguments: str) -> list[dict[str, Any]]:
+        status, out, err = covey("completions", str(run), "--json", *arguments)
+        assert (status, err) == (0, "")
+        return [json.loads(line) for line in out.splitlines()]
+
+    assert [each["table_row"] for each in asked("--step", "1")] == [0, 1, 2, 3]
+    assert [each["step"] for each in asked("--worst", "--step", "all", "-n", "3")] == [1, 2, 1]
+    assert [each["step"] for each in asked("--prompt", "u1", "--truncated")] == [1, 2]
+    assert [(each["eval"], each["uid"]) for each in asked("--eval", "last", "--wrong")] == [(2, "u0")]
+    (last,) = asked("--best", "-n", "1")
+    assert last["verdict"] == "half right"
+    assert (last["group_size"], last["group_mean"], last["group_std"], last["group_tied"]) == (2, 1.5, 1.5, False)
+    assert len(asked("--step", "2:")) == len(asked("--step", ":1")) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "7"], "--step=7: the run has no table of it; there are 2, from 1 to 2, the nearest 1 and 2"),
+        (["--step", "x"], "--step='x': no step; give a number"),
+        (["--step", "²"], "no step; give a number"),
+        (["--worst", "--best"], "--worst, --best: they exclude each other"),
+        (["--right", "--wrong"], "they exclude each other"),
+        (["--step", "1", "--eval", "2"], "--step, --eval: a completion is of one of them"),
+        (["--search", "nowhere"], "no such completion in 2 tables"),
+    ],
+)
+def test_errors_are_one_message(run: Path, covey: Command, arguments: list[str], message: str) -> None:
+    status, out, err = covey("completions", str(run), *arguments)
+    assert (status, out) == (2, "")
+    assert message in " ".join(err.split())
+
+
+def test_a_run_without_tables(tmp_path: Path, covey: Command) -> None:
+    RunFolder.create(tmp_path / "run").close()
+    status, _, err = covey("completions", str(tmp_path / "run"))
+    assert (status, "has no completions of steps yet; run.log_completions must be true" in " ".join(err.split())) == (
+        2,
+        True,
+    )
+
+
+def test_hostile_text_never_reaches_the_terminal(tmp_path: Path, covey: Command) -> None:
+    with RunFolder.create(tmp_path / "run") as writer:
+        bad = dict.fromkeys(
+            ("uid", "kind", "prompt", "completion", "finish_reason", "masked_by", "error", "note", "x\x1b[0m"),
+            HOSTILE,
+        )
+        chat = json.dumps([{"role": HOSTILE, "content": HOSTILE}])
+        writer.write_completions(1, [row(0, 0, 1.0) | bad, row(1, 0, 1.0) | bad | {"prompt": chat, "turns": 1}])
+        writer.write_completions(2, [row(0, 0, 1.0, completion="y" * 1_500_000)])
+    for arguments in ((), ("--json",)):
+        status, out, _ = covey("completions", str(tmp_path / "run"), "--step", "1", *arguments)
+        assert status == 0
+        assert all(char == "\n" or char.isprintable() for char in out)
+        assert "[bold]b[/bold] :smile:" in out
+    _, out, _ = covey("completions", str(tmp_path / "run"))
+    assert "y" * 2000 + " [... cut after 2000 characters; --whole shows all]" in out
+    _, out, _ = covey("completions", str(tmp_path / "run"), "--whole")
+    assert "y" * 1_000_000 + " [... cut after 1000000 characters]" in out
+
+
+def test_agents_episodes_are_shown_turn_by_turn(tmp_path: Path, covey: Command) -> None:
+    episode = row(0, 0, 1.0, turns=2, no_actions=1, ended="turns", finish_reason=None, error="it broke",
+                  completion="a door\n> open it  [+1]\na room\n> hm  (no valid action)\n(turns)")  # fmt: skip
+    credit = {"turn_rewards": [1.0, -0.5], "turn_advantages": [0.25, float("nan")]}
+    with RunFolder.create(tmp_path / "run") as writer:
+        writer.write_completions(1, [episode])
+        writer.write_completions(2, [episode | credit])
+        seen = f"> a quoted line\n{episode['completion']}"
+        writer.write_completions(3, [episode | credit | {"completion": seen, "turn_advantages": "no list"}])
+
+    def shown(step: int) -> str:
+        return covey("completions", str(tmp_path / "run"), "--truncated", "--step", step)[1]
+
+    assert "3 tokens in 2 turns, 1 no action, turns" in shown(1)
+    assert "    a door\n    > open it  [+1]\n" in shown(1)
+    assert "error: it broke" in shown(1)
+    assert "    > open it  [+1]  [reward +1.00, advantage +0.250]\n" in shown(2)
+    assert "    > hm  (no valid action)  [reward -0.500]\n" in shown(2)
+    assert "    (turns)\n    turn 1:  [reward +1.00]\n    turn 2:  [reward -0.500]\n" in shown(3)
+
+
+def in_terminal(*command: str, pager: str) -> str:
+    """What a program writes to a terminal of its own, with this pager."""
+    main, other = pty.openpty()
+    environment = {**os.environ, "PAGER": pager, "TERM": "xterm", "COLUMNS": "60"}
+    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=environment, close_fds=True)
+    os.close(other)
+    shown = b""
+    try:
+        while select.select([main], [], [], 60)[0]:
+            try:
+                piece = os.read(main, 65536)
+            except OSError:  # Linux: the other end is closed
+                break
+            if not piece:
+                break
+            shown += piece
+        assert process.wait(60) == 0, shown
+    finally:
+        process.kill()
+        os.close(main)
+    return shown.decode()
+
+
+def test_a_terminal_gets_the_users_pager(run: Path) -> None:
+    shown = in_terminal(sys.executable, "-m", "covey", "completions", str(run), pager="sed s/say/PAGED/")
+    assert "PAGED 0 0" in shown
+    assert "\x1b[1m" in shown
+    # One that is left at once ends the command without an error.
+    assert in_terminal(sys.executable, "-m", "covey", "completions", str(run), pager="true") == ""
+
+
+def test_a_reader_who_leaves_early(run: Path) -> None:
+    for option in ("--json", "--whole"):
+        command = f"{sys.executable} -m covey completions {run} --step all {option} | head -n 1"
+        found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+        assert len(found.stdout.splitlines()) == 1
+        assert found.stderr == ""
