@@ -25,13 +25,16 @@ from covey.distributed.sharded_learner import (
     ShardedPacks,
     ShardedRankSampler,
     check_sharded,
-    learns_in_shards,
+    parts,
+    training_bytes,
 )
+from covey.distributed.sliced import SlicedPolicy, read_in_slices
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
+from covey.pytorch.slices import NotSlicedError
 from covey.training import agents, setup
 from covey.training.trainer import GRPOTrainer
 from covey.types import Prompt
@@ -85,12 +88,29 @@ class RanksBackend:
     def make_policy(
         self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
     ) -> Policy | LeadingPolicy:
-        """The policy, whole; `make_learner` shards it where it is to be, after samplers were built from it."""
+        """The policy. Where it is to be sharded, each rank reads its part; of a model that must be read whole,
+        `make_learner` shards it, after samplers were built from it.
+        """
+        obstacle = "it was given as an object"
+        if model is None and peft_config is None:
+            try:
+                sliced = read_in_slices(config, self._ranks, self._own)
+                if sliced is not None:
+                    return LeadingPolicy(sliced, self._ranks)
+                obstacle = ""
+            except NotSlicedError as error:
+                obstacle = str(error)
         policy = self._own.make_policy(config, model, tokenizer, peft_config)
-        if not learns_in_shards(config, policy, self._ranks):
+        if not obstacle:
+            return policy
+        needed = training_bytes(policy.model, keeps_copy=not policy.reference.is_base_model)
+        over = parts(config, needed, policy.device, self._ranks)
+        if over == 1:
             return policy
         check_sharded(config)
-        return LeadingPolicy(policy, self._ranks)
+        if self._ranks.rank == 0:
+            log.warning("%s: every rank reads the whole model before it is sharded: %s", policy.source, obstacle)
+        return LeadingPolicy(policy, self._ranks, over)
 
     def make_sampler(self, config: GRPOConfig, policy: Any) -> LeadingSampler:
         """All ranks' engines."""
@@ -99,8 +119,11 @@ class RanksBackend:
 
     def make_own(self, config: GRPOConfig, policy: Any) -> RankSampler:
         """The engine of this rank."""
-        kind = ShardedRankSampler if isinstance(policy, LeadingPolicy) else RankSampler
-        return kind(self._own.make_sampler(config, policy), policy, self._ranks)
+        if not isinstance(policy, LeadingPolicy):
+            return RankSampler(self._own.make_sampler(config, policy), policy, self._ranks)
+        own = policy.own
+        how = {"runner": own.runner, "device": own.device} if isinstance(own, SlicedPolicy) else {}
+        return ShardedRankSampler(self._own.make_sampler(config, policy, **how), policy, self._ranks)
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
         """The learner that all ranks' learners go with."""

@@ -100,6 +100,26 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         return name if plain else None
 
 
+def attach(
+    model: nn.Module, *, use_peft: bool, adapter: str | Path | None = None, seed: int = 0, **lora: Any
+) -> nn.Module:
+    """Put on a model what is to be trained: nothing, a fresh adapter, or a saved one.
+
+    `lora` are the options of `attach_lora` with `lora_` before their names.
+
+    Raises:
+        ModelError: see `attach_lora`, `attach_adapter` and `load_adapter`.
+    """
+    if adapter is not None:
+        if not isinstance(model, PeftModel):
+            return attach_adapter(model, adapter)
+        load_adapter(model, adapter)
+        return model
+    if not use_peft and not isinstance(model, PeftModel):
+        return model
+    return attach_lora(model, seed=seed, **{name.removeprefix("lora_"): value for name, value in lora.items()})
+
+
 def attach_lora(
     model: nn.Module,
     *,
