@@ -78,8 +78,11 @@ def compare(case: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     with policy.layer_by_layer() as held:
         merged = {name: held[name].clone() for name in held}
     expected = EffectiveWeights(whole.model)
+    parts = [p.to_local().numel() for p in own.values() if isinstance(p, DTensor)]
+    same = [torch.equal(t, their_buffers[n]) and t.dtype == their_buffers[n].dtype for n, t in buffers.items()]
     pack = probe_pack(whole._lm)
-    mine, other = policy.score(pack).logp, whole.score(pack).logp
+    with torch.no_grad():
+        mine, other = policy.score(pack).logp, whole.score(pack).logp
     engine = PyTorchBackend().make_sampler(config, whole)
     request = [Request([5, 6, 7, 8], (1, 2, 3))]
     drawn = [
@@ -92,10 +95,10 @@ def compare(case: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
         "trained": [n for n, _ in policy.named_trainable_parameters()]
         == [n for n, _ in whole.named_trainable_parameters()],
         "weights": all(torch.equal(full(p), theirs[n]) and p.dtype == theirs[n].dtype for n, p in own.items()),
-        "buffers": all(torch.equal(t, their_buffers[n]) and t.dtype == their_buffers[n].dtype for n, t in buffers.items()),
+        "buffers": all(same),
         "reference": sorted(snapshot) == sorted(whole.reference._snapshot),
         "merged": list(merged) == list(expected) and all(torch.equal(t, expected[n]) for n, t in merged.items()),
-        "part": sum(p.to_local().numel() for p in own.values() if isinstance(p, DTensor)) / sum(p.numel() for p in own.values()),
+        "part": sum(parts) / sum(p.numel() for p in own.values()),
         "scores": float((mine - other).abs().max()),
         "runner": [sampler.engine.runner, engine.runner],
         "drawn": [each.token_ids.tolist() for each in drawn],

@@ -16,7 +16,8 @@ import torch
 from covey.backend import adamw_options
 from covey.config import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
-from covey.distributed.ranks import RankLostError, Ranks
+from covey.distributed.memory import MemoryNote
+from covey.distributed.ranks import NoMemoryError, RankLostError, Ranks, TornError
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
 from covey.distributed.sharded import LeadingPolicy
 from covey.distributed.sharded_learner import (
@@ -128,13 +129,15 @@ class RanksBackend:
     def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
         """The learner that all ranks' learners go with."""
         own = self._own_learner(config, policy)
-        kind = LeadingShardedLearner if isinstance(own, ShardedLearner) else LeadingLearner
-        return kind(own, self._ranks)
+        if isinstance(own, ShardedLearner):
+            return LeadingShardedLearner(own, self._ranks, MemoryNote(config.run.output_dir))
+        return LeadingLearner(own, self._ranks)
 
     def _own_learner(self, config: GRPOConfig, policy: Any) -> Learner:
         if not isinstance(policy, LeadingPolicy):
             return self._own.make_learner(config, policy)
-        return ShardedLearner(policy.shard(), share=ShardedPacks(self._ranks), **adamw_options(config))
+        own, note = policy.shard(), MemoryNote(config.run.output_dir)
+        return ShardedLearner(own, note=note, share=ShardedPacks(self._ranks), **adamw_options(config))
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""
@@ -174,10 +177,9 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
             backend.follow(config)
             return None
         return _train(config, resume or _goes_on(config), backend)
-    except RankLostError:
-        raise
-    except CoveyError as error:  # nothing that another start would mend
-        if _REFUSED in os.environ:
+    except CoveyError as error:
+        mended = isinstance(error, RankLostError | TornError) and not isinstance(error, NoMemoryError)
+        if _REFUSED in os.environ and not mended:  # by another start
             Path(os.environ[_REFUSED]).write_text(str(error))
         raise
     finally:
@@ -209,9 +211,9 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
     with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder:
         refused = Path(folder) / "refused"
         environment = threads | os.environ | {_REFUSED: str(refused)}
-        for attempt in range(chosen.max_restarts + 1):
-            if attempt:
-                log.warning("a rank has died: all are started again (%d of %d)", attempt, chosen.max_restarts)
+        for why in MemoryNote(config.run.output_dir).starts(chosen.max_restarts):
+            if why:
+                log.warning("%s", why)
             with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
                 status = launcher.wait()
             if status == 0:
@@ -227,6 +229,8 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:
     if not resume:
         RunFolder.check_new(config.run.output_dir)
+    elif said := MemoryNote(config.run.output_dir).tell():
+        log.warning("%s", said)
     trainer = GRPOTrainer(args=config, backend=backend)
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer

@@ -31,6 +31,10 @@ class TornError(ModelError):
     """The ranks cannot go on together: one has left work that the others share in."""
 
 
+class NoMemoryError(TornError):
+    """They have left it for want of memory, and another start would not help."""
+
+
 class Ranks:
     """The processes that train, as one of them sees them.
 

@@ -1,11 +1,12 @@
 """Learning in shards: every rank runs equally many packs, each through all ranks' parts of the weights.
 
 In a pass ranks wait for each other in every layer. So a rank that fails there, for want of memory or otherwise, cannot
-be waited for: the run ends with its name, and goes on from the last checkpoint.
+be waited for: all end with its name, and are started again from the last checkpoint (with smaller packs, see `memory`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from covey.adapters import check_fits
 from covey.config import GRPOConfig
 from covey.distributed.in_turns import RankSampler
-from covey.distributed.ranks import Ranks
+from covey.distributed.memory import MemoryNote
+from covey.distributed.ranks import NoMemoryError, Ranks, TornError
 from covey.distributed.replicated import LeadingLearner, share_out
 from covey.distributed.sharded import LeadingPolicy, ShardedPolicy, without_data
 from covey.errors import ConfigError
@@ -28,6 +30,8 @@ from covey.pytorch.shard_files import ShardFiles, read_shards, write_shards
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 _FILLED = 0.8
@@ -35,8 +39,9 @@ _FILLED = 0.8
 
 
 def training_bytes(model: nn.Module, *, keeps_copy: bool) -> int:
-    """Memory of a model's weights, gradients, AdamW's moments, the exact sum and, if there is one, the reference's copy;
-    the passes need more.
+    """Memory of a model's weights, gradients, AdamW's moments, the exact sum and the reference's copy, if there is one.
+
+    The passes need more.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     copies = 3 + keeps_copy
@@ -121,8 +126,7 @@ class ShardedPacks:
             self._ranks.torn("interrupted from the keyboard")
             raise
         except Exception as error:
-            fix = "; set a smaller optim.tokens_per_micro_batch" if is_out_of_memory(error) else ""
-            raise self._ranks.torn(f"{type(error).__name__}: {str(error)[:500]}{fix}") from error
+            raise self._ranks.torn(f"{type(error).__name__}: {str(error)[:500]}") from error
         heard = self._ranks.gather((own, found[: len(own)]))
         results = {number: result for numbers, its in heard for number, result in zip(numbers, its, strict=True)}
         return [results[number] for number in range(len(packs))]
@@ -166,6 +170,27 @@ class ShardedLearner(Learner):
     """A learner whose weights, gradients and moments are in shards. All ranks call the same methods."""
 
     policy: ShardedPolicy
+
+    def __init__(self, policy: ShardedPolicy, *, note: MemoryNote | None = None, **options: Any) -> None:
+        """With the options of `Learner`; `note` remembers over restarts that memory has run out."""
+        super().__init__(policy, **options)
+        self._note = note
+
+    def _within_memory(self, run: Callable[[], Result]) -> Result:
+        try:
+            return run()
+        except TornError as error:
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                raise
+            tokens, ranks, why = self.tokens_per_micro_batch, self.policy.ranks, str(error.__cause__).splitlines()[0]
+            said = self._note.halve(tokens, f"rank {ranks.rank} of {ranks.world}", why) if self._note else ""
+            if said:
+                log.warning("%s", said)
+                raise
+            raise NoMemoryError(
+                f"{error}. tokens_per_micro_batch={tokens}: set a smaller optim.tokens_per_micro_batch, take more "
+                "ranks, or set model.gradient_checkpointing to true"
+            ) from error
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """See `Learner.tensors`; in shards, as they are."""
@@ -234,6 +259,23 @@ class ShardedLearner(Learner):
 
 class LeadingShardedLearner(LeadingLearner):
     """Rank 0's learner, of which it has a part."""
+
+    def __init__(self, learner: ShardedLearner, ranks: Ranks, note: MemoryNote | None = None) -> None:
+        """Lead with this rank's own learner; `note` may know that packs must be smaller than the settings say."""
+        super().__init__(learner, ranks)
+        self._note = note
+        if note is not None and note.at_most(learner.tokens_per_micro_batch) < learner.tokens_per_micro_batch:
+            self.tokens_per_micro_batch = learner.tokens_per_micro_batch
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens under way in passes, on each rank; never more than are known to fit."""
+        return self._own.tokens_per_micro_batch
+
+    @tokens_per_micro_batch.setter
+    def tokens_per_micro_batch(self, tokens: int) -> None:
+        chosen = tokens if self._note is None else self._note.at_most(tokens)
+        self._together("__setattr__", "tokens_per_micro_batch", chosen)
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """See `Learner.tensors`."""

@@ -7,6 +7,7 @@ layers, embedding and head: it is about code, and the layers share it.
 from __future__ import annotations
 
 import gc
+import logging
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -26,6 +27,8 @@ from covey.pytorch.lora import attach
 from covey.pytorch.policy import Policy, switch_dropout_off
 from covey.pytorch.reference import Reference
 from covey.pytorch.slices import ModelFiles, NotSlicedError, replace_parameters
+
+log = logging.getLogger(__name__)
 
 
 class SlicedPolicy(ShardedPolicy):
@@ -50,7 +53,11 @@ class SlicedPolicy(ShardedPolicy):
             ModelError: sharded, its first layers compute something else, or its files cannot be read.
         """
         files, device = hollow.files, few.device
-        self.runner = choose_runner(few.model, sampler_dtype(config, files.dtype), device)[0].name
+        runner, why = choose_runner(few.model, sampler_dtype(config, files.dtype), device)
+        self.runner = runner.name
+        if why and ranks.rank == 0:
+            log.warning("sampling with the %s runner, which is slower than the fast one: %s", self.runner, why)
+        del runner
         self.shape = files.hollow()
         checked = ShardedPolicy(few, ranks, over)
         vars(self).update(vars(checked))
