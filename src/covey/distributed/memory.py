@@ -3,7 +3,7 @@
 In a sharded pass the ranks wait for each other in every layer, so they cannot begin a step again when memory runs out
 on one. All end, the launcher starts them again, and they go on from the last checkpoint with packs of half the size.
 
-    memory.json     {"tokens_per_micro_batch": 512, "said": "step ...", "told": false}
+    memory.json     {"tokens_per_micro_batch": 512, "said": "memory ran out ...", "told": false}
 """
 
 from __future__ import annotations
@@ -67,13 +67,15 @@ class MemoryNote:
         """
         deaths, size = 0, self._read().get("tokens_per_micro_batch")
         yield ""
-        while deaths < max_restarts:
+        while True:
             if (smaller := self._read().get("tokens_per_micro_batch")) != size:
                 size = smaller
                 yield f"memory ran out on a rank: all are started again with packs of at most {size} tokens"
-            else:
+            elif deaths < max_restarts:
                 deaths += 1
                 yield f"a rank has died: all are started again ({deaths} of {max_restarts})"
+            else:
+                return
 
     def _read(self) -> dict[str, Any]:
         try:

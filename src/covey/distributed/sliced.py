@@ -172,7 +172,7 @@ def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: PyTorchBackend) ->
     try:
         first = hollow.files.few_layers()
         saved = None if chosen.adapter is None else PeftConfig.from_pretrained(str(chosen.adapter))
-        settings = config.replace(adapter=None)
+        settings = config if saved is None else config.replace(adapter=None, use_peft=True)
         few = backend.make_policy(settings, first, tokenizer=hollow.files.folder, peft_config=saved)
     except NotSlicedError as error:
         obstacle = str(error)

@@ -39,22 +39,18 @@ def die(moment: str, marker: Path) -> None:
             marker.write_text(moment)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    write_data, publish, rename, write = Writer.write_data, covey.files.publish_folder, os.rename, Writer._write_data
+    write_data, publish, rename = Writer.write_data, covey.files.publish_folder, os.rename
 
     def counted(self: Any, *args: Any) -> Any:
         seen["saves"] += 1
-        if moment == "before its part":
+        if moment == "in its part":
+            (Path(str(self.path)) / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"torn")
+        if moment in ("before its part", "in its part"):
             kill()
         found = write_data(self, *args)
         if moment == "after its part":
             kill()
         return found
-
-    def half(self: Any, *args: Any) -> Any:
-        if moment == "in its part" and seen["saves"] >= 2 and not marker.exists():
-            (Path(str(self.path)) / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"torn")
-            kill()
-        return write(self, *args)
 
     def published(aside: Any, final: Any) -> Any:
         if moment == "before the hashes":
@@ -66,8 +62,7 @@ def die(moment: str, marker: Path) -> None:
             kill()
         rename(source, target)
 
-    Writer.write_data, Writer._write_data = counted, half
-    covey.files.publish_folder, os.rename = published, renamed
+    Writer.write_data, covey.files.publish_folder, os.rename = counted, published, renamed
 
 
 kind, _, told = os.environ.get("FAULT", "").partition(" ")
