@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -97,6 +98,7 @@ class RanksBackend:
             try:
                 sliced = read_in_slices(config, self._ranks, self._own)
                 if sliced is not None:
+                    gc.collect()  # the first layers, which FSDP2 and their modules hold in a circle
                     return LeadingPolicy(sliced, self._ranks)
                 obstacle = ""
             except NotSlicedError as error:

@@ -6,21 +6,21 @@ layers, embedding and head: it is about code, and the layers share it.
 
 from __future__ import annotations
 
-import gc
 import logging
+from typing import cast
 
 import torch
 from peft import PeftConfig, PeftModel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from covey.backend import Backend, adapter_options
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.distributed.ranks import Ranks
 from covey.distributed.sharded import ShardedPolicy, ShardedReference, require_tied, tied_names, wrap
 from covey.distributed.sharded_learner import check_sharded, parts, training_bytes
 from covey.errors import ModelError
-from covey.pytorch.backend import PyTorchBackend, adapter_options
 from covey.pytorch.engine.choose import choose_runner
 from covey.pytorch.loading import causal_lm, chosen_device, chosen_dtype, trained_dtype, transformer
 from covey.pytorch.lora import attach
@@ -73,8 +73,6 @@ class SlicedPolicy(ShardedPolicy):
         self._root = wrap(self, self._mesh)
         self._root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
         require_tied(self.source, self.model, tied)
-        del checked, few
-        gc.collect()  # modules and what FSDP2 keeps of them hold each other
         problem = ""
         try:
             self._fill(hollow)
@@ -136,7 +134,7 @@ class HollowPolicy:
         replace_parameters(self.model, lambda p: p.detach().to("meta") if id(p) in empty else p.detach())
 
 
-def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: PyTorchBackend) -> SlicedPolicy | None:
+def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: Backend) -> SlicedPolicy | None:
     """The policy of a run, each rank's part read by itself; None where a model is not to be sharded.
 
     All ranks call this.
@@ -173,7 +171,7 @@ def read_in_slices(config: GRPOConfig, ranks: Ranks, backend: PyTorchBackend) ->
         first = hollow.files.few_layers()
         saved = None if chosen.adapter is None else PeftConfig.from_pretrained(str(chosen.adapter))
         settings = config if saved is None else config.replace(adapter=None, use_peft=True)
-        few = backend.make_policy(settings, first, tokenizer=hollow.files.folder, peft_config=saved)
+        few = cast(Policy, backend.make_policy(settings, first, hollow.files.folder, saved))
     except NotSlicedError as error:
         obstacle = str(error)
     _agreed(ranks, obstacle)

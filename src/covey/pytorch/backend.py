@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from covey.backend import adamw_options
+from covey.backend import adamw_options, adapter_options
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError
@@ -80,20 +80,6 @@ class PyTorchBackend:
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""
-
-
-def adapter_options(config: GRPOConfig) -> dict[str, Any]:
-    """What `config` says of the adapter, under the names of `Policy.load`."""
-    chosen = config.model
-    return {
-        "use_peft": chosen.use_peft,
-        "lora_r": chosen.lora_r,
-        "lora_alpha": chosen.lora_alpha,
-        "lora_dropout": chosen.lora_dropout,
-        "lora_target_modules": chosen.lora_target_modules,
-        "adapter": chosen.adapter,
-        "seed": config.run.seed,
-    }
 
 
 BACKEND = PyTorchBackend()
