@@ -235,9 +235,6 @@ def test_what_a_rank_has_written_is_checked(tmp_path: Path) -> None:
     other.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         load_checkpoint(folder)
-    held = load_checkpoint(folder, verify=False).tensors["policy"]
-    with pytest.raises(CheckpointError, match="parts of it are missing"):
-        dict(held)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +254,7 @@ def test_killed_in_a_checkpoint(recipe_folder: Path, tmp_path: Path, rank: int, 
     printed = finished(process)
     assert process.returncode == 0, printed
     assert (tmp_path / "killed").exists()
-    assert events(tmp_path / "run", "resumed") or "resumed at step 2" in (tmp_path / "run" / "log.txt").read_text()
+    assert "resumed at step 2" in events(tmp_path / "run", "run")
     assert_near(one, tmp_path / "run")
     assert all(folder_problem(path) == "" for path in list_checkpoints(tmp_path / "run" / "checkpoints"))
 

@@ -71,7 +71,7 @@ class SlicedPolicy(ShardedPolicy):
         tied = tied_names(self.model)
         hollow.to_meta()
         self._root = wrap(self, self._mesh)
-        self._root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+        self._root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
         require_tied(self.source, self.model, tied)
         problem = ""
         try:

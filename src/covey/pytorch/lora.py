@@ -110,14 +110,15 @@ def attach(
     Raises:
         ModelError: see `attach_lora`, `attach_adapter` and `load_adapter`.
     """
-    if adapter is not None:
-        if not isinstance(model, PeftModel):
-            return attach_adapter(model, adapter)
+    trained = model
+    if adapter is not None and isinstance(model, PeftModel):
         load_adapter(model, adapter)
-        return model
-    if not use_peft and not isinstance(model, PeftModel):
-        return model
-    return attach_lora(model, seed=seed, **{name.removeprefix("lora_"): value for name, value in lora.items()})
+    elif adapter is not None:
+        trained = attach_adapter(model, adapter)
+    elif use_peft or isinstance(model, PeftModel):
+        fresh = {name.removeprefix("lora_"): value for name, value in lora.items()}
+        trained = attach_lora(model, seed=seed, **fresh)
+    return trained
 
 
 def attach_lora(

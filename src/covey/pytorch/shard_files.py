@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from covey.errors import CheckpointError, CoveyError, RunFolderError
 from covey.files import folder_error
@@ -31,9 +34,9 @@ def write_shards(folder: str | Path, groups: Groups) -> None:
         RunFolderError: a process could not write its part; all processes raise it.
         RuntimeError: a process is gone.
     """
-    writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp.save(_flat(groups), storage_writer=writer)
+        save(_flat(groups), storage_writer=writer)
     except CheckpointException as error:
         raise _explained(folder, error, "write") from error
 
@@ -46,7 +49,7 @@ def read_shards(folder: str | Path, groups: Groups) -> None:
         RuntimeError: a process is gone.
     """
     try:
-        dcp.load(_flat(groups), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+        load(_flat(groups), storage_reader=HuggingFaceStorageReader(str(folder)))
     except CheckpointException as error:
         raise _explained(folder, error, "read") from error
 
@@ -70,43 +73,13 @@ class _Part:
     shape: tuple[int, ...]
 
 
-class ShardFiles(Mapping[str, Mapping[str, Tensor]]):
-    """What a folder holds: group -> name -> tensor. A tensor is put together when it is read, and not kept.
+class ShardGroup(Mapping[str, Tensor]):
+    """Name -> tensor, put together when it is read.
 
     Attributes:
-        folder: where it is.
+        shapes: the tensors without data.
     """
 
-    def __init__(self, folder: Path, groups: list[str]) -> None:
-        """Read the files' headers.
-
-        Raises:
-            OSError, SafetensorError, ValueError, KeyError: they cannot be read.
-        """
-        self.folder = folder
-        found: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
-        parts: dict[str, list[_Part]] = {}
-        metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata()
-        for full, known in metadata.state_dict_metadata.items():
-            group, _, name = full.partition("/")
-            found[group][name] = torch.empty(known.size, dtype=known.properties.dtype, device="meta")
-        for index, known in metadata.storage_data.items():
-            place = _Part(Path(known.relative_path), tuple(index.offset or ()), tuple(known.shape))
-            parts.setdefault(index.fqn, []).append(place)
-        self._groups = {group: _Group(group, tensors, parts) for group, tensors in found.items()}
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
-
-    def __getitem__(self, name: str) -> _Group:
-        return self._groups[name]
-
-
-class _Group(Mapping[str, Tensor]):
-    # shapes: the tensors without data
     def __init__(self, group: str, shapes: dict[str, Tensor], parts: dict[str, list[_Part]]) -> None:
         self._group, self._parts = group, parts
         self.shapes = shapes
@@ -133,3 +106,39 @@ class _Group(Mapping[str, Tensor]):
         if missing:
             raise CheckpointError(f"{full}: parts of it are missing, or are there twice")
         return whole
+
+
+class ShardFiles(Mapping[str, ShardGroup]):
+    """What a folder holds: group -> name -> tensor. A tensor is put together when it is read, and not kept.
+
+    Attributes:
+        folder: where it is.
+    """
+
+    def __init__(self, folder: Path, groups: list[str]) -> None:
+        """Read the files' headers.
+
+        Raises:
+            OSError, SafetensorError, ValueError, KeyError: they cannot be read.
+        """
+        self.folder = folder
+        found: dict[str, dict[str, Tensor]] = {group: {} for group in groups}
+        parts: dict[str, list[_Part]] = {}
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        for full, known in metadata.state_dict_metadata.items():
+            assert isinstance(known, TensorStorageMetadata)
+            group, _, name = full.partition("/")
+            found[group][name] = torch.empty(known.size, dtype=known.properties.dtype, device="meta")
+        for index, stored in metadata.storage_data.items():
+            place = _Part(Path(stored.relative_path), tuple(index.offset or ()), tuple(stored.shape))
+            parts.setdefault(index.fqn, []).append(place)
+        self._groups = {group: ShardGroup(group, tensors, parts) for group, tensors in found.items()}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __getitem__(self, name: str) -> ShardGroup:
+        return self._groups[name]

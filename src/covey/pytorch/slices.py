@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from covey.errors import ModelError
 from covey.pytorch.loading import locate, quiet
@@ -108,12 +109,14 @@ class ModelFiles:
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[:layers]
         with quiet(), no_init_weights(), init_empty_weights(include_buffers=False):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+            auto: Any = AutoModelForCausalLM
+            model: PreTrainedModel = auto.from_config(config, dtype=self.dtype)
         model.tie_weights()
         replace_parameters(model, lambda p: torch.empty((), dtype=p.dtype).expand(p.shape))
         with suppress(OSError):  # there is none; transformers has made one from the configuration
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
-        return model.eval()
+        model.train(False)
+        return model
 
     def few_layers(self) -> PreTrainedModel:
         """The model's first layers, two at least and one of each type, with embedding and head, read whole."""
