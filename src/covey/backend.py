@@ -67,6 +67,20 @@ def adamw_options(config: GRPOConfig) -> dict[str, Any]:
     }
 
 
+def adapter_options(config: GRPOConfig) -> dict[str, Any]:
+    """What `config` says of the adapter, under the names of `covey.pytorch.policy.Policy.load`."""
+    chosen = config.model
+    return {
+        "use_peft": chosen.use_peft,
+        "lora_r": chosen.lora_r,
+        "lora_alpha": chosen.lora_alpha,
+        "lora_dropout": chosen.lora_dropout,
+        "lora_target_modules": chosen.lora_target_modules,
+        "adapter": chosen.adapter,
+        "seed": config.run.seed,
+    }
+
+
 def load_backend(name: str) -> Backend:
     """The backend that `model.backend` names; nothing of the others is imported.
 

@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 2 sharded_cases.py FILE
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from covey.distributed.sharded_learner import LeadingShardedLearner, ShardedLear
 from covey.errors import ModelError
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
+from covey.training.checkpoint import load_checkpoint, save_checkpoint
 from covey.training.update import update
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -110,10 +112,17 @@ def apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return max((float((value.float() - theirs[n].float()).abs().max()) for n, value in mine.items()), default=0.0)
 
 
+def saved_by(learner: Any, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """What all ranks write into a checkpoint and one process reads."""
+    checkpoint = load_checkpoint(save_checkpoint(folder, 3, learner.tensors(), {}))
+    assert len(list((checkpoint.path / "shards").iterdir())) >= 2
+    return {name: dict(group) for name, group in checkpoint.tensors.items()}
+
+
 def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """All ranks: a case in shards, beside the same in one process. Rank 0 returns how far they are apart."""
     settings, algorithm = CASES[case]
-    leading = LeadingPolicy(build(settings, algorithm), ranks)
+    leading = LeadingPolicy(build(settings, algorithm), ranks, ranks.local_world)
     policy = leading.shard()
     inner = ShardedLearner(policy, share=ShardedPacks(ranks), **options(case))
     if ranks.rank > 0:
@@ -123,7 +132,7 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     watched = Watched(learner, lambda: leading._together("gradients"))
     leading.own = Extras(policy)
     metrics = run(watched, algorithm, range(3))
-    saved = learner.tensors()
+    saved = saved_by(learner, folder / case / "checkpoints")
 
     alone = build(settings | {"fused_layers": False}, algorithm)
     plain = Learner(alone, side_by_side=False, **options(case))
@@ -156,10 +165,12 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
         found["saved"] = leading.weights(3).sha256 == _adapter_hash(alone, saved["policy"])
     found["merged"] = apart(dict(alone_weights(alone, saved["policy"])), dict(leading.weights(3).tensors()))
     learner.restore(theirs, 3)
-    found["restored"] = all(
-        all(torch.equal(group[n], learner_group[n]) for n in group) and group.keys() == learner_group.keys()
-        for group, learner_group in zip(theirs.values(), learner.tensors().values(), strict=True)
-    )
+    again = saved_by(learner, folder / case / "again")
+    found["restored"] = same(theirs, again)
+    learner.restore(load_checkpoint(folder / case / "checkpoints" / "step_000003").tensors, 3)
+    back = saved_by(learner, folder / case / "back")
+    found["read"] = same(saved, back)
+    learner.restore(theirs, 3)
     more, alone_more = run(watched, algorithm, range(3, 4)), run(watched_alone, algorithm, range(3, 4))
     found["after"] = max(abs(more[0][n] - alone_more[0][n]) / max(abs(more[0][n]), 1.0) for n in more[0])
     try:
@@ -169,6 +180,13 @@ def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     with ranks.telling("stop"):
         pass
     return found
+
+
+def same(mine: dict[str, dict[str, Tensor]], theirs: dict[str, dict[str, Tensor]]) -> bool:
+    return all(
+        group.keys() == theirs[name].keys() and all(torch.equal(group[n], theirs[name][n]) for n in group)
+        for name, group in mine.items()
+    )
 
 
 def alone_weights(alone: Policy, state: dict[str, Tensor]) -> Any:
@@ -199,7 +217,7 @@ def wrapped_wrongly(ranks: Ranks) -> dict[str, Any]:
     """The transformer is the root, and the head, which is tied, stays outside: the loss is right."""
     policy = build({"fused_layers": False}, {})
     expected = Probe.of(policy, 1.0)
-    mesh = ranks.mesh("cpu")
+    mesh = ranks.mesh("cpu", ranks.world)
     inner: Any = policy._transformer
     for layer in [*inner.layers, inner]:
         fully_shard(layer, mesh=mesh)
@@ -215,6 +233,26 @@ def wrapped_wrongly(ranks: Ranks) -> dict[str, Any]:
         "name": name,
         "said": expected.differs(found),
     }
+
+
+def move(case: str, source: Path | None, target: Path, ranks: Ranks) -> None:
+    """All ranks: take up a checkpoint, or without one take a step, and write another checkpoint."""
+    settings, algorithm = CASES[case]
+    policy = build(settings | {"fused_layers": False}, algorithm)
+    if ranks.world == 1:
+        learner: Any = Learner(policy, side_by_side=False, **options(case))
+    else:
+        leading = LeadingPolicy(policy, ranks)
+        own = ShardedLearner(leading.shard(), share=ShardedPacks(ranks), **options(case))
+        if ranks.rank > 0:
+            follow(ranks, own, None, leading.own)
+            return
+        learner = LeadingShardedLearner(own, ranks)
+    if source is None:
+        run(Watched(learner, dict), algorithm, range(2))
+    else:
+        learner.restore(load_checkpoint(source).tensors, 2)
+    save_checkpoint(target, 2, learner.tensors(), {})
 
 
 class Failing(ShardedLearner):
@@ -243,7 +281,7 @@ def fail_on(rank: int, ranks: Ranks) -> None:
     except TornError as error:
         print(f"rank 0 says: {error}", flush=True)
         try:
-            first.tensors()
+            first.optim_step(1e-3)
         except TornError:
             print("and is not asked again", flush=True)
         raise
@@ -251,8 +289,14 @@ def fail_on(rank: int, ranks: Ranks) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
+    if "MACHINE" in os.environ:  # as if so many ranks were on one machine
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["MACHINE"]
     ranks = Ranks.of_torchrun(300)
     assert ranks is not None
+    if sys.argv[1] == "move":
+        move(sys.argv[2], Path(sys.argv[3]) if sys.argv[3] else None, Path(sys.argv[4]), ranks)
+        ranks.close()
+        return
     if sys.argv[1] == "fail":
         try:
             fail_on(int(sys.argv[2]), ranks)

@@ -19,16 +19,17 @@ from covey.observe.run_folder import RunFolder
 TESTS = Path(__file__).parents[1]
 
 
-def torchrun(ranks: int, *command: object) -> subprocess.Popen[str]:
+def torchrun(ranks: int, *command: object, **environment: str) -> subprocess.Popen[str]:
     """`torchrun --nproc-per-node RANKS COMMAND`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    return started([*launcher, *command])
+    return started([*launcher, *command], **environment)
 
 
-def started(command: Sequence[object]) -> subprocess.Popen[str]:
+def started(command: Sequence[object], **settings: str) -> subprocess.Popen[str]:
     """The command with one thread for each rank, and the tests' modules on its path."""
-    paths = [str(TESTS), str(TESTS / "pytorch"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    paths = [str(TESTS / "distributed" / "faults"), str(TESTS), str(TESTS / "pytorch")]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)} | settings
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([str(part) for part in command], env=environment, **output)
 

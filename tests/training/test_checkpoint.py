@@ -223,8 +223,8 @@ def test_a_later_format_is_refused(tmp_path):
     from covey.files import publishing
 
     with publishing(tmp_path / "step_000001") as aside:
-        (aside / "state.json").write_text(json.dumps({"format": 2}))
-    with pytest.raises(CheckpointError, match="format 2, this version of Covey reads 1"):
+        (aside / "state.json").write_text(json.dumps({"format": 3}))
+    with pytest.raises(CheckpointError, match="format 3, this version of Covey reads 1 and 2"):
         load_checkpoint(tmp_path / "step_000001")
 
 

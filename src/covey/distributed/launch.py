@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -16,7 +17,8 @@ import torch
 from covey.backend import adamw_options
 from covey.config import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
-from covey.distributed.ranks import RankLostError, Ranks
+from covey.distributed.memory import MemoryNote
+from covey.distributed.ranks import NoMemoryError, RankLostError, Ranks, TornError
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
 from covey.distributed.roll_call import check_ranks
 from covey.distributed.sharded import LeadingPolicy
@@ -26,13 +28,16 @@ from covey.distributed.sharded_learner import (
     ShardedPacks,
     ShardedRankSampler,
     check_sharded,
-    learns_in_shards,
+    parts,
+    training_bytes,
 )
+from covey.distributed.sliced import SlicedPolicy, read_in_slices
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
+from covey.pytorch.slices import NotSlicedError
 from covey.training import agents, setup
 from covey.training.trainer import GRPOTrainer
 from covey.types import Prompt
@@ -86,12 +91,30 @@ class RanksBackend:
     def make_policy(
         self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
     ) -> Policy | LeadingPolicy:
-        """The policy, whole; `make_learner` shards it where it is to be, after samplers were built from it."""
+        """The policy. Where it is to be sharded, each rank reads its part; of a model that must be read whole,
+        `make_learner` shards it, after samplers were built from it.
+        """
+        obstacle = "it was given as an object"
+        if model is None and peft_config is None:
+            try:
+                sliced = read_in_slices(config, self._ranks, self._own)
+                if sliced is not None:
+                    gc.collect()  # the first layers, which FSDP2 and their modules hold in a circle
+                    return LeadingPolicy(sliced, self._ranks)
+                obstacle = ""
+            except NotSlicedError as error:
+                obstacle = str(error)
         policy = self._own.make_policy(config, model, tokenizer, peft_config)
-        if not learns_in_shards(config, policy, self._ranks):
+        if not obstacle:
+            return policy
+        needed = training_bytes(policy.model, keeps_copy=not policy.reference.is_base_model)
+        over = parts(config, needed, policy.device, self._ranks)
+        if over == 1:
             return policy
         check_sharded(config)
-        return LeadingPolicy(policy, self._ranks)
+        if self._ranks.rank == 0:
+            log.warning("%s: every rank reads the whole model before it is sharded: %s", policy.source, obstacle)
+        return LeadingPolicy(policy, self._ranks, over)
 
     def make_sampler(self, config: GRPOConfig, policy: Any) -> LeadingSampler:
         """All ranks' engines."""
@@ -100,19 +123,24 @@ class RanksBackend:
 
     def make_own(self, config: GRPOConfig, policy: Any) -> RankSampler:
         """The engine of this rank."""
-        kind = ShardedRankSampler if isinstance(policy, LeadingPolicy) else RankSampler
-        return kind(self._own.make_sampler(config, policy), policy, self._ranks)
+        if not isinstance(policy, LeadingPolicy):
+            return RankSampler(self._own.make_sampler(config, policy), policy, self._ranks)
+        own = policy.own
+        how = {"runner": own.runner, "device": own.device} if isinstance(own, SlicedPolicy) else {}
+        return ShardedRankSampler(self._own.make_sampler(config, policy, **how), policy, self._ranks)
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
         """The learner that all ranks' learners go with."""
         own = self._own_learner(config, policy)
-        kind = LeadingShardedLearner if isinstance(own, ShardedLearner) else LeadingLearner
-        return kind(own, self._ranks)
+        if isinstance(own, ShardedLearner):
+            return LeadingShardedLearner(own, self._ranks, MemoryNote(config.run.output_dir))
+        return LeadingLearner(own, self._ranks)
 
     def _own_learner(self, config: GRPOConfig, policy: Any) -> Learner:
         if not isinstance(policy, LeadingPolicy):
             return self._own.make_learner(config, policy)
-        return ShardedLearner(policy.shard(), share=ShardedPacks(self._ranks), **adamw_options(config))
+        own, note = policy.shard(), MemoryNote(config.run.output_dir)
+        return ShardedLearner(own, note=note, share=ShardedPacks(self._ranks), **adamw_options(config))
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""
@@ -154,10 +182,9 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
             backend.follow(config)
             return None
         return _train(config, resume or _goes_on(config), backend)
-    except RankLostError:
-        raise
-    except CoveyError as error:  # nothing that another start would mend
-        if _REFUSED in os.environ:
+    except CoveyError as error:
+        mended = isinstance(error, RankLostError | TornError) and not isinstance(error, NoMemoryError)
+        if _REFUSED in os.environ and not mended:  # by another start
             Path(os.environ[_REFUSED]).write_text(str(error))
         raise
     finally:
@@ -189,9 +216,9 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
     with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder:
         refused = Path(folder) / "refused"
         environment = threads | os.environ | {_REFUSED: str(refused)}
-        for attempt in range(chosen.max_restarts + 1):
-            if attempt:
-                log.warning("a rank has died: all are started again (%d of %d)", attempt, chosen.max_restarts)
+        for why in MemoryNote(config.run.output_dir).starts(chosen.max_restarts):
+            if why:
+                log.warning("%s", why)
             with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
                 status = launcher.wait()
             if status == 0:
@@ -207,6 +234,8 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:
     if not resume:
         RunFolder.check_new(config.run.output_dir)
+    elif said := MemoryNote(config.run.output_dir).tell():
+        log.warning("%s", said)
     trainer = GRPOTrainer(args=config, backend=backend)
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer

@@ -32,6 +32,10 @@ class TornError(ModelError):
     """The ranks cannot go on together: one has left work that the others share in."""
 
 
+class NoMemoryError(TornError):
+    """They have left it for want of memory, and another start would not help."""
+
+
 class Ranks:
     """The processes that train, as one of them sees them.
 
@@ -56,7 +60,7 @@ class Ranks:
         if world == 1:
             return
         deadline = timedelta(seconds=timeout_seconds)
-        with self._waiting("joining"):
+        with self.waiting("joining"):
             # torchrun's store outlives its ranks: those that it starts again must not read the addresses of the dead.
             store, *_ = next(dist.rendezvous("env://", rank, world, timeout=deadline))  # type: ignore[attr-defined]
             attempt = dist.PrefixStore(f"covey-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
@@ -89,7 +93,7 @@ class Ranks:
             if self._torn:
                 raise TornError(self._torn)
             if self.world > 1:
-                with self._waiting("telling the others"):
+                with self.waiting("telling the others"):
                     dist.broadcast_object_list([message], src=0, group=self._calls)
             yield
 
@@ -97,7 +101,7 @@ class Ranks:
         """Another rank: the next message, or `STOP`."""
         while True:
             box = [None]
-            with self._waiting("waiting for rank 0"):
+            with self.waiting("waiting for rank 0"):
                 dist.broadcast_object_list(box, src=0, group=self._calls)
             if box[0] != IDLE:
                 return box[0]
@@ -120,7 +124,7 @@ class Ranks:
         if self.world == 1:
             return [own]
         found = [None] * self.world
-        with self._waiting("putting results together"):
+        with self.waiting("putting results together"):
             dist.all_gather_object(found, own)
         return found
 
@@ -129,17 +133,29 @@ class Ranks:
         if self.world == 1:
             return
         here = total.cpu()
-        with self._waiting("adding gradients"):
+        with self.waiting("adding gradients"):
             dist.all_reduce(here)
         if here is not total:
             total.copy_(here)
 
-    def mesh(self, device: str) -> DeviceMesh:
-        """All ranks in one dimension, for tensors that are sharded over them."""
+    def mesh(self, device: str, parts: int) -> DeviceMesh:
+        """The ranks, for tensors that are sharded over each `parts` of them, one after the other, as on one machine.
+
+        One dimension where that is all of them; else two, and the first one has equal parts.
+        """
         backend = "nccl" if device == "cuda" else "gloo"
-        with self._waiting("joining"):
-            group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout))
-            return DeviceMesh.from_group(group, device)
+        numbers = torch.arange(self.world).view(-1, parts)
+
+        def join(members: torch.Tensor) -> Any:
+            return dist.new_group(members.tolist(), backend=backend, timeout=timedelta(seconds=self._timeout))
+
+        with self.waiting("joining"):
+            if parts == self.world:
+                return DeviceMesh.from_group(join(numbers[0]), device)
+            # every rank makes every group, in the same order
+            columns, rows = [join(members) for members in numbers.T], [join(members) for members in numbers]
+            own = [columns[self.rank % parts], rows[self.rank // parts]]
+            return DeviceMesh.from_group(own, device, mesh=numbers, mesh_dim_names=("copies", "parts"))
 
     @property
     def local_world(self) -> int:
@@ -169,7 +185,8 @@ class Ranks:
         dist.destroy_process_group()
 
     @contextmanager
-    def _waiting(self, doing: str) -> Iterator[None]:
+    def waiting(self, doing: str) -> Iterator[None]:
+        """A collective inside that fails is a `RankLostError`, which says what it was for."""
         try:
             yield
         except (RuntimeError, ValueError) as error:

@@ -9,12 +9,12 @@ small pack, before and after sharding (`Probe`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -58,7 +58,7 @@ class Scoring(nn.Module):
 
 
 def wrap(policy: Policy, mesh: DeviceMesh) -> Scoring:
-    """Shard a policy's model over a mesh of one dimension: layer by layer, and the rest as one.
+    """Shard a policy's model over the last dimension of a mesh: layer by layer, and the rest as one.
 
     Raises:
         ModelError: the model does not say what its layers are.
@@ -88,25 +88,24 @@ class ShardedPolicy(Policy):
 
     in_shards = True
 
-    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+    def __init__(self, policy: Policy, ranks: Ranks, parts: int | None = None) -> None:
         """Shard a policy in place, which is not to be used on its own any more.
+
+        Args:
+            policy: whole.
+            ranks: who take part.
+            parts: over how many ranks; each so many hold a whole model together. None = over all.
 
         Raises:
             ModelError: sharded, its loss or gradients are others, or weights that were tied are not.
         """
         policy._fused, policy.fused_obstacle = None, "the weights are sharded"  # they hold joined copies
-        expected, tied = Probe.of(policy, 1.0), _tied(policy.model)
+        expected, tied = Probe.of(policy, 1.0), tied_names(policy.model)
         vars(self).update(vars(policy))
-        self._ranks = ranks
-        self._mesh = ranks.mesh(self.device.type)
+        self.ranks = ranks
+        self._mesh = ranks.mesh(self.device.type, parts or ranks.world)
         self._root = wrap(self, self._mesh)
-        names = dict(self.model.named_parameters(remove_duplicate=False))
-        for first, *others in tied:
-            if any(names[other] is not names[first] for other in others):
-                raise ModelError(
-                    f"{self.source}: {', '.join(others)} was {first} and is another tensor after sharding; use "
-                    "distributed.learner_kind='replicated'"
-                )
+        require_tied(self.source, self.model, tied)
         self.reference = ShardedReference(policy.reference)
         problem = expected.differs(Probe.of(self, _share(ranks.rank, ranks.world)))
         if problem:
@@ -122,23 +121,20 @@ class ShardedPolicy(Policy):
         return TokenScores(*self._root(pack, settings))
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Every rank holds all weights inside, on its device."""
-        modules = _wrapped(self._root)
+    def layer_by_layer(self) -> Iterator[Mapping[str, Tensor]]:
+        """All weights by the names of the bare model, adapters added; all ranks read the same in the same order."""
+        held = LayerByLayer(self.model, self._root)
         try:
-            for module in modules:
-                module.unshard()
-            yield
+            yield held
         finally:
-            for module in modules:
-                module.reshard()
+            held.close()
 
     def gathered(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copies of whole tensors in the host's memory of rank 0, one after the other; nothing on the others."""
         found: dict[str, Tensor] = {}
         for name, tensor in tensors:
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self._ranks.rank == 0:
+            if self.ranks.rank == 0:
                 found[name] = full.detach().to("cpu", copy=True)
         return found
 
@@ -150,18 +146,20 @@ class ShardedPolicy(Policy):
         held = torch.empty_like(full, device=self.device) if full.is_meta else full.to(self.device)
         return distribute_tensor(held, self._mesh, parameter.placements)
 
-    def merged(self) -> dict[str, Tensor]:
-        """All weights by the names of the bare model, adapters added, on rank 0."""
-        with self.whole():
-            if self._ranks.rank > 0:
-                return {}
-            held = EffectiveWeights(self.model)
-            return {name: held[name].to("cpu", copy=True) for name in held}
+    def merged(self, name: str) -> dict[str, Tensor]:
+        """The weight of this name, and those that are gathered together with it, in the host's memory of rank 0."""
+        held = LayerByLayer(self.model, self._root)
+        try:
+            held[name]
+            wanted = held.beside(name) if self.ranks.rank == 0 else []
+            return {other: held[other].to("cpu", copy=True) for other in wanted}
+        finally:
+            held.close()
 
     def adapter(self) -> Adapter | None:
         """The adapter, on rank 0."""
         state = self.state_dict()
-        return adapter_of(self.model, state) if self._ranks.rank == 0 else None
+        return adapter_of(self.model, state) if self.ranks.rank == 0 else None
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Policy.state_dict`; empty on other ranks than 0."""
@@ -181,15 +179,70 @@ class ShardedPolicy(Policy):
             own = dict(self._lm.named_parameters(remove_duplicate=False))
             found = self.gathered((str(id(p)), p) for p in {id(p): p for p in own.values()}.values())
             state = {name: found[str(id(p))] for name, p in own.items()} if found else {}
-        if self._ranks.rank == 0:
+        if self.ranks.rank == 0:
             super().save_pretrained(path, state)
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
+class LayerByLayer(Mapping[str, Tensor]):
+    """All weights of a sharded model, adapters added, of which one layer is whole at a time.
+
+    A tensor may be the memory of that layer, which goes away with the next one: copy it. All ranks take part in making
+    a layer whole, so all read the same names in the same order.
+    """
+
+    def __init__(self, model: nn.Module, root: nn.Module) -> None:
+        """Of a model that `wrap` has wrapped as `root`."""
+        self._held = EffectiveWeights(model)
+        self._open: FSDPModule | None = None
+        owners = {id(part): module for module in _wrapped(root) for part in cast(Any, module).modules()}
+        self._owner = {name: owners[id(self._held.owner(name))] for name in self._held}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner = self._owner[name]
+        if owner is not self._open:
+            self.close()
+            owner.unshard()
+            self._open = owner
+        return self._held[name]
+
+    def beside(self, name: str) -> list[str]:
+        """The names that are made whole together with this one, itself among them."""
+        return [other for other, owner in self._owner.items() if owner is self._owner[name]]
+
+    def close(self) -> None:
+        """Nothing is whole any more."""
+        if self._open is not None:
+            self._open.reshard()
+            self._open = None
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Names that are one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [together for together in names.values() if len(together) > 1]
+
+
+def require_tied(source: str, model: nn.Module, tied: list[list[str]]) -> None:
+    """Refuse a model of which `tied_names` are not one parameter any more.
+
+    Raises:
+        ModelError: naming them.
+    """
+    names = dict(model.named_parameters(remove_duplicate=False))
+    for first, *others in tied:
+        if any(names[other] is not names[first] for other in others):
+            raise ModelError(
+                f"{source}: {', '.join(others)} was {first} and is another tensor after sharding; use "
+                "distributed.learner_kind='replicated'"
+            )
 
 
 class ShardedReference(Reference):
@@ -299,20 +352,21 @@ def _sketch(gradient: Tensor | None) -> Tensor:
 class LeadingPolicy:
     """Rank 0's policy: what it is called, all ranks call. See `covey.pytorch.policy.Policy` for the methods."""
 
-    def __init__(self, whole: Policy, ranks: Ranks) -> None:
-        """Lead with this rank's own, which is whole until `shard`. (Another rank calls it `own` alone.)"""
-        self.own, self._ranks = whole, ranks
-        self.tokenizer, self.eos_token_ids, self.source = whole.tokenizer, whole.eos_token_ids, whole.source
-        self.vocabulary = whole.vocabulary
+    def __init__(self, own: Policy, ranks: Ranks, parts: int | None = None) -> None:
+        """Lead with this rank's own, which may be whole until `shard`. (Another rank calls it `own` alone.)"""
+        self.own, self._ranks, self._parts = own, ranks, parts
+        self.tokenizer, self.eos_token_ids, self.source = own.tokenizer, own.eos_token_ids, own.source
+        self.vocabulary = own.vocabulary
 
     @property
     def model(self) -> nn.Module:
-        """What a sampler in this process is built from; sharded later on."""
-        return self.own.model
+        """What a sampler in this process is built from: the model while it is whole, or its shape."""
+        return getattr(self.own, "shape", self.own.model)
 
     def shard(self) -> ShardedPolicy:
-        """Shard it, on all ranks: samplers have been built from it. Returns this rank's own."""
-        self.own = ShardedPolicy(self.own, self._ranks)
+        """Shard it, on all ranks, unless it is: samplers have been built from it. Returns this rank's own."""
+        if not isinstance(self.own, ShardedPolicy):
+            self.own = ShardedPolicy(self.own, self._ranks, self._parts)
         return self.own
 
     def _together(self, name: str, *args: Any, told: tuple[Any, ...] | None = None) -> Any:
@@ -320,9 +374,10 @@ class LeadingPolicy:
             return getattr(self.own, name)(*args)
 
     def weights(self, version: int) -> Weights:
-        """See `Policy.weights`; they are gathered when they are asked for."""
-        make_adapter = partial(self._together, "adapter") if isinstance(self.model, PeftModel) else None
-        return Weights(version, partial(self._together, "merged"), make_adapter)
+        """See `Policy.weights`; they are gathered when they are asked for, a layer at a time."""
+        make_adapter = partial(self._together, "adapter") if isinstance(self.own.model, PeftModel) else None
+        names = list(EffectiveWeights(self.own.model))
+        return Weights(version, lambda: Gathered(names, partial(self._together, "merged")), make_adapter)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """See `Policy.load_state_dict`."""
@@ -331,6 +386,29 @@ class LeadingPolicy:
     def save_pretrained(self, path: str | Path) -> None:
         """See `Policy.save_pretrained`."""
         self._together("save_pretrained", path)
+
+
+class Gathered(Mapping[str, Tensor]):
+    """Whole weights, fetched when they are read; those that came with the last one are kept."""
+
+    def __init__(self, names: Sequence[str], fetch: Callable[[str], dict[str, Tensor]]) -> None:
+        """Of these names; `fetch` returns the one that it is asked for, and others."""
+        self._names, self._fetch = dict.fromkeys(names), fetch
+        self._last: dict[str, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._last:
+            self._last = {}
+            self._last = self._fetch(name)
+        return self._last[name]
 
 
 def without_data(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

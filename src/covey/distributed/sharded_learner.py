@@ -1,32 +1,36 @@
 """Learning in shards: every rank runs equally many packs, each through all ranks' parts of the weights.
 
 In a pass ranks wait for each other in every layer. So a rank that fails there, for want of memory or otherwise, cannot
-be waited for: the run ends with its name, and goes on from the last checkpoint.
+be waited for: all end with its name, and are started again from the last checkpoint (with smaller packs, see `memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from covey.adapters import check_fits
 from covey.config import GRPOConfig
 from covey.distributed.in_turns import RankSampler
-from covey.distributed.ranks import Ranks
+from covey.distributed.memory import MemoryNote
+from covey.distributed.ranks import NoMemoryError, Ranks, TornError
 from covey.distributed.replicated import LeadingLearner, share_out
 from covey.distributed.sharded import LeadingPolicy, ShardedPolicy, without_data
 from covey.errors import ConfigError
 from covey.processes import total_memory
-from covey.pytorch.engine.merge import EffectiveWeights
 from covey.pytorch.gradient_sum import Work
 from covey.pytorch.learner import Learner, is_out_of_memory
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
-from covey.pytorch.policy import Policy
+from covey.pytorch.shard_files import ShardFiles, read_shards, write_shards
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -34,23 +38,35 @@ _FILLED = 0.8
 """Part of a device's memory that weights and training state may take before a model is sharded."""
 
 
-def learns_in_shards(config: GRPOConfig, policy: Policy, ranks: Ranks) -> bool:
-    """Whether a policy is to be sharded; all ranks call this, and find the same.
+def training_bytes(model: nn.Module, *, keeps_copy: bool) -> int:
+    """Memory of a model's weights, gradients, AdamW's moments, the exact sum and the reference's copy, if there is one.
 
-    With "auto" it is where weights, their gradients, AdamW's moments, the exact sum and the reference's copy would fill
-    the device, or this rank's part of the machine's memory.
+    The passes need more.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    copies = 3 + keeps_copy
+    return sum(p.nbytes for p in model.parameters()) + sum(copies * p.nbytes + 8 * p.numel() for p in trained)
+
+
+def parts(config: GRPOConfig, needed: int, device: torch.device, ranks: Ranks) -> int:
+    """Over how many ranks a model is sharded, 1 = not at all; all ranks call this, and find the same.
+
+    With "auto" it is sharded where `needed` bytes would fill the device, or this rank's part of the machine's memory.
+    Then over the ranks of a machine, if these hold it together, and each machine has a copy; else over all ranks.
     """
     chosen = config.distributed.learner_kind
-    if chosen != "auto" or ranks.world == 1:
-        return chosen == "sharded" and ranks.world > 1
-    trained = policy.trainable_parameters()
-    copies = 3 + (0 if policy.reference.is_base_model else 1)
-    needed = sum(p.nbytes for p in policy.model.parameters()) + sum(copies * p.nbytes + 8 * p.numel() for p in trained)
-    if policy.device.type == "cuda":
-        there = torch.cuda.get_device_properties(policy.device).total_memory
+    if ranks.world == 1 or chosen == "replicated":
+        return 1
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = total_memory() // ranks.local_world
-    return any(ranks.gather(needed > _FILLED * there))
+    heard = ranks.gather((needed > _FILLED * there, needed > _FILLED * there * ranks.local_world, ranks.local_world))
+    if chosen == "auto" and not any(full for full, _, _ in heard):
+        return 1
+    sizes = {size for _, _, size in heard}
+    fits = len(sizes) == 1 and ranks.world % ranks.local_world == 0 and not any(over for _, over, _ in heard)
+    return ranks.local_world if fits and ranks.local_world > 1 else ranks.world
 
 
 def check_sharded(config: GRPOConfig) -> None:
@@ -110,8 +126,7 @@ class ShardedPacks:
             self._ranks.torn("interrupted from the keyboard")
             raise
         except Exception as error:
-            fix = "; set a smaller optim.tokens_per_micro_batch" if is_out_of_memory(error) else ""
-            raise self._ranks.torn(f"{type(error).__name__}: {str(error)[:500]}{fix}") from error
+            raise self._ranks.torn(f"{type(error).__name__}: {str(error)[:500]}") from error
         heard = self._ranks.gather((own, found[: len(own)]))
         results = {number: result for numbers, its in heard for number, result in zip(numbers, its, strict=True)}
         return [results[number] for number in range(len(packs))]
@@ -142,20 +157,62 @@ class ShardedSum:
         """Nothing is left to do."""
 
 
+class ShardedTensors(dict[str, dict[str, Tensor]]):
+    """Tensors in shards, with what writes them: see `covey.training.checkpoint.WrittenTogether`."""
+
+    def __init__(self, tensors: dict[str, dict[str, Tensor]], write: Callable[[Path], dict[str, dict[str, Tensor]]]):
+        """Of these groups."""
+        super().__init__(tensors)
+        self.write = write
+
+
 class ShardedLearner(Learner):
     """A learner whose weights, gradients and moments are in shards. All ranks call the same methods."""
 
     policy: ShardedPolicy
 
+    def __init__(self, policy: ShardedPolicy, *, note: MemoryNote | None = None, **options: Any) -> None:
+        """With the options of `Learner`; `note` remembers over restarts that memory has run out."""
+        super().__init__(policy, **options)
+        self._note = note
+
+    def _within_memory(self, run: Callable[[], Result]) -> Result:
+        try:
+            return run()
+        except TornError as error:
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                raise
+            tokens, ranks, why = self.tokens_per_micro_batch, self.policy.ranks, str(error.__cause__).splitlines()[0]
+            said = self._note.halve(tokens, f"rank {ranks.rank} of {ranks.world}", why) if self._note else ""
+            if said:
+                log.warning("%s", said)
+                raise
+            raise NoMemoryError(
+                f"{error}. tokens_per_micro_batch={tokens}: set a smaller optim.tokens_per_micro_batch, take more "
+                "ranks, or set model.gradient_checkpointing to true"
+            ) from error
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """See `Learner.tensors`; on rank 0, in the host's memory. A learner of any kind takes them back."""
+        """See `Learner.tensors`; in shards, as they are."""
         policy = self.policy
-        moments = optimizer_tensors(self.optimizer, policy.named_trainable_parameters())
         return {
-            "policy": policy.state_dict(),
-            "reference": policy.gathered(policy.reference.state_dict().items()),
-            "optimizer": policy.gathered(moments.items()),
+            "policy": {name: p.detach() for name, p in policy.named_trainable_parameters()},
+            "reference": policy.reference.state_dict(),
+            "optimizer": optimizer_tensors(self.optimizer, policy.named_trainable_parameters()),
         }
+
+    def write(self, folder: str) -> dict[str, dict[str, Tensor]]:
+        """Each rank writes its part into a folder. Where not all see it, rank 0 has all tensors in its host's memory.
+
+        Raises:
+            RunFolderError: a rank could not write.
+        """
+        ranks, tensors = self.policy.ranks, self.tensors()
+        if not all(ranks.gather(Path(folder).is_dir())):
+            return {name: self.policy.gathered(group.items()) for name, group in tensors.items()}
+        with ranks.waiting("writing a checkpoint"):
+            write_shards(folder, tensors)
+        return {}
 
     def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         """See `Learner.restore`; other ranks than 0 give tensors without data."""
@@ -166,16 +223,70 @@ class ShardedLearner(Learner):
         restore_optimizer(self.optimizer, policy.named_trainable_parameters(), moments)
         self.steps = steps
 
+    def restore_from(self, folder: str, groups: list[str], steps: int) -> bool:
+        """Restore what `write` has written, on any number of ranks: each reads its own parts.
+
+        Returns:
+            False where not all ranks see the folder; nothing was changed.
+
+        Raises:
+            ModelError, CheckpointError: it is of another model, or cannot be read.
+        """
+        policy, ranks = self.policy, self.policy.ranks
+        if not all(ranks.gather(Path(folder).is_dir())):
+            return False
+        own = dict(policy.named_trainable_parameters())
+        saved = {group: held.shapes for group, held in ShardFiles(Path(folder), groups).items()}
+        for group in ("policy", "reference")[: 1 + bool(saved["reference"])]:
+            check_fits({n: p.shape for n, p in own.items()}, saved[group], f"{policy.source}: the saved {group}")
+
+        def room(name: str, like: Tensor) -> Tensor:
+            parameter = own.get(name)
+            if parameter is None or like.shape != parameter.shape:
+                return torch.empty(like.shape, dtype=like.dtype)
+            return torch.empty_like(parameter.detach(), dtype=like.dtype)
+
+        reference = {name: room(name, like) for name, like in saved["reference"].items()}
+        moments = {name: room(name.rpartition("/")[0], like) for name, like in saved["optimizer"].items()}
+        weights = {name: p.detach() for name, p in own.items()}
+        with ranks.waiting("reading a checkpoint"):
+            read_shards(folder, {"policy": weights, "reference": reference, "optimizer": moments})
+        policy.reference.load_state_dict(reference)
+        restore_optimizer(self.optimizer, policy.named_trainable_parameters(), moments)
+        self.steps = steps
+        return True
+
 
 class LeadingShardedLearner(LeadingLearner):
     """Rank 0's learner, of which it has a part."""
 
+    def __init__(self, learner: ShardedLearner, ranks: Ranks, note: MemoryNote | None = None) -> None:
+        """Lead with this rank's own learner; `note` may know that packs must be smaller than the settings say."""
+        super().__init__(learner, ranks)
+        self._note = note
+        if note is not None and note.at_most(learner.tokens_per_micro_batch) < learner.tokens_per_micro_batch:
+            self.tokens_per_micro_batch = learner.tokens_per_micro_batch
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens under way in passes, on each rank; never more than are known to fit."""
+        return self._own.tokens_per_micro_batch
+
+    @tokens_per_micro_batch.setter
+    def tokens_per_micro_batch(self, tokens: int) -> None:
+        chosen = tokens if self._note is None else self._note.at_most(tokens)
+        self._together("__setattr__", "tokens_per_micro_batch", chosen)
+
     def tensors(self) -> dict[str, dict[str, Any]]:
         """See `Learner.tensors`."""
-        return cast(dict[str, dict[str, Any]], self._together("tensors"))
+        return ShardedTensors(self._own.tensors(), lambda folder: self._together("write", str(folder)))
 
     def restore(self, tensors: Mapping[str, Mapping[str, Any]], steps: int) -> None:
         """See `Learner.restore`."""
+        if isinstance(tensors, ShardFiles) and self._together(
+            "restore_from", str(tensors.folder), list(tensors), steps
+        ):
+            return
         told = {name: without_data(group) for name, group in tensors.items()}
         with self._ranks.telling(("learner", "restore", (told, steps), {})):
             self._own.restore(tensors, steps)
@@ -189,9 +300,7 @@ class ShardedRankSampler(RankSampler):
         return weights.version, ""
 
     def publish(self, version: int, sha256: str) -> None:
-        """Take the policy's weights, which every rank holds whole for that long."""
+        """Take the policy's weights; every rank holds one layer after the other whole."""
         policy = cast(ShardedPolicy, self._policy.own if isinstance(self._policy, LeadingPolicy) else self._policy)
-        with policy.whole():
-            held = EffectiveWeights(policy.model)
-            # not as they are: an engine shares memory with weights that are frozen, and this memory goes away
-            self.engine.publish(Weights(version, lambda: MappingProxyType(held)))
+        with policy.layer_by_layer() as held:
+            self.engine.publish(Weights(version, lambda: held))

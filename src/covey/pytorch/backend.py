@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from covey.backend import adamw_options
+from covey.backend import adamw_options, adapter_options
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError
@@ -45,14 +45,8 @@ class PyTorchBackend:
             gradient_checkpointing=chosen.gradient_checkpointing,
             prefix_sharing=chosen.prefix_sharing,
             fused_layers=chosen.fused_layers,
-            use_peft=chosen.use_peft,
             lora_config=peft_config,
-            lora_r=chosen.lora_r,
-            lora_alpha=chosen.lora_alpha,
-            lora_dropout=chosen.lora_dropout,
-            lora_target_modules=chosen.lora_target_modules,
-            adapter=chosen.adapter,
-            seed=config.run.seed,
+            **adapter_options(config),
             reference_update=algorithm.reference_update,
             reference_update_steps=algorithm.reference_update_steps,
             reference_ema_decay=algorithm.reference_ema_decay,
@@ -60,8 +54,8 @@ class PyTorchBackend:
             autocast=config.optim.autocast,
         )
 
-    def make_sampler(self, config: GRPOConfig, policy: Any) -> Engine:
-        """The engine that samples in this process."""
+    def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> Engine:
+        """The engine that samples in this process; `how` goes to it."""
         chosen = config.sampling
         return Engine(
             cast(Policy, policy).model,
@@ -69,6 +63,7 @@ class PyTorchBackend:
             dtype=None if chosen.sampler_dtype == "model" else getattr(torch, chosen.sampler_dtype),
             kv_cache_bytes=int(chosen.kv_cache_gb * 2**30),
             max_batch_size=chosen.max_batch_size,
+            **how,
         )
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> Learner:

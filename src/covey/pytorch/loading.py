@@ -93,10 +93,10 @@ def load_model(
             "loaded transformers model"
         )
     source = str(model)
-    torch_device = _device(device)
-    torch_dtype = _dtype(dtype, torch_device)
-    folder, gguf_file = _locate(source)
-    with _quiet():
+    torch_device = chosen_device(device)
+    torch_dtype = chosen_dtype(dtype, torch_device)
+    folder, gguf_file = locate(source)
+    with quiet():
         if gguf_file is None:
             loaded = _load(folder, source, dtype=torch_dtype, trust_remote_code=trust_remote_code)
             _leave_file(loaded)
@@ -125,10 +125,10 @@ def _take(
     if tokenizer is None:
         raise ModelError(f"{name}: a built model comes without its tokenizer; pass the tokenizer along with it")
     if device != "auto" or dtype != "auto":
-        target = next(model.parameters()).device if device == "auto" else _device(device)
-        model = model.to(target) if dtype == "auto" else model.to(target, _dtype(dtype, target))
+        target = next(model.parameters()).device if device == "auto" else chosen_device(device)
+        model = model.to(target) if dtype == "auto" else model.to(target, chosen_dtype(dtype, target))
     source = str(getattr(model, "name_or_path", "") or name)
-    with _quiet():
+    with quiet():
         return _finish(model, _load_tokenizer(tokenizer, source), source)
 
 
@@ -161,7 +161,7 @@ def _refuse_quantised(settings: Any, source: str) -> None:
     )
 
 
-def _locate(source: str) -> tuple[str, str | None]:
+def locate(source: str) -> tuple[str, str | None]:
     """Where to load from: (folder or hub id, GGUF file name in it or None)."""
     if source.startswith(PACKAGE_PREFIX):
         return _locate_in_package(source)
@@ -312,7 +312,8 @@ def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source:
     return tuple(sorted(found))
 
 
-def _device(name: str) -> torch.device:
+def chosen_device(name: str) -> torch.device:
+    """What `device` of `load_model` means here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -326,7 +327,14 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
+def trained_dtype(name: str, *, all_weights: bool) -> str:
+    """`dtype` of `load_model` for a model that is to be trained."""
+    # bfloat16 weights would swallow most updates: they hold 8 bits, an update is far smaller
+    return "float32" if name == "auto" and all_weights else name
+
+
+def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What `dtype` of `load_model` means on a device."""
     if name == "auto":
         wide = device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_bf16_supported())
         return torch.float32 if wide else torch.bfloat16
@@ -350,7 +358,7 @@ def _plain_copy(model: PreTrainedModel, source: str) -> PreTrainedModel:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """No progress bars or advice while loading: what matters is raised as a `ModelError`."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()

@@ -100,6 +100,27 @@ class LeanLoraLinear(PeftLoraLinear):  # type: ignore[misc]
         return name if plain else None
 
 
+def attach(
+    model: nn.Module, *, use_peft: bool, adapter: str | Path | None = None, seed: int = 0, **lora: Any
+) -> nn.Module:
+    """Put on a model what is to be trained: nothing, a fresh adapter, or a saved one.
+
+    `lora` are the options of `attach_lora` with `lora_` before their names.
+
+    Raises:
+        ModelError: see `attach_lora`, `attach_adapter` and `load_adapter`.
+    """
+    trained = model
+    if adapter is not None and isinstance(model, PeftModel):
+        load_adapter(model, adapter)
+    elif adapter is not None:
+        trained = attach_adapter(model, adapter)
+    elif use_peft or isinstance(model, PeftModel):
+        fresh = {name.removeprefix("lora_"): value for name, value in lora.items()}
+        trained = attach_lora(model, seed=seed, **fresh)
+    return trained
+
+
 def attach_lora(
     model: nn.Module,
     *,

@@ -30,9 +30,9 @@ from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
-from covey.pytorch.loading import LoadedModel, causal_lm, load_model, transformer
+from covey.pytorch.loading import LoadedModel, causal_lm, load_model, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
-from covey.pytorch.lora import attach_adapter, attach_lora, load_adapter, save_adapter
+from covey.pytorch.lora import attach, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate
@@ -102,7 +102,7 @@ class Policy:
         self._transformer = transformer(self._lm)
         if not self.trainable_parameters():
             raise ModelError(f"{self.source}: has no trainable parameter; attach an adapter or unfreeze the model")
-        _switch_dropout_off(self.model)
+        switch_dropout_off(self.model)
         self.eval()
         self._autocast: torch.dtype | None = None  # what probes compare is the model in its own precision
         expected = Expected(self._lm)
@@ -174,27 +174,19 @@ class Policy:
         Raises:
             ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `Policy`.
         """
-        if dtype == "auto" and not use_peft and adapter is None:
-            dtype = "float32"  # bfloat16 weights would swallow most updates: they hold 8 bits, an update is far smaller
+        dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
         loaded = load_model(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-        trained = loaded.model
-        if adapter is not None:
-            if isinstance(trained, PeftModel):
-                load_adapter(trained, adapter)
-            else:
-                trained = attach_adapter(trained, adapter)
-        elif use_peft and not isinstance(trained, PeftModel):
-            trained = attach_lora(
-                trained,
-                r=lora_r,
-                alpha=lora_alpha,
-                dropout=lora_dropout,
-                target_modules=lora_target_modules,
-                config=lora_config,
-                seed=seed,
-            )
-        elif isinstance(trained, PeftModel):
-            trained = attach_lora(trained)
+        trained = attach(
+            loaded.model,
+            use_peft=use_peft,
+            adapter=adapter,
+            lora_r=lora_r,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            lora_target_modules=lora_target_modules,
+            lora_config=lora_config,
+            seed=seed,
+        )
         # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
         from_current = adapter is not None or isinstance(loaded.model, PeftModel)
         ready = LoadedModel(trained, loaded.tokenizer, loaded.source, loaded.eos_token_ids)
@@ -481,7 +473,7 @@ def _sequences(pack: Pack) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
     return sequences
 
 
-def _switch_dropout_off(model: nn.Module) -> None:
+def switch_dropout_off(model: nn.Module) -> None:
     """Set every dropout but LoRA's to 0, since checkpointed layers run in training mode."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:

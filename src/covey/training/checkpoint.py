@@ -2,6 +2,7 @@
 
     checkpoints/step_000010/
         policy.safetensors  optimizer.safetensors  ...     one file for each group of tensors, bit-exact
+        shards/                                            in their place where several processes hold a part of each
         state.json                                         counters, schedule, data position, RNG
         COMPLETE                                           SHA-256 of the files above; written last
 
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,9 +33,18 @@ if TYPE_CHECKING:
     import torch
 
 TensorGroups = Mapping[str, Mapping[str, "torch.Tensor | NDArray[Any]"]]
-_FORMAT = 1
+SHARDS = "shards"
+_FORMAT, _FORMAT_OF_SHARDS = 1, 2
 _NAME = re.compile(r"^step_(\d{6,})$")
 _log = logging.getLogger("covey.checkpoint")
+
+
+class WrittenTogether(Protocol):
+    """Groups of tensors of which this process holds a part; see `covey.pytorch.shard_files`."""
+
+    def write(self, folder: Path) -> TensorGroups:
+        """Write the tensors into a folder that is there, with the other processes; returns those left to be written."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,14 +54,14 @@ class Checkpoint:
     Attributes:
         path: its folder.
         step: optimiser steps taken when it was written.
-        tensors: group -> name -> tensor, on the CPU.
+        tensors: group -> name -> tensor, on the CPU; those in shards are read when they are asked for.
         state: what `save_checkpoint` was given.
         run_id: id of the run that wrote it, "" if it was not given.
     """
 
     path: Path
     step: int
-    tensors: dict[str, dict[str, torch.Tensor]]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
     state: dict[str, Any]
     run_id: str = ""
 
@@ -70,7 +80,8 @@ def save_checkpoint(
         folder: the folder of checkpoints; created if missing.
         step: optimiser steps taken.
         tensors: group name -> tensor name -> tensor, or NumPy array, which comes back as a tensor. Any dtype, bit for
-            bit; tensors that are one and the same (tied weights) are stored once and come back tied.
+            bit; tensors that are one and the same (tied weights) are stored once and come back tied. `WrittenTogether`
+            where processes write it together.
         state: JSON-able values, in which floats are exact, and NumPy arrays.
         run_id: id of the run, checked by `load_checkpoint`.
 
@@ -85,7 +96,7 @@ def save_checkpoint(
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
     require_free_space(root, size, f"checkpoint {final.name}")
     document = {
-        "format": _FORMAT,
+        "format": _FORMAT_OF_SHARDS if hasattr(tensors, "write") else _FORMAT,
         "step": step,
         "run_id": run_id,
         "groups": sorted(tensors),
@@ -93,7 +104,7 @@ def save_checkpoint(
     }
     text = json.dumps(document, default=_as_json, indent=1)
     with publishing(final) as aside:
-        for name, group in tensors.items():
+        for name, group in _written_together(tensors, aside / SHARDS).items():
             _save_group(aside / f"{name}.safetensors", group)
         (aside / "state.json").write_text(text + "\n", encoding="utf-8")
     return final
@@ -117,9 +128,10 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
         raise CheckpointError(f"checkpoint {folder}: {problem}; {_advice(folder)}")
     try:
         document = json.loads((folder / "state.json").read_text(encoding="utf-8"), object_hook=_from_json)
-        if document["format"] != _FORMAT:
+        if document["format"] not in (_FORMAT, _FORMAT_OF_SHARDS):
             raise CheckpointError(
-                f"checkpoint {folder} has format {document['format']}, this version of Covey reads {_FORMAT}; resume "
+                f"checkpoint {folder} has format {document['format']}, this version of Covey reads {_FORMAT} and "
+                f"{_FORMAT_OF_SHARDS}; resume "
                 "with the version named in the run's versions.json"
             )
         if not isinstance(document.get("state"), dict):
@@ -136,7 +148,7 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
                 f"checkpoint {folder} belongs to run {found or '(none)'}, not to {run_id}; resume from that run's "
                 "own folder"
             )
-        tensors = {name: _load_group(folder / f"{name}.safetensors") for name in document["groups"]}
+        tensors = _load_groups(folder, document["groups"])
     except CheckpointError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
@@ -265,6 +277,25 @@ def _save_group(path: Path, group: Mapping[str, torch.Tensor | NDArray[Any]]) ->
         if number is None:
             raise
         raise folder_error(path.parent, OSError(int(number[1]), str(error))) from error
+
+
+def _written_together(tensors: TensorGroups, folder: Path) -> TensorGroups:
+    """The groups that are left to this process."""
+    if not hasattr(tensors, "write"):
+        return tensors
+    folder.mkdir()
+    left: TensorGroups = tensors.write(folder)
+    if left:
+        folder.rmdir()
+    return left
+
+
+def _load_groups(folder: Path, names: list[str]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    if not (folder / SHARDS).is_dir():
+        return {name: _load_group(folder / f"{name}.safetensors") for name in names}
+    from covey.pytorch.shard_files import ShardFiles
+
+    return ShardFiles(folder / SHARDS, names)
 
 
 def _load_group(path: Path) -> dict[str, torch.Tensor]:

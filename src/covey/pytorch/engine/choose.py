@@ -65,6 +65,11 @@ def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     )
 
 
+def build_runner(name: str, model: nn.Module, dtype: torch.dtype, device: torch.device) -> Runner:
+    """The runner of this name, not compared with anything and not loaded."""
+    return _KINDS[name](model, dtype, device)
+
+
 def is_emulated(dtype: torch.dtype, device: torch.device) -> bool:
     """True on a processor that multiplies numbers of this half precision as float32, one conversion after another."""
     if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):

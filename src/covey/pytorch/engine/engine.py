@@ -17,7 +17,7 @@ from torch import nn
 
 from covey.errors import ModelError
 from covey.pytorch.engine.cache import KVCache
-from covey.pytorch.engine.choose import choose_runner, is_emulated
+from covey.pytorch.engine.choose import build_runner, choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
 from covey.rollout.learning import NO_VERSION, Weights, check_call
@@ -41,6 +41,8 @@ class Engine:
         context_length: most tokens of prompt and completion together; default: what the model was built for.
         dtype: of the copy and of the computation; default: the model's. Probabilities are float32 always.
         device: of the copy; default: the model's.
+        runner: how the model is run, see `runner`; default: the first way that computes what the model itself does.
+            With it no weights are taken at construction, and those of `model` need not be there.
 
     Raises:
         ModelError: the model cannot be run, or `context_length` exceeds the model's.
@@ -56,6 +58,7 @@ class Engine:
         context_length: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        runner: str | None = None,
     ) -> None:
         if max_batch_size < 1:
             raise ModelError(f"max_batch_size={max_batch_size}: at least one completion must run; use 1 or more")
@@ -67,13 +70,17 @@ class Engine:
         self.context_length = _context_length(model, context_length)
         self._session: Session[TorchDevice] | None = None
         self._version = NO_VERSION
-        self._runner, why = choose_runner(model, self._dtype, self._device)
+        self._runner, why = (
+            (build_runner(runner, model, self._dtype, self._device), "")
+            if runner
+            else choose_runner(model, self._dtype, self._device)
+        )
         if why:
             _LOG.warning("sampling with the %s runner, which is slower than the fast one: %s", self._runner.name, why)
         if is_emulated(self._dtype, self._device):
             _LOG.warning("sampling in %s, for which this processor has no instructions: float32 is faster", self._dtype)
         self._cache = KVCache(self._runner.layer_shapes, kv_cache_bytes, self._dtype, self._device)
-        self._version = 0
+        self._version = NO_VERSION if runner else 0
 
     @property
     def last_stats(self) -> GenerationStats:

@@ -78,6 +78,10 @@ class EffectiveWeights(Mapping[str, Tensor]):
         merged.merge(safe_merge=False, adapter_names=list(adapters))
         return _parameter(merged.get_base_layer(), leaf)
 
+    def owner(self, name: str) -> nn.Module:
+        """The module that the weight `name` is a parameter of; PEFT's layer where there is one."""
+        return self._owners[name][0]
+
     def frozen_version(self, name: str) -> tuple[int, int] | None:
         """Equal at two times if the weight `name` cannot have changed between them; None where it may have."""
         module, leaf = self._owners[name]

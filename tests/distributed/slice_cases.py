@@ -1,0 +1,124 @@
+"""Models of which each rank reads its slices, beside the same models read whole.
+
+torchrun --standalone --nproc-per-node 2 slice_cases.py FILE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from covey import GRPOConfig
+from covey.distributed.launch import RanksBackend
+from covey.distributed.ranks import Ranks
+from covey.distributed.sharded import LeadingPolicy
+from covey.distributed.sliced import SlicedPolicy
+from covey.pytorch.backend import PyTorchBackend
+from covey.pytorch.engine.merge import EffectiveWeights
+from covey.pytorch.probe import probe_pack
+from covey.types import Request, SamplingSettings
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # options of the model, settings of the run, size of its files
+    "tied, all weights": ({}, {"use_peft": False}, "20KB"),
+    "tied, LoRA": ({}, {}, "1GB"),
+    "untied, all weights": ({"tie_word_embeddings": False}, {"use_peft": False, "beta": 0.04}, "1GB"),
+    "untied, LoRA": ({"tie_word_embeddings": False}, {"beta": 0.04, "reference_update": "ema"}, "20KB"),
+    "Qwen3, all weights": ({"name": "qwen3"}, {"use_peft": False}, "20KB"),
+    "Qwen3, LoRA": ({"name": "qwen3", "num_layers": 4}, {"gradient_checkpointing": True}, "20KB"),
+    "bfloat16, LoRA": ({"num_layers": 3}, {"dtype": "bfloat16"}, "20KB"),
+    "Mistral, LoRA": ({"name": "mistral", "num_layers": 4}, {}, "20KB"),
+    "Gemma 3, LoRA on two": ({"name": "gemma3", "num_layers": 4}, {"lora_target_modules": "q_proj,up_proj"}, "20KB"),
+    "GPT-2, all weights": ({"name": "gpt2", "num_layers": 3}, {"use_peft": False}, "20KB"),
+}
+
+
+def write_models(folder: Path) -> None:
+    """One model for each case, as its user would have it."""
+    for case, (options, _, size) in CASES.items():
+        options = {"name": "llama", "num_layers": 3} | options
+        model = tiny_model(options.pop("name"), **options)
+        model.save_pretrained(folder / case, max_shard_size=size)
+        tiny_tokenizer().save_pretrained(folder / case)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def compare(case: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
+    settings = {"lora_r": 4, "beta": 0.0, "num_generations": 2} | CASES[case][1]
+    if isinstance(settings.get("lora_target_modules"), str):
+        settings["lora_target_modules"] = settings["lora_target_modules"].split(",")
+    config = GRPOConfig(model=str(folder / case), learner_kind="sharded", seed=5, fused_layers=False, **settings)
+    backend = RanksBackend(ranks)
+    leading = backend.make_policy(config)
+    assert isinstance(leading, LeadingPolicy)
+    policy = leading.own
+    assert isinstance(policy, SlicedPolicy), "read whole"
+    whole = PyTorchBackend().make_policy(config)
+    own, theirs = dict(policy.model.named_parameters()), dict(whole.model.named_parameters())
+    buffers, their_buffers = dict(policy.model.named_buffers()), dict(whole.model.named_buffers())
+    sampler = backend.make_own(config, leading)
+    sampler.publish(1, "")
+    with torch.no_grad():
+        for name, parameter in whole.named_trainable_parameters():  # and as if something had been learned
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+                own[name].fill_(0.01)
+    sampler.publish(2, "")
+    with policy.layer_by_layer() as held:
+        merged = {name: held[name].clone() for name in held}
+    expected = EffectiveWeights(whole.model)
+    parts = [p.to_local().numel() for p in own.values() if isinstance(p, DTensor)]
+    same = [torch.equal(t, their_buffers[n]) and t.dtype == their_buffers[n].dtype for n, t in buffers.items()]
+    pack = probe_pack(whole._lm)
+    with torch.no_grad():
+        mine, other = policy.score(pack).logp, whole.score(pack).logp
+    engine = PyTorchBackend().make_sampler(config, whole)
+    request = [Request([5, 6, 7, 8], (1, 2, 3))]
+    drawn = [
+        each(request, SamplingSettings(max_tokens=8, temperature=1.0), policy_version=version)[0]
+        for each, version in ((sampler.engine, 2), (engine, 0))
+    ]
+    snapshot = policy.reference._snapshot
+    return {
+        "names": list(own) == list(theirs) and list(buffers) == list(their_buffers),
+        "trained": [n for n, _ in policy.named_trainable_parameters()]
+        == [n for n, _ in whole.named_trainable_parameters()],
+        "weights": all(torch.equal(full(p), theirs[n]) and p.dtype == theirs[n].dtype for n, p in own.items()),
+        "buffers": all(same),
+        "reference": sorted(snapshot) == sorted(whole.reference._snapshot),
+        "merged": list(merged) == list(expected) and all(torch.equal(t, expected[n]) for n, t in merged.items()),
+        "part": sum(parts) / sum(p.numel() for p in own.values()),
+        "scores": float((mine - other).abs().max()),
+        "runner": [sampler.engine.runner, engine.runner],
+        "drawn": [each.token_ids.tolist() for each in drawn],
+        "ends": list(policy.eos_token_ids) == list(whole.eos_token_ids),
+        "resident": policy.shape.get_input_embeddings().weight.untyped_storage().nbytes(),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    if "MACHINE" in os.environ:
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["MACHINE"]
+    ranks = Ranks.of_torchrun(300)
+    assert ranks is not None
+    file, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    found = {case: compare(case, folder, ranks) for case in sys.argv[3:] or CASES}
+    if ranks.rank == 0:
+        file.write_text(json.dumps(found))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()
