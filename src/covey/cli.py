@@ -73,7 +73,7 @@ def main() -> None:
         app()
     except CoveyError as error:
         err.print(visible(f"covey: {error}", 5000), style="red", markup=False, highlight=False)
-        sys.exit(2)
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)

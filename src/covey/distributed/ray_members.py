@@ -25,8 +25,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from covey.adapters import Adapter, fingerprint
 from covey.backend import load_backend
 from covey.config import GRPOConfig
+from covey.distributed.head import CONNECT_SECONDS, Head, reach
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
-from covey.distributed.preflight import PACKAGES, Node, check_alike, check_room, check_store, installed
+from covey.distributed.preflight import (
+    PACKAGES,
+    Node,
+    check_alike,
+    check_room,
+    check_store,
+    gpus_of_sampler,
+    installed,
+)
 from covey.errors import ConfigError, CoveyError
 from covey.pytorch.engine.merge import bare_model, weights_of
 from covey.pytorch.loading import load_model
@@ -36,8 +45,10 @@ from covey.types import Completion, Progress, Request, SamplingSettings
 
 CPUS = 1.0
 """That a sampler takes of its node."""
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 _PROBE_SECONDS = 20.0
-_CONNECT_SECONDS = 5.0
+_LOCAL_MARK = "covey-local"
+"""Resource of a Ray that ends with the run that has started it: no cluster for others."""
 _LOCAL_STORE_BYTES = 200 << 20
 
 
@@ -153,7 +164,12 @@ class RayMember:
         return _answer(self._actor.sample.remote, list(requests), settings, version)
 
     def watch(self) -> None:
-        """Ask how many completions are over, without waiting for the answer."""
+        """Ask how many completions are over, without waiting for the answer.
+
+        Raises:
+            ClusterLostError: the head is gone, so that nobody could be started any more.
+        """
+        self._cluster.head.check()
         with suppress(RayError):
             if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
                 done, self._asked = ray.get(self._asked), None
@@ -206,7 +222,7 @@ class Cluster:
         adapter = held.weights.adapter
         if self._put is None or self._put[0] is not held:
             tensors = dict(held.weights.tensors() if adapter is None else adapter.tensors)
-            check_store(_nodes(), sum(array.nbytes for array in tensors.values()))
+            check_store(nodes_there(), sum(array.nbytes for array in tensors.values()))
             self._put = (held, ray.put(tensors))
         return self._put[1], None if adapter is None else dict(adapter.config)
 
@@ -217,7 +233,7 @@ class Cluster:
             for actor in self._actors if self._connected else ():
                 _kill(actor)
             self._put, self._actors = None, []
-        wait(self._starting, timeout=_CONNECT_SECONDS)  # a call of Ray's after its end would start it again
+        wait(self._starting, timeout=CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._connected and self._own:
             ray.shutdown()
         self._connected = False
@@ -227,7 +243,7 @@ class Cluster:
         with self._lock:
             if not self._connected:
                 self._own = _connect(self._config.distributed.ray_address, self._config.distributed.samplers or 0)
-                self._connected = True
+                self._connected, self.head = True, Head(ray.get_runtime_context().gcs_address)
                 try:
                     self._preflight()
                 except BaseException:
@@ -235,16 +251,13 @@ class Cluster:
                     raise
 
     def _preflight(self) -> None:
-        chosen, nodes = self._config.distributed, _nodes()
-        gpus = chosen.gpus_per_sampler
-        if gpus is None:
-            gpus = 1.0 if self._config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
-        self._gpus, samplers = gpus, chosen.samplers or 0
+        nodes, samplers = nodes_there(), self._config.distributed.samplers or 0
+        self._gpus = gpus = gpus_of_sampler(self._config, nodes)
         check_room(nodes, samplers, CPUS, gpus)
-        nodes = _with_versions(nodes)
+        nodes = with_versions(nodes)
         check_room(nodes, samplers, CPUS, gpus)
         check_alike(nodes, installed(), CPUS, gpus)
-        _await_room(samplers, gpus)
+        await_room(f"distributed.samplers={samplers}", samplers * CPUS, samplers * gpus)
 
     def _start(self, session: int) -> Member:
         chosen = self._config.distributed
@@ -279,23 +292,36 @@ def _connect(address: str, samplers: int) -> bool:
     """Connect to a cluster; True if that was done here, so that it must be left here."""
     if ray.is_initialized():
         return False
+    if not join(address):
+        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, samplers), "include_dashboard": False}
+        here["resources"] = {_LOCAL_MARK: 1}
+        ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **_QUIET)
+    return True
+
+
+def join(address: str) -> bool:
+    """Connect to the cluster that an address names, see `distributed.ray_address`; False where there is none.
+
+    Raises:
+        ConfigError: one is named, and does not answer.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do in its next version
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    known = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+    known = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+    if known == "local":
+        return False
     if known == "auto":
         try:
-            ray.init(address="auto", **quiet)
-            return True
+            ray.init(address="auto", **_QUIET)
         except ConnectionError:
-            known = "local"
-    if known == "local":
-        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, samplers), "include_dashboard": False}
-        ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **quiet)
+            return False
+        if _LOCAL_MARK in ray.cluster_resources():
+            ray.shutdown()
+            return False
         return True
     _require_reachable(known)
     try:
-        ray.init(address=known, **quiet)
+        ray.init(address=known, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300})") from error
     return True
@@ -310,7 +336,7 @@ def _require_reachable(address: str) -> None:
             "it; from outside of a cluster, use ray job submit"
         )
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        reach(address)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"distributed.ray_address={address!r:.200}: nobody answers there ({error}); start a cluster with "
@@ -318,7 +344,8 @@ def _require_reachable(address: str) -> None:
         ) from error
 
 
-def _nodes() -> list[Node]:
+def nodes_there() -> list[Node]:
+    """The nodes that live."""
     found = []
     for node in ray.nodes():
         held = node["Resources"]
@@ -329,7 +356,7 @@ def _nodes() -> list[Node]:
     return found
 
 
-def _with_versions(nodes: Sequence[Node]) -> list[Node]:
+def with_versions(nodes: Sequence[Node]) -> list[Node]:
     """The nodes that run a task, with what is installed there; this process knows what its own has."""
 
     def ask(names: Sequence[str]) -> dict[str, str]:  # sent by value, so that it runs where Covey is missing
@@ -369,22 +396,25 @@ def _with_versions(nodes: Sequence[Node]) -> list[Node]:
     return [replace(node, versions=found[node.name]) for node in nodes if node.name in found]
 
 
-def _await_room(samplers: int, gpus: float) -> None:
-    """What is taken by somebody who has just ended is free soon."""
+def await_room(what: str, cpus: float, gpus: float) -> None:
+    """What is taken by somebody who has just ended is free soon.
+
+    Raises:
+        ConfigError: it was not; `what` is the setting that asks for so much.
+    """
     deadline = time.monotonic() + _PROBE_SECONDS
     while True:
         free = ray.available_resources()
         lacking = [
-            f"{samplers * each:g} {kind}, {free.get(kind, 0.0):g} are free"
-            for kind, each in (("CPU", CPUS), ("GPU", gpus))
-            if free.get(kind, 0.0) < samplers * each
+            f"{needed:g} {kind}, {free.get(kind, 0.0):g} are free"
+            for kind, needed in (("CPU", cpus), ("GPU", gpus))
+            if free.get(kind, 0.0) < needed
         ]
         if not lacking:
             return
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"distributed.samplers={samplers}: needs {' and '.join(lacking)}: others use the Ray cluster; wait for "
-                "them, or use fewer"
+                f"{what}: needs {' and '.join(lacking)}: others use the Ray cluster; wait for them, or use fewer"
             )
         time.sleep(0.5)
 
@@ -393,7 +423,7 @@ def _get(ref: Any, seconds: float) -> Any:
     try:
         return ray.get(ref, timeout=seconds)
     except RayError as error:
-        raise _translated(error) from error
+        raise translated(error) from error
 
 
 def _answer(call: Any, *arguments: Any) -> Future[Any]:
@@ -405,17 +435,17 @@ def _answer(call: Any, *arguments: Any) -> Future[Any]:
         if error is None:
             found.set_result(answer.result())
         else:
-            found.set_exception(_translated(error))
+            found.set_exception(translated(error))
 
     try:
         call(*arguments).future().add_done_callback(over)
     except RayError as error:
-        found.set_exception(_translated(error))
+        found.set_exception(translated(error))
     return found
 
 
-def _translated(error: BaseException) -> BaseException:
-    """What was wrong inside the actor, or with it."""
+def translated(error: BaseException) -> BaseException:
+    """What was wrong inside an actor, or with it."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, CoveyError):
         return cause
