@@ -110,7 +110,7 @@ def train(
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     from covey.distributed import launch
 
-    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config)):
+    if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
         print_summary(out, trainer, Path(config.run.output_dir))
 
 
@@ -131,7 +131,7 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config, resume=True)):
+    if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):
         print_summary(out, trainer, run)
 
 

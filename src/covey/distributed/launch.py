@@ -167,7 +167,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         ranks.close()
 
 
-def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
+def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None] = log.info) -> bool:
     """Where the settings ask for several learners and nobody has started them: start them, and wait.
 
     On a Ray cluster, if `distributed.ray_address` names one or this machine is part of one, else with torchrun on this
@@ -177,6 +177,7 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
     Args:
         config: of the run.
         arguments: of the `covey` command, which rank 0 is given, or under torchrun every rank.
+        say: is told who starts the learners, and where.
 
     Returns:
         False where this process trains itself.
@@ -192,7 +193,7 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
         return False
     RanksBackend(Ranks()).check(config)
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // chosen.learners, 1))}
-    with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder, _launcher(config, arguments) as start:
+    with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder, _launcher(config, arguments, say) as start:
         refused = Path(folder) / "refused"
         environment = threads | os.environ | {_REFUSED: str(refused)}
         for attempt in range(chosen.max_restarts + 1):
@@ -211,12 +212,14 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
 
 
 @contextmanager
-def _launcher(config: GRPOConfig, arguments: Sequence[str]) -> Iterator[Callable[[int, Mapping[str, str]], int]]:
+def _launcher(
+    config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None]
+) -> Iterator[Callable[[int, Mapping[str, str]], int]]:
     """What starts all ranks once, given the attempt from 0 and the environment.
 
     It returns rank 0's exit status, or another one than 0 if any rank has died.
     """
-    cluster = _cluster(config, arguments)
+    cluster = _cluster(config, arguments, say)
     if cluster is not None:
         with closing(cluster):
             yield cluster.start
@@ -227,10 +230,11 @@ def _launcher(config: GRPOConfig, arguments: Sequence[str]) -> Iterator[Callable
         with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
             return launcher.wait()
 
+    say(f"layout: {config.distributed.learners} learners on this machine, started by torchrun")
     yield torchrun
 
 
-def _cluster(config: GRPOConfig, arguments: Sequence[str]) -> Any:
+def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None]) -> Any:
     """The Ray cluster that starts the ranks, None where there is none."""
     address = config.distributed.ray_address
     if address == "local":
@@ -246,7 +250,7 @@ def _cluster(config: GRPOConfig, arguments: Sequence[str]) -> Any:
             f"distributed.ray_address={address!r:.200}: Ray is not installed; run pip install 'covey[ray]', or "
             "leave it out"
         ) from error
-    return RayRanks.connected(config, arguments, run)
+    return RayRanks.connected(config, arguments, run, say)
 
 
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:

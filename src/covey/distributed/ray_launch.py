@@ -84,13 +84,20 @@ class RayRanks:
         config: of the run.
         arguments: of the `covey` command, which rank 0 is given.
         work: what the other ranks do with the settings; sent by its name.
+        say: is told on which machines the ranks are.
 
     Raises:
         ConfigError: the cluster is too small for the run, or in use, or its machines are not alike.
     """
 
-    def __init__(self, config: GRPOConfig, arguments: Sequence[str], work: Callable[[GRPOConfig], object]) -> None:
-        self._config, self._arguments, self._work = config, list(arguments), work
+    def __init__(
+        self,
+        config: GRPOConfig,
+        arguments: Sequence[str],
+        work: Callable[[GRPOConfig], object],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._arguments, self._work, self._say = config, list(arguments), work, say
         here = ray.get_runtime_context()
         self._head, self._here = Head(here.gcs_address), here.get_node_id()
         self._gpus = 0.0
@@ -98,10 +105,14 @@ class RayRanks:
 
     @classmethod
     def connected(
-        cls, config: GRPOConfig, arguments: Sequence[str], work: Callable[[GRPOConfig], object]
+        cls,
+        config: GRPOConfig,
+        arguments: Sequence[str],
+        work: Callable[[GRPOConfig], object],
+        say: Callable[[str], None],
     ) -> RayRanks | None:
         """On the cluster that `distributed.ray_address` names or that this machine is part of; None: there is none."""
-        return cls(config, arguments, work) if join(config.distributed.ray_address) else None
+        return cls(config, arguments, work, say) if join(config.distributed.ray_address) else None
 
     def close(self) -> None:
         """Leave the cluster."""
@@ -213,6 +224,9 @@ class RayRanks:
         """Which rank it is, and which of those on its machine, as environment variables."""
         nodes = placement_group_table(group)["bundles_to_node_id"]
         on = [nodes[rank] for rank in range(len(nodes))]
+        named = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        counts = [f"{on.count(node)} on {named.get(node, node)}" for node in dict.fromkeys(on)]
+        self._say(f"layout: {len(on)} learners on the Ray cluster {self._head.address}: {', '.join(counts)}")
         return [
             {"RANK": str(rank), "LOCAL_RANK": str(on[:rank].count(node)), "LOCAL_WORLD_SIZE": str(on.count(node))}
             for rank, node in enumerate(on)
