@@ -35,7 +35,7 @@ from covey.cli_serve import serve
 from covey.cli_watch import watch
 from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
-from covey.errors import ConfigError, CoveyError, DataError
+from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
 from covey.observe.console import visible
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def main() -> None:
         app()
     except CoveyError as error:
         err.print(visible(f"covey: {error}", 5000), style="red", markup=False, highlight=False)
+        if isinstance(error, ClusterLostError):
+            os._exit(error.exit_status)  # what Ray does at the end of a process would wait for it
         sys.exit(error.exit_status)
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")

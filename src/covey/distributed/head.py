@@ -15,11 +15,17 @@ the trainer too; the time between is for a checkpoint."""
 
 
 class Head:
-    """The head of the Ray cluster that this process is connected to."""
+    """The head of the Ray cluster that this process is connected to.
+
+    Args:
+        address: HOST:PORT, where somebody has just answered.
+
+    Attributes:
+        lost: it is taken to be gone. Most of Ray's functions would wait for it, until Ray ends the process.
+    """
 
     def __init__(self, address: str) -> None:
-        """HOST:PORT, where somebody has just answered."""
-        self.address = address
+        self.address, self.lost = address, False
         self._seen = self._asked = time.monotonic()
 
     def check(self) -> None:
@@ -33,7 +39,8 @@ class Head:
             with suppress(OSError):
                 reach(self.address)
                 self._seen = time.monotonic()
-        if self._asked - self._seen > _LOST_SECONDS:
+        self.lost = self._asked - self._seen > _LOST_SECONDS
+        if self.lost:
             raise ClusterLostError(
                 f"the head of the Ray cluster, {self.address}, has not answered for {_LOST_SECONDS:g} s: the cluster "
                 "is lost; when it is there again, start again: the run continues from its last checkpoint"

@@ -27,7 +27,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from covey.config import GRPOConfig
 from covey.distributed.head import Head
@@ -50,7 +50,7 @@ _PLACE_SECONDS = 10.0
 """For a placement group when there is room for it."""
 _TELL_SECONDS = 5.0
 """When a rank has ended, the others may say so long why they end too: the reason may be theirs."""
-_SAVE_SECONDS = 30.0
+_SAVE_SECONDS = 25.0
 """For a checkpoint of rank 0, when a rank or the cluster is lost."""
 _LEAVE_SECONDS = 8.0
 """The same when the command is to end: whoever asks for that waits, or kills."""
@@ -74,6 +74,13 @@ try:
     runpy.run_module("covey", run_name="__main__", alter_sys=True)
 except KeyboardInterrupt:
     sys.exit(130)
+except SystemExit as end:
+    if end.code == 75:  # the cluster is lost; what Ray does at the end of a process would wait for it
+        sys.stdout.flush()
+        os._exit(75)
+    raise
+finally:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 """
 
 
@@ -100,8 +107,8 @@ class RayRanks:
         self._config, self._arguments, self._work, self._say = config, list(arguments), work, say
         here = ray.get_runtime_context()
         self._head, self._here = Head(here.gcs_address), here.get_node_id()
-        self._gpus = 0.0
-        self._before = signal.signal(signal.SIGTERM, _terminated)
+        self._gpus, self._terminated = 0.0, 0
+        self._before = signal.signal(signal.SIGTERM, self._terminate)
 
     @classmethod
     def connected(
@@ -116,7 +123,8 @@ class RayRanks:
 
     def close(self) -> None:
         """Leave the cluster."""
-        ray.shutdown()
+        if not self._head.lost:
+            ray.shutdown()
         signal.signal(signal.SIGTERM, self._before)
 
     def start(self, attempt: int, environment: Mapping[str, str]) -> int:
@@ -133,8 +141,17 @@ class RayRanks:
             CoveyError: as a rank other than 0 raised it.
             ConfigError: there is no room.
             ClusterLostError: the head is gone, or, after the first attempt, there is no room any more.
-            KeyboardInterrupt: rank 0 was interrupted.
+            KeyboardInterrupt: this process or rank 0 was interrupted.
+            SystemExit: this process got SIGTERM.
         """
+        try:
+            return self._start(attempt, environment)
+        except KeyboardInterrupt:
+            if self._terminated:
+                sys.exit(128 + self._terminated)
+            raise
+
+    def _start(self, attempt: int, environment: Mapping[str, str]) -> int:
         group = self._reserve(again=attempt > 0)
         actors: dict[int, Any] = {}
         rank_0: subprocess.Popen[bytes] | None = None
@@ -158,7 +175,7 @@ class RayRanks:
                 options = self._options(group, rank) | {"max_restarts": 0, "max_task_retries": 0}
                 actors[rank] = host.options(**options).remote(shared | told, os.getcwd())
             runs = {actor.run.remote(self._work, self._config): rank for rank, actor in actors.items()}
-            given = environment | own | self._devices(group) | {"RAY_ADDRESS": self._head.address}
+            given = {**environment, **own, **self._devices(group), "RAY_ADDRESS": self._head.address}
             command = [sys.executable, "-c", _RANK_0, str(os.getpid()), *self._arguments]
             # In a session of its own: the terminal's Ctrl-C comes here, and rank 0 is told once.
             rank_0 = subprocess.Popen(command, env=given, start_new_session=True)
@@ -170,8 +187,13 @@ class RayRanks:
             raise
         finally:
             self._end(rank_0, actors, seconds)
-            with suppress(Exception):
-                remove_placement_group(group)
+            if not self._head.lost:
+                with suppress(Exception):
+                    remove_placement_group(group)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = number
+        raise KeyboardInterrupt  # which Ray's waiting calls let through
 
     # ------------------------------------------------------------------ places
 
@@ -261,6 +283,7 @@ class RayRanks:
     def _watch(self, rank_0: subprocess.Popen[bytes], runs: dict[Any, int], actors: Mapping[int, Any]) -> int:
         """Wait until rank 0 has ended, or another rank too early."""
         waiting, died, since = list(runs), dict[int, str](), 0.0
+        refused: CoveyError | None = None
         while True:
             self._head.check()
             status = rank_0.poll()
@@ -268,15 +291,17 @@ class RayRanks:
             for ref in over:
                 error = _error_of(ref)
                 if isinstance(error, CoveyError) and not isinstance(error, RankLostError):
-                    raise error
-                if error is not None:
+                    refused = refused or error
+                elif error is not None:
                     died[runs[ref]] = f"{error}"
-            if status is None and not died:
+            if status is None and not died and refused is None:
                 time.sleep(0 if waiting else _LOOK_SECONDS)
                 continue
             since = since or time.monotonic()
             if time.monotonic() - since > _TELL_SECONDS or (status is not None and not waiting):
                 break
+        if refused is not None:
+            raise refused
         if status == 130 and not died:
             raise KeyboardInterrupt
         if status != 0:
@@ -316,11 +341,9 @@ class RayRanks:
         for actor in actors.values():
             with suppress(Exception):
                 actor.end.remote()  # reaches it without the head
-        with suppress(ClusterLostError):
-            self._head.check()
-            for actor in actors.values():
-                with suppress(Exception):
-                    ray.kill(actor, no_restart=True)
+        for actor in actors.values() if not self._head.lost else ():
+            with suppress(Exception):
+                ray.kill(actor, no_restart=True)
 
 
 def _rank_host() -> type:
@@ -369,7 +392,3 @@ def _error_of(ref: Any) -> BaseException | None:
             return found
         return error if isinstance(error, RayTaskError) else found
     return None
-
-
-def _terminated(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)

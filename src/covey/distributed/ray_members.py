@@ -180,7 +180,8 @@ class RayMember:
 
     def stop(self, *, failed: bool) -> None:
         """Kill the process; one on this machine even if it takes no message any more."""
-        _kill(self._actor)
+        if not self._cluster.head.lost:
+            _kill(self._actor)
         if failed and self._here:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -206,7 +207,7 @@ class Cluster:
         self._lock, self._connected, self._own = threading.RLock(), False, False
         self._actors: list[Any] = []
         self._starting: list[Future[Member]] = []
-        self._session = 0
+        self._session = self._stored = 0
         self._put: tuple[Held, Any] | None = None
         self._gpus = 0.0
         self.connect()
@@ -222,7 +223,10 @@ class Cluster:
         adapter = held.weights.adapter
         if self._put is None or self._put[0] is not held:
             tensors = dict(held.weights.tensors() if adapter is None else adapter.tensors)
-            check_store(nodes_there(), sum(array.nbytes for array in tensors.values()))
+            size = sum(array.nbytes for array in tensors.values())
+            if size > self._stored:  # not each time: it asks the head, and would wait for one that is lost
+                check_store(nodes_there(), size)
+                self._stored = size
             self._put = (held, ray.put(tensors))
         return self._put[1], None if adapter is None else dict(adapter.config)
 
@@ -230,11 +234,11 @@ class Cluster:
         """Leave the cluster, which ends what was started in it; one that was started here ends too."""
         with self._lock:
             self._session += 1
-            for actor in self._actors if self._connected else ():
+            for actor in self._actors if self._connected and not self.head.lost else ():
                 _kill(actor)
             self._put, self._actors = None, []
         wait(self._starting, timeout=CONNECT_SECONDS)  # a call of Ray's after its end would start it again
-        if self._connected and self._own:
+        if self._connected and self._own and not self.head.lost:
             ray.shutdown()
         self._connected = False
 
