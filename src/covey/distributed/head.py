@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import suppress
 
 from covey.errors import ClusterLostError
 
@@ -26,7 +25,8 @@ class Head:
 
     def __init__(self, address: str) -> None:
         self.address, self.lost = address, False
-        self._seen = self._asked = time.monotonic()
+        self._asked = time.monotonic()
+        self._silent_since: float | None = None
 
     def check(self) -> None:
         """Ask now and then whether it still answers; to be called often.
@@ -34,12 +34,15 @@ class Head:
         Raises:
             ClusterLostError: it has not for some time.
         """
-        if time.monotonic() - self._asked >= _LOST_SECONDS / 10:
-            self._asked = time.monotonic()
-            with suppress(OSError):
+        now = time.monotonic()
+        if now - self._asked >= _LOST_SECONDS / 10:
+            self._asked = now
+            try:
                 reach(self.address)
-                self._seen = time.monotonic()
-        self.lost = self._asked - self._seen > _LOST_SECONDS
+                self._silent_since = None
+            except OSError:
+                self._silent_since = self._silent_since or now
+        self.lost = self._silent_since is not None and now - self._silent_since > _LOST_SECONDS
         if self.lost:
             raise ClusterLostError(
                 f"the head of the Ray cluster, {self.address}, has not answered for {_LOST_SECONDS:g} s: the cluster "

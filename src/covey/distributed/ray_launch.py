@@ -75,9 +75,9 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 except SystemExit as end:
-    if end.code == 75:  # the cluster is lost; what Ray does at the end of a process would wait for it
+    if end.code in (75, 130):  # the cluster may be lost, and what Ray does at the end of a process waits for it
         sys.stdout.flush()
-        os._exit(75)
+        os._exit(end.code)
     raise
 finally:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -200,7 +200,7 @@ class RayRanks:
     def _reserve(self, *, again: bool) -> PlacementGroup:
         """A place for each rank, the first one's on this node."""
         chosen = self._config.distributed
-        deadline = time.monotonic() + chosen.timeout_seconds
+        deadline, waits = time.monotonic() + chosen.timeout_seconds, False
         while True:
             try:
                 self._preflight()
@@ -208,6 +208,9 @@ class RayRanks:
             except ConfigError as error:
                 if not again:
                     raise
+                if not waits:
+                    log.warning("waiting %g s for room: %s", chosen.timeout_seconds, error)
+                waits = True
                 self._head.check()
                 if time.monotonic() > deadline:
                     raise ClusterLostError(
