@@ -50,7 +50,7 @@ _PLACE_SECONDS = 10.0
 """For a placement group when there is room for it."""
 _TELL_SECONDS = 5.0
 """When a rank has ended, the others may say so long why they end too: the reason may be theirs."""
-_SAVE_SECONDS = 25.0
+_SAVE_SECONDS = 20.0
 """For a checkpoint of rank 0, when a rank or the cluster is lost."""
 _LEAVE_SECONDS = 8.0
 """The same when the command is to end: whoever asks for that waits, or kills."""
@@ -327,6 +327,9 @@ class RayRanks:
     def _end(self, rank_0: subprocess.Popen[bytes] | None, actors: Mapping[int, Any], seconds: float) -> None:
         """All ranks have ended after this; rank 0 is given the time for a checkpoint."""
         try:
+            if rank_0 is not None and self._head.lost and self._config.distributed.samplers:
+                with suppress(subprocess.TimeoutExpired):  # it finds out by itself, at a moment that can be saved
+                    rank_0.wait(_TELL_SECONDS)
             if rank_0 is not None and rank_0.poll() is None:
                 rank_0.send_signal(signal.SIGUSR1)
                 with suppress(subprocess.TimeoutExpired):

@@ -154,14 +154,15 @@ class RayMember:
 
     def load(self, held: Held) -> Future[str]:
         """One copy in the object store serves all actors."""
-        self._cluster.head.check()
         return _answer(self._actor.load.remote, *self._cluster.put(held), held.weights.version)
 
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
         """One call of the actor."""
-        self._cluster.head.check()  # actors may live, and answer, for a while longer than the head
+        # Actors may answer for a while longer than the head lives. It is asked here rather than in `load`: between the
+        # update and the end of `load` nothing can be saved.
+        self._cluster.head.check()
         self._progress, self._total, self._asked = progress, len(requests), None
         return _answer(self._actor.sample.remote, list(requests), settings, version)
 
