@@ -52,7 +52,7 @@ _TELL_SECONDS = 5.0
 """When a rank has ended, the others may say so long why they end too: the reason may be theirs."""
 _SAVE_SECONDS = 20.0
 """For a checkpoint of rank 0, when a rank or the cluster is lost."""
-_LEAVE_SECONDS = 8.0
+_LEAVE_SECONDS = 5.0
 """The same when the command is to end: whoever asks for that waits, or kills."""
 _PASSED_ON = ("OMP_", "GOMP_", "MKL_", "ATEN_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "NCCL_", "HF_", "TOKENIZERS_")
 """How environment variables begin that are part of the numbers, or of how ranks and models are found."""
