@@ -6,7 +6,7 @@
 3  serving, observe, config                    (config puts the sections together)
 4  backend, pytorch/backend.py, jax/backend.py, distributed, watch
 5  training
-6  distributed/launch.py
+6  distributed/launch.py                       (distributed/ray_launch.py starts it, and is given what to start)
 7  cli, covey/__init__.py, trl
 """
 
@@ -258,15 +258,16 @@ def test_backends_stay_in_their_rooms() -> None:
 
 def test_ray_is_imported_where_it_is_used() -> None:
     """Who has no cluster needs no Ray, and what is sampled does not depend on it."""
-    using = {
-        module_of(path)
+    inside = {f"covey.distributed.ray_{name}" for name in ("cluster", "members", "launch")}
+    ray = {module_of(path) for path in FILES for found in imports_in(path) if found.module.split(".")[0] == "ray"}
+    assert ray == inside
+    doors = {
+        (module_of(path), found.deferred)
         for path in FILES
         for found in imports_in(path)
-        if found.module.split(".")[0] == "ray" or found.module == "covey.distributed.ray_members"
+        if found.module in inside and module_of(path) not in inside
     }
-    assert using == {"covey.distributed.ray_facts", "covey.distributed.ray_members", "covey.distributed.start"}
-    start = SOURCE / "distributed" / "start.py"
-    assert all(found.deferred for found in imports_in(start) if found.module.endswith("ray_members"))
+    assert doors == {("covey.distributed.start", True), ("covey.distributed.launch", True)}
 
 
 def test_library_rooms_do_not_print() -> None:

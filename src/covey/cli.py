@@ -39,7 +39,7 @@ from covey.cli_serve import serve
 from covey.cli_watch import watch
 from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
-from covey.errors import ConfigError, CoveyError, DataError
+from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
 from covey.observe.console import visible
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ def main() -> None:
         app()
     except CoveyError as error:
         err.print(visible(f"covey: {error}", 5000), style="red", markup=False, highlight=False)
-        sys.exit(2)
+        if isinstance(error, ClusterLostError):
+            os._exit(error.exit_status)  # what Ray does at the end of a process would wait for it
+        sys.exit(error.exit_status)
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)
@@ -114,7 +116,7 @@ def train(
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     from covey.distributed import launch
 
-    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config)):
+    if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
         print_summary(out, trainer, Path(config.run.output_dir))
 
 
@@ -135,7 +137,7 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    if not launch.start_ranks(config, sys.argv[1:]) and (trainer := launch.run(config, resume=True)):
+    if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):
         print_summary(out, trainer, run)
 
 

@@ -115,7 +115,12 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("keep_units", _has_units, "distributed.samplers is set, or there are several servers"),
     *((field, _has_ranks, "there are several samplers, learners or servers") for field in _OF_RANKS),
-    *((field, _set("samplers"), "distributed.samplers is above 0") for field in ("ray_address", "gpus_per_sampler")),
+    ("gpus_per_sampler", _set("samplers"), "distributed.samplers is above 0"),
+    (
+        "ray_address",
+        lambda c: c.distributed.samplers or c.distributed.learners > 1,
+        "distributed.samplers is above 0, or distributed.learners above 1",
+    ),
     (
         "adapter_folder",
         lambda c: c.server.inference_server_kind != "covey",

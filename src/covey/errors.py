@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 _INSTALLED = tuple(
     os.path.join(os.path.realpath(sysconfig.get_path(name)), "")
@@ -34,7 +35,13 @@ def raised_at(error: BaseException) -> str:
 
 
 class CoveyError(Exception):
-    """Base of everything that Covey raises on purpose."""
+    """Base of everything that Covey raises on purpose.
+
+    Attributes:
+        exit_status: of a command that it ends.
+    """
+
+    exit_status: ClassVar[int] = 2
 
 
 class ConfigError(CoveyError, ValueError):
@@ -76,6 +83,15 @@ class ServingError(CoveyError, RuntimeError):
 
 class AdapterError(CoveyError, ValueError):
     """An uploaded adapter is no adapter for this model; nothing was changed."""
+
+
+class ClusterLostError(CoveyError, RuntimeError):
+    """The cluster that a run needs is gone, or a part of it: the same command goes on as soon as it is there again.
+
+    `exit_status` is EX_TEMPFAIL, for whoever starts commands again.
+    """
+
+    exit_status = 75
 
 
 class CheckpointError(CoveyError, RuntimeError):

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from covey.distributed.preflight import Node, check_alike, check_room, check_store, installed
+from covey import GRPOConfig
+from covey.distributed.preflight import (
+    Node,
+    check_alike,
+    check_learners,
+    check_room,
+    check_store,
+    gpus_of_learner,
+    gpus_of_sampler,
+    installed,
+)
 from covey.errors import ConfigError
 
 OWN = {"python": "3.11.9", "torch": "2.13.0"}
@@ -25,6 +35,28 @@ def test_room_is_counted_node_by_node() -> None:
         check_room(nodes, 4, 1, 1)
     with pytest.raises(ConfigError, match="has room for 0"):
         check_room([], 1, 1, 0)
+
+
+def test_learners_and_samplers_need_room_together() -> None:
+    nodes = [node("a", 8, 2), node("b", 1, 8), node("c", 3.5, 0)]  # in all 12.5 CPUs and 10 GPUs, 3 of both on a node
+    check_learners(nodes, "a", (3, 1, 1), (9, 1, 0.5))
+    check_learners(nodes, "c", (12, 1, 0), (0, 1, 0))
+    with pytest.raises(ConfigError, match=r"learners=4: 4 CPUs and 4 GPUs are needed, .* room for 3 learners: a \(8 "):
+        check_learners(nodes, "a", (4, 1, 1), (0, 1, 1))
+    with pytest.raises(ConfigError, match=r"learners=3 and samplers=10: 13 CPUs and 3 GPUs are needed.* has 12.5 CPUs"):
+        check_learners(nodes, "a", (3, 1, 1), (10, 1, 0))
+    with pytest.raises(ConfigError, match=r"the first learner runs where the command does, .*: c \(3.5 CPUs, 0 GPUs\)"):
+        check_learners(nodes, "c", (2, 1, 1), (0, 1, 0))
+    with pytest.raises(ConfigError, match="nowhere"):
+        check_learners(nodes, "nowhere", (2, 1, 0), (0, 1, 0))
+
+
+def test_gpus_are_used_where_there_are_any() -> None:
+    nodes = [node("a", 8, 0), node("b", 8, 2)]
+    assert gpus_of_learner(GRPOConfig(), nodes) == 1
+    assert gpus_of_learner(GRPOConfig(device="cpu"), nodes) == gpus_of_learner(GRPOConfig(), nodes[:1]) == 0
+    assert gpus_of_sampler(GRPOConfig(samplers=1, gpus_per_sampler=0.5), nodes) == 0.5
+    assert gpus_of_sampler(GRPOConfig(samplers=1), nodes) == 1
 
 
 def test_versions_are_compared_where_samplers_may_be() -> None:

@@ -17,6 +17,8 @@ import pytest
 from covey.observe.run_folder import RunFolder
 
 TESTS = Path(__file__).parents[1]
+HERE = "distributed.ray_address=local"
+"""Whatever Ray cluster this machine may be part of."""
 
 
 def torchrun(ranks: int, *command: object, **environment: str) -> subprocess.Popen[str]:
@@ -148,7 +150,7 @@ def test_killed_on_two_ranks_the_command_goes_on_on_one(recipe_folder: Path, unb
 
 
 def test_one_command_starts_all_ranks(recipe_folder: Path, unbroken: Path, tmp_path: Path) -> None:
-    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2")
+    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2", HERE)
     process = started([sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml", *settings])
     printed = finished(process)
     assert process.returncode == 0, printed
@@ -159,11 +161,12 @@ def test_one_command_starts_all_ranks(recipe_folder: Path, unbroken: Path, tmp_p
 
 
 def test_what_is_refused_is_said_once_and_not_started_again(recipe_folder: Path, tmp_path: Path) -> None:
-    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2", "model.model=/nowhere")
+    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2", "model.model=/nowhere", HERE)
     process = started([sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml", *settings])
     printed = finished(process)
     assert process.returncode == 2, printed
     assert "/nowhere" in printed[printed.rindex("covey: ") :]
+    assert printed.count("covey: ") == 1
     assert "started again" not in printed
 
 

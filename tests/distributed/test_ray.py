@@ -28,7 +28,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import fleet as fleet_module
-from covey.distributed import ray_facts
+from covey.distributed import ray_cluster
 from covey.distributed.ray_members import RayMember
 from covey.errors import ConfigError, GenerationError
 from covey.observe.run_folder import RunFolder
@@ -256,34 +256,34 @@ def test_bad_clusters_are_one_error(on_ray: Callable[..., GRPOTrainer], monkeypa
     refused(lambda: on_ray("gpu", 1, gpus_per_sampler=0.5), "has room for 0")
     refused(lambda: on_ray("nobody", 1, ray_address="127.0.0.1:9"), r"ray_address='127.0.0.1:9': nobody answers there")
     refused(lambda: on_ray("client", 1, ray_address="ray://somewhere:10001"), "ray job submit")
-    own = ray_facts.installed()
-    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"peft": "0.1"})
+    own = ray_cluster.installed()
+    monkeypatch.setattr(ray_cluster, "installed", lambda: own | {"peft": "0.1"})
     refused(lambda: on_ray("mixed", 1), r"Ray node \w+ has peft [\d.]+, this process has 0.1")
-    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"nothing": "1"})
+    monkeypatch.setattr(ray_cluster, "installed", lambda: own | {"nothing": "1"})
     refused(lambda: on_ray("missing", 1), r"Ray node \w+ lacks nothing, this process has 1")
 
 
 def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
-    here = ray_facts.facts_here
-    monkeypatch.setattr(ray_facts, "facts_here", lambda model: here(model) | {"model": "0" * 64})
+    here = ray_cluster.facts_here
+    monkeypatch.setattr(ray_cluster, "facts_here", lambda model: here(model) | {"model": "0" * 64})
     refused(lambda: on_ray("files", 1), r"on Ray node \w+ it is another one than here")
-    monkeypatch.setattr(ray_facts, "facts_here", lambda model: here(model) | {"model_bytes": 10**15})
+    monkeypatch.setattr(ray_cluster, "facts_here", lambda model: here(model) | {"model_bytes": 10**15})
     refused(lambda: on_ray("memory", 1), r"samplers=1: each holds the model, 1000000\.0 GB .*room for 0")
-    monkeypatch.setattr(ray_facts, "facts_here", here)
+    monkeypatch.setattr(ray_cluster, "facts_here", here)
 
     def without_covey() -> Any:
         def probe(names: list[str], model: str) -> tuple[dict[str, str], float, str]:
             return own, time.time(), "ImportError: no"
 
-        own = ray_facts.installed()
+        own = ray_cluster.installed()
         return probe
 
-    made = ray_facts._make_probe
-    monkeypatch.setattr(ray_facts, "_make_probe", without_covey)
+    made = ray_cluster._make_probe
+    monkeypatch.setattr(ray_cluster, "_make_probe", without_covey)
     refused(lambda: on_ray("package", 1), r"Ray node \w+ cannot import Covey \(ImportError: no\)")
-    own = ray_facts.installed()
-    monkeypatch.setattr(ray_facts, "_make_probe", made)
-    monkeypatch.setattr(ray_facts, "installed", lambda: own | {"torch": "2.0"})
+    own = ray_cluster.installed()
+    monkeypatch.setattr(ray_cluster, "_make_probe", made)
+    monkeypatch.setattr(ray_cluster, "installed", lambda: own | {"torch": "2.0"})
     refused(lambda: on_ray("mixture", 1), r"has torch 2\.1\d[\d.+cpu]*, this process has 2\.0.*run\.allow_mixture")
 
 

@@ -21,7 +21,7 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         default="auto",
         min_length=1,
         description="Ray cluster, HOST:PORT; local = one that is started here and ends with the run; auto = the one "
-        "that this machine is part of, else local.",
+        "that this machine is part of, else local. A cluster also starts learners, local leaves them to torchrun.",
     )
     gpus_per_sampler: float | None = Field(
         default=None,
@@ -43,8 +43,10 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         default=1,
         ge=1,
         le=100_000,
-        description="Processes that train: covey train starts them on this machine, torchrun on several. They sample "
-        "too, unit by unit, where nobody else does. No part of the numbers, with samplers at 0 or more.",
+        description="Processes that train: covey train starts them on the Ray cluster that ray_address names or that "
+        "this machine is part of, else with torchrun on this machine; torchrun by hand starts them anywhere. Each has "
+        "a GPU where there are any. They sample too, unit by unit, where nobody else does. No part of the numbers, "
+        "with samplers at 0 or more.",
     )
     learner_kind: Literal["auto", "replicated", "sharded"] = Field(
         default="auto",
@@ -55,10 +57,14 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         default=600.0,
         ge=1,
         le=1e9,
-        description="Seconds that a sampler may be silent before it is given up; a start has at least 120.",
+        description="Seconds that a sampler may be silent before it is given up; a start has at least 120. Learners "
+        "wait as long for each other, and their restart for room in the cluster.",
     )
     max_restarts: int = Field(
-        default=3, ge=0, description="How often in a row a sampler is replaced before the run goes on without it."
+        default=3,
+        ge=0,
+        description="How often in a row a sampler is replaced before the run goes on without it, and how often covey "
+        "train starts all learners again when one dies.",
     )
     keep_units: bool = Field(
         default=True,

@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from covey.distributed.sharded_learner import (
     training_bytes,
 )
 from covey.distributed.sliced import SlicedPolicy, read_in_slices
-from covey.errors import ConfigError, CoveyError, ModelError
+from covey.errors import ClusterLostError, ConfigError, CoveyError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.learner import Learner
@@ -156,11 +157,11 @@ class RanksBackend:
 
 
 def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
-    """Train in this process, or as one of those that torchrun has started.
+    """Train in this process, or as one of those that torchrun or Ray has started.
 
     Args:
         config: of the run.
-        resume: go on from the newest checkpoint. Under torchrun a run that is in the folder already, with the same
+        resume: go on from the newest checkpoint. On several ranks a run that is in the folder already, with the same
             settings, is gone on with in any case: the launcher starts the same command again.
 
     Returns:
@@ -184,27 +185,37 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         return _train(config, resume or _goes_on(config), backend)
     except CoveyError as error:
         mended = isinstance(error, RankLostError | TornError) and not isinstance(error, NoMemoryError)
-        if _REFUSED in os.environ and not mended:  # by another start
-            Path(os.environ[_REFUSED]).write_text(str(error))
-        raise
+        if _REFUSED not in os.environ or mended:  # by another start
+            raise
+        Path(os.environ[_REFUSED]).write_text(str(error))  # who has started the ranks shows it, once
+        raise SystemExit(error.exit_status) from error
+    except KeyboardInterrupt as error:
+        if _REFUSED not in os.environ:
+            raise
+        raise SystemExit(130) from error
     finally:
         ranks.close()
 
 
-def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
-    """Where the settings ask for several learners and nobody has started them: start them with torchrun, and wait.
+def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None] = log.info) -> bool:
+    """Where the settings ask for several learners and nobody has started them: start them, and wait.
 
-    When one dies, all are started again, `max_restarts` times at most, and go on with the run that is in the folder.
+    On a Ray cluster, if `distributed.ray_address` names one or this machine is part of one, else with torchrun on this
+    machine. When one dies, all are started again, `max_restarts` times at most, and go on with the run that is in the
+    folder.
 
     Args:
         config: of the run.
-        arguments: of the `covey` command, which every rank is given.
+        arguments: of the `covey` command, which rank 0 is given, or under torchrun every rank.
+        say: is told who starts the learners, and where.
 
     Returns:
         False where this process trains itself.
 
     Raises:
         CoveyError: as a rank raised it.
+        ConfigError: there is no room for them.
+        ClusterLostError: the cluster is gone.
         ModelError: ranks have died too often.
     """
     chosen = config.distributed
@@ -212,23 +223,64 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str]) -> bool:
         return False
     RanksBackend(Ranks()).check(config)
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // chosen.learners, 1))}
-    command = ["--standalone", "--nproc-per-node", str(chosen.learners), "-m", "covey", *arguments]
-    with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="covey-ranks-") as folder, _launcher(config, arguments, say) as start:
         refused = Path(folder) / "refused"
         environment = threads | os.environ | {_REFUSED: str(refused)}
-        for why in MemoryNote(config.run.output_dir).starts(chosen.max_restarts):
+        for attempt, why in enumerate(MemoryNote(config.run.output_dir).starts(chosen.max_restarts)):
             if why:
                 log.warning("%s", why)
-            with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
-                status = launcher.wait()
+            status = start(attempt, environment)
             if status == 0:
                 return True
             if refused.exists():
-                raise CoveyError(refused.read_text())
+                lost = status == ClusterLostError.exit_status
+                raise (ClusterLostError if lost else CoveyError)(refused.read_text())
     raise ModelError(
         f"distributed.learners={chosen.learners}: ranks have died {chosen.max_restarts + 1} times; see what they "
         f"printed, and continue with covey resume {config.run.output_dir}"
     )
+
+
+@contextmanager
+def _launcher(
+    config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None]
+) -> Iterator[Callable[[int, Mapping[str, str]], int]]:
+    """What starts all ranks once, given the attempt from 0 and the environment.
+
+    It returns rank 0's exit status, or another one than 0 if any rank has died.
+    """
+    cluster = _cluster(config, arguments, say)
+    if cluster is not None:
+        with closing(cluster):
+            yield cluster.start
+        return
+    command = ["--standalone", "--nproc-per-node", str(config.distributed.learners), "-m", "covey", *arguments]
+
+    def torchrun(attempt: int, environment: Mapping[str, str]) -> int:
+        with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
+            return launcher.wait()
+
+    say(f"layout: {config.distributed.learners} learners on this machine, started by torchrun")
+    yield torchrun
+
+
+def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None]) -> Any:
+    """The Ray cluster that starts the ranks, None where there is none."""
+    address = config.distributed.ray_address
+    if address == "local":
+        return None
+    try:
+        from covey.distributed.ray_launch import RayRanks
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        if address == "auto":
+            return None
+        raise ConfigError(
+            f"distributed.ray_address={address!r:.200}: Ray is not installed; run pip install 'covey[ray]', or "
+            "leave it out"
+        ) from error
+    return RayRanks.connected(config, arguments, run, say)
 
 
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:

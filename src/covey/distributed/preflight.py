@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from covey.config import GRPOConfig
 from covey.distributed.machines import MIXTURE, Facts, check_mixture
 from covey.errors import ConfigError
 
@@ -51,6 +52,17 @@ def installed(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     return found
 
 
+def gpus_of_sampler(config: GRPOConfig, nodes: Sequence[Node]) -> float:
+    """See `distributed.gpus_per_sampler`."""
+    chosen = config.distributed.gpus_per_sampler
+    return gpus_of_learner(config, nodes) if chosen is None else chosen
+
+
+def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
+    """1 where there are GPUs and they are wanted."""
+    return 1.0 if config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
+
+
 def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
     """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word.
 
@@ -66,10 +78,9 @@ def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -
     room = sum(_fits(node, cpus, gpus) for node in nodes)
     if room >= samplers:
         return
-    there = ", ".join(f"{node.name} ({node.cpus:g} CPUs, {node.gpus:g} GPUs)" for node in nodes[:8])
     raise ConfigError(
         f"distributed.samplers={samplers}: each takes {cpus:g} CPU and {gpus:g} GPU, and the Ray cluster has room for "
-        f"{room}: {there}{', ...' if len(nodes) > 8 else ''}; use {room} or fewer, or add machines"
+        f"{room}: {_listed(nodes)}; use {room} or fewer, or add machines"
     )
 
 
@@ -85,6 +96,38 @@ def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes:
         raise ConfigError(
             f"distributed.samplers={samplers}: each holds the model, {model_bytes / 1e9:.1f} GB at the least, and the "
             f"nodes of the Ray cluster have {held / 1e9:.1f} GB, room for {room}; use fewer, or add machines"
+        )
+
+
+def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], samplers: Sequence[float]) -> None:
+    """Refuse learners, and samplers beside them, that the cluster has no room for; Ray would wait for it.
+
+    Args:
+        nodes: those that live.
+        here: name of the one on which the first learner has to be.
+        learners: how many, and the CPUs and GPUs that each takes of one node.
+        samplers: the same.
+
+    Raises:
+        ConfigError: there is no room; it says what there is and what is needed.
+    """
+    number, cpus, gpus = learners
+    needed = [number * own + samplers[0] * other for own, other in zip(learners[1:], samplers[1:], strict=True)]
+    held = [sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)]
+    room = sum(_fits(node, cpus, gpus) for node in nodes)
+    if room < number or any(have < need for have, need in zip(held, needed, strict=True)):
+        beside = f" and samplers={samplers[0]:g}" if samplers[0] else ""
+        raise ConfigError(
+            f"distributed.learners={number:g}{beside}: {needed[0]:g} CPUs and {needed[1]:g} GPUs are needed, each "
+            f"learner's {cpus:g} CPU and {gpus:g} GPU on one machine; the Ray cluster has {held[0]:g} CPUs and "
+            f"{held[1]:g} GPUs, with room for {room} learners: {_listed(nodes)}; use fewer, or add machines"
+        )
+    own = [node for node in nodes if node.name == here]
+    if not any(_fits(node, cpus, gpus) for node in own):
+        raise ConfigError(
+            f"distributed.learners={number:g}: the first learner runs where the command does, and that node has no "
+            f"room for {cpus:g} CPU and {gpus:g} GPU: {_listed(own) or here}; start the command on another machine of "
+            "the Ray cluster"
         )
 
 
@@ -144,7 +187,12 @@ def check_store(nodes: Sequence[Node], size: int) -> None:
             )
 
 
+def _listed(nodes: Sequence[Node]) -> str:
+    there = ", ".join(f"{node.name} ({node.cpus:g} CPUs, {node.gpus:g} GPUs)" for node in nodes[:8])
+    return there + (", ..." if len(nodes) > 8 else "")
+
+
 def _fits(node: Node, cpus: float, gpus: float) -> int:
-    """Samplers that there is room for on a node."""
+    """Samplers or learners that there is room for on a node."""
     room = [have // need for have, need in ((node.cpus, cpus), (node.gpus, gpus)) if need > 0]
     return int(min(room))

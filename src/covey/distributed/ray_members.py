@@ -19,15 +19,25 @@ from typing import Any
 import ray
 import torch
 from peft import PeftModel
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
 from covey.adapters import Adapter, fingerprint
 from covey.backend import load_backend
 from covey.config import GRPOConfig
+from covey.distributed.head import CONNECT_SECONDS, Head
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
-from covey.distributed.preflight import Node, check_store
-from covey.distributed.ray_facts import PROBE_SECONDS, check_cluster
-from covey.errors import ConfigError, CoveyError
+from covey.distributed.preflight import Node, check_room, check_store, gpus_of_sampler
+from covey.distributed.ray_cluster import (
+    CPUS,
+    answer_of,
+    await_room,
+    check_cluster,
+    connect,
+    get_result,
+    kill,
+    nodes_there,
+)
+from covey.errors import ConfigError
 from covey.pytorch.engine.merge import bare_model, weights_of
 from covey.pytorch.loading import load_model
 from covey.pytorch.lora import adapter_of, attach_adapter, load_adapter
@@ -35,11 +45,6 @@ from covey.rollout.learning import TrainedPolicy, Weights
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 log = logging.getLogger(__name__)
-
-CPUS = 1.0
-"""That a sampler takes of its node."""
-_CONNECT_SECONDS = 5.0
-_LOCAL_STORE_BYTES = 200 << 20
 
 
 class EngineHost:
@@ -144,17 +149,25 @@ class RayMember:
 
     def load(self, held: Held) -> Future[str]:
         """One copy in the object store serves all actors."""
-        return _answer(self._actor.load.remote, *self._cluster.put(held), held.weights.version)
+        return answer_of(self._actor.load.remote, *self._cluster.put(held), held.weights.version)
 
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
         """One call of the actor."""
+        # Actors may answer for a while longer than the head lives. It is asked here rather than in `load`: between the
+        # update and the end of `load` nothing can be saved.
+        self._cluster.head.check()
         self._progress, self._total, self._asked = progress, len(requests), None
-        return _answer(self._actor.sample.remote, list(requests), settings, version)
+        return answer_of(self._actor.sample.remote, list(requests), settings, version)
 
     def watch(self) -> None:
-        """Ask how many completions are over, without waiting for the answer."""
+        """Ask how many completions are over, without waiting for the answer.
+
+        Raises:
+            ClusterLostError: the head is gone, so that nobody could be started any more.
+        """
+        self._cluster.head.check()
         with suppress(RayError):
             if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
                 done, self._asked = ray.get(self._asked), None
@@ -165,7 +178,8 @@ class RayMember:
 
     def stop(self, *, failed: bool) -> None:
         """Kill the process; one on this machine even if it takes no message any more."""
-        _kill(self._actor)
+        if not self._cluster.head.lost:
+            kill(self._actor)
         if failed and self._here:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -191,7 +205,7 @@ class Cluster:
         self._lock, self._connected, self._own = threading.RLock(), False, False
         self._actors: list[Any] = []
         self._starting: list[Future[Member]] = []
-        self._session = 0
+        self._session = self._stored = 0
         self._put: tuple[Held, Any] | None = None
         self._gpus = 0.0
         self.connect()
@@ -207,7 +221,10 @@ class Cluster:
         adapter = held.weights.adapter
         if self._put is None or self._put[0] is not held:
             tensors = dict(held.weights.tensors() if adapter is None else adapter.tensors)
-            check_store(_nodes(), sum(array.nbytes for array in tensors.values()))
+            size = sum(array.nbytes for array in tensors.values())
+            if size > self._stored:  # not each time: it asks the head, and would wait for one that is lost
+                check_store(nodes_there(), size)
+                self._stored = size
             self._put = (held, ray.put(tensors))
         return self._put[1], None if adapter is None else dict(adapter.config)
 
@@ -215,11 +232,11 @@ class Cluster:
         """Leave the cluster, which ends what was started in it; one that was started here ends too."""
         with self._lock:
             self._session += 1
-            for actor in self._actors if self._connected else ():
-                _kill(actor)
+            for actor in self._actors if self._connected and not self.head.lost else ():
+                kill(actor)
             self._put, self._actors = None, []
-        wait(self._starting, timeout=_CONNECT_SECONDS)  # a call of Ray's after its end would start it again
-        if self._connected and self._own:
+        wait(self._starting, timeout=CONNECT_SECONDS)  # a call of Ray's after its end would start it again
+        if self._connected and self._own and not self.head.lost:
             ray.shutdown()
         self._connected = False
 
@@ -227,8 +244,8 @@ class Cluster:
         """Be part of the cluster, one that has room and the same versions; nothing happens if that is so already."""
         with self._lock:
             if not self._connected:
-                self._own = _connect(self._config.distributed.ray_address, self._config.distributed.samplers or 0)
-                self._connected = True
+                self._own = connect(self._config.distributed.ray_address, self._config.distributed.samplers or 0)
+                self._connected, self.head = True, Head(ray.get_runtime_context().gcs_address)
                 try:
                     self._preflight()
                 except BaseException:
@@ -251,7 +268,7 @@ class Cluster:
             actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
             self._actors.append(actor)
         try:
-            about = _get(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
+            about = get_result(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
             if not self._trains_all and about["base"] != self._base:
                 raise ConfigError(
                     f"model.model={self._config.model.model!r:.200}: on {about['host']} it has other weights than in "
@@ -260,60 +277,8 @@ class Cluster:
                 )
             return RayMember(self, actor, about)
         except BaseException:
-            _kill(actor)
+            kill(actor)
             raise
-
-
-def _kill(actor: Any) -> None:
-    with suppress(Exception):  # it, or Ray, has ended before
-        ray.kill(actor, no_restart=True)
-
-
-def _connect(address: str, samplers: int) -> bool:
-    """Connect to a cluster; True if that was done here, so that it must be left here."""
-    if ray.is_initialized():
-        return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do in its next version
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    known = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    if known == "auto":
-        try:
-            ray.init(address="auto", **quiet)
-            return True
-        except ConnectionError:
-            known = "local"
-    if known == "local":
-        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, samplers), "include_dashboard": False}
-        ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **quiet)
-        return True
-    _require_reachable(known)
-    try:
-        ray.init(address=known, **quiet)
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        token = "is that RAY_AUTH_TOKEN the cluster's? " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
-        raise ConfigError(
-            f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300}); {token}One that asks for "
-            "a token is given it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
-        ) from error
-    return True
-
-
-def _require_reachable(address: str) -> None:
-    """Ray tries for minutes where nobody listens."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or "://" in address:
-        raise ConfigError(
-            f"distributed.ray_address={address!r:.200}: must be auto, local or HOST:PORT, as `ray start --head` prints "
-            "it; from outside of a cluster, use ray job submit"
-        )
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(
-            f"distributed.ray_address={address!r:.200}: nobody answers there ({error}); start a cluster with "
-            "ray start --head, or use auto"
-        ) from error
 
 
 def look_at_cluster(config: GRPOConfig) -> list[str]:
@@ -322,7 +287,7 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
     Raises:
         ConfigError: as a run would be refused.
     """
-    began, own = time.monotonic(), _connect(config.distributed.ray_address, config.distributed.samplers or 0)
+    began, own = time.monotonic(), connect(config.distributed.ray_address, config.distributed.samplers or 0)
     try:
         gpus, nodes, said = _preflight(config)
         address = ray.get_runtime_context().gcs_address
@@ -341,77 +306,8 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
 
 def _preflight(config: GRPOConfig) -> tuple[float, list[Node], list[str]]:
     """GPUs of a sampler, the nodes, and what is to be said of them."""
-    chosen, nodes = config.distributed, _nodes()
-    gpus = chosen.gpus_per_sampler
-    if gpus is None:
-        gpus = 1.0 if config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
-    nodes, said = check_cluster(config, nodes, CPUS, gpus)
-    _await_room(chosen.samplers or 0, gpus)
+    samplers, gpus = config.distributed.samplers or 0, gpus_of_sampler(config, nodes_there())
+    room = partial(check_room, samplers=samplers, cpus=CPUS, gpus=gpus)
+    nodes, said = check_cluster(config, room, gpus, samplers)
+    await_room(f"distributed.samplers={samplers}", samplers * CPUS, samplers * gpus)
     return gpus, nodes, said
-
-
-def _nodes() -> list[Node]:
-    found = []
-    for node in ray.nodes():
-        held = node["Resources"]
-        if node["Alive"]:
-            kinds = frozenset(name.partition(":")[2] for name in held if name.startswith("accelerator_type:"))
-            cpus, gpus, store = (held.get(name, 0.0) for name in ("CPU", "GPU", "object_store_memory"))
-            memory = held.get("memory", 0.0)
-            found.append(Node(node["NodeID"], cpus, gpus, store, kinds, memory=memory))
-    return found
-
-
-def _await_room(samplers: int, gpus: float) -> None:
-    """What is taken by somebody who has just ended is free soon."""
-    deadline = time.monotonic() + PROBE_SECONDS
-    while True:
-        free = ray.available_resources()
-        lacking = [
-            f"{samplers * each:g} {kind}, {free.get(kind, 0.0):g} are free"
-            for kind, each in (("CPU", CPUS), ("GPU", gpus))
-            if free.get(kind, 0.0) < samplers * each
-        ]
-        if not lacking:
-            return
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"distributed.samplers={samplers}: needs {' and '.join(lacking)}: others use the Ray cluster; wait for "
-                "them, or use fewer"
-            )
-        time.sleep(0.5)
-
-
-def _get(ref: Any, seconds: float) -> Any:
-    try:
-        return ray.get(ref, timeout=seconds)
-    except RayError as error:
-        raise _translated(error) from error
-
-
-def _answer(call: Any, *arguments: Any) -> Future[Any]:
-    """A call of an actor as a future, with errors as `Member` says them."""
-    found: Future[Any] = Future()
-
-    def over(answer: Future[Any]) -> None:
-        error = answer.exception()
-        if error is None:
-            found.set_result(answer.result())
-        else:
-            found.set_exception(_translated(error))
-
-    try:
-        call(*arguments).future().add_done_callback(over)
-    except RayError as error:
-        found.set_exception(_translated(error))
-    return found
-
-
-def _translated(error: BaseException) -> BaseException:
-    """What was wrong inside the actor, or with it."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, CoveyError):
-        return cause
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
-    text = lines[0] if "Traceback" not in str(cause) else lines[-1]
-    return MemberError(f"{type(cause).__name__}: {text}")

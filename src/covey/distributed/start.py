@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,12 +45,21 @@ def layout(config: GRPOConfig) -> str:
     to_servers = config.server.upload_adapters_to_server
     if chosen.learners == 1 and chosen.samplers is None and not (to_servers and len(urls) > 1):
         return ""
-    train = "1 process trains" if chosen.learners == 1 else f"{chosen.learners} processes train"
+    train = "1 process trains" if chosen.learners == 1 else f"{chosen.learners} processes train ({_starter(config)})"
     who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample"
     if not to_servers and not chosen.samplers:
         who = "the same process samples" if chosen.learners == 1 else "the same processes sample"
     size = f"{chosen.groups_per_unit} x {config.sampling.num_generations} completions"
     return f"{train}, {who}, in units of {size}"
+
+
+def _starter(config: GRPOConfig) -> str:
+    """Who starts several learners; see `covey.distributed.launch.start_ranks`."""
+    address = config.distributed.ray_address
+    address = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+    if address == "auto":
+        return "started by Ray if this machine is part of a cluster, else by torchrun here"
+    return "started by torchrun here" if address == "local" else f"started by Ray on the cluster {address}"
 
 
 def look_at_cluster(config: GRPOConfig) -> list[str]:

@@ -483,8 +483,8 @@ class GRPOTrainer(StepByStep):
                     self._callbacks("on_train_begin")
                     yield recorder
                     self._callbacks("on_train_end")
-                except KeyboardInterrupt:
-                    recorder.stopped("stopped", "interrupted from the keyboard")
+                except KeyboardInterrupt as interrupt:
+                    recorder.stopped("stopped", str(interrupt) or "interrupted from the keyboard")
                     raise
                 except CoveyError as error:
                     recorder.stopped("failed", str(error))

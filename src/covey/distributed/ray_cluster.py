@@ -1,0 +1,284 @@
+"""A Ray cluster: joining it, what its nodes are, and calls of its actors with errors as the rest of Covey says them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from covey.config import GRPOConfig
+from covey.distributed.head import reach
+from covey.distributed.machines import (
+    Facts,
+    check_mixture,
+    check_models,
+    clock_ahead,
+    clock_warnings,
+    facts_here,
+    mixtures,
+)
+from covey.distributed.members import MemberError
+from covey.distributed.preflight import PACKAGES, Node, check_alike, check_memory, installed
+from covey.errors import ConfigError, CoveyError
+
+CPUS = 1.0
+"""That a process takes of its node."""
+PROBE_SECONDS = 20.0
+"""That a node has to start a process and answer."""
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+_LOCAL_MARK = "covey-local"
+"""Resource of a Ray that ends with the run that has started it: no cluster for others."""
+_LOCAL_STORE_BYTES = 200 << 20
+
+
+def connect(address: str, actors: int) -> bool:
+    """Connect to a cluster; True if that was done here, so that it must be left here."""
+    if ray.is_initialized():
+        return False
+    if not join(address):
+        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
+        here["resources"] = {_LOCAL_MARK: 1}
+        ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **_QUIET)
+    return True
+
+
+def join(address: str) -> bool:
+    """Connect to the cluster that an address names, see `distributed.ray_address`; False where there is none.
+
+    Raises:
+        ConfigError: one is named, and does not answer.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray will do in its next version
+    known = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
+    if known == "local":
+        return False
+    if known == "auto":
+        try:
+            ray.init(address="auto", **_QUIET)
+        except ConnectionError:
+            return False
+        if _LOCAL_MARK in ray.cluster_resources():
+            ray.shutdown()
+            return False
+        return True
+    _require_reachable(known)
+    try:
+        ray.init(address=known, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        token = "is that RAY_AUTH_TOKEN the cluster's? " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
+        raise ConfigError(
+            f"distributed.ray_address={known!r:.200}: Ray does not connect ({error!s:.300}); {token}One that asks for "
+            "a token is given it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        ) from error
+    return True
+
+
+def _require_reachable(address: str) -> None:
+    """Ray tries for minutes where nobody listens."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in address:
+        raise ConfigError(
+            f"distributed.ray_address={address!r:.200}: must be auto, local or HOST:PORT, as `ray start --head` prints "
+            "it; from outside of a cluster, use ray job submit"
+        )
+    try:
+        reach(address)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"distributed.ray_address={address!r:.200}: nobody answers there ({error}); start a cluster with "
+            "ray start --head, or use auto"
+        ) from error
+
+
+def nodes_there() -> list[Node]:
+    """The nodes that live."""
+    found = []
+    for node in ray.nodes():
+        held = node["Resources"]
+        if node["Alive"]:
+            kinds = frozenset(name.partition(":")[2] for name in held if name.startswith("accelerator_type:"))
+            cpus, gpus, store = (held.get(name, 0.0) for name in ("CPU", "GPU", "object_store_memory"))
+            memory = held.get("memory", 0.0)
+            found.append(Node(node["NodeID"], cpus, gpus, store, kinds, memory=memory))
+    return found
+
+
+def with_facts(nodes: Sequence[Node], model: str = "") -> list[Node]:
+    """The nodes that run a task, with what is installed there and what they are.
+
+    Args:
+        nodes: those that live; the one of this process, which knows itself, stays as it is.
+        model: as `model.model` names it; "" = it is not looked at.
+
+    Returns:
+        Without those that have died meanwhile: Ray lists them for a while.
+
+    Raises:
+        ConfigError: one does not run a task in time.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    probe: Any = ray.remote(num_cpus=0, max_retries=0)(_make_probe())
+    began = time.time()
+    asked = {
+        node.name: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(
+            list(PACKAGES), model
+        )
+        for node in nodes
+        if node.name != here
+    }
+    if not asked:
+        return list(nodes)
+    _, late = ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_SECONDS)
+    silent = [name for name, ref in asked.items() if ref in late]
+    if silent:
+        raise ConfigError(
+            f"Ray node {silent[0]} does not run a task within {PROBE_SECONDS:g} s ({len(silent)} of {len(nodes)} "
+            "nodes); look at it with ray status"
+        )
+    found: list[Node] = []
+    for node in nodes:
+        if node.name == here:
+            found.append(node)
+            continue
+        try:
+            versions, clock, told = ray.get(asked[node.name], timeout=PROBE_SECONDS)
+        except RayError:
+            continue
+        if isinstance(told, str) and versions.get("covey"):
+            raise ConfigError(
+                f"Ray node {node.name} cannot import Covey ({told:.300}); install it there as it is here, such as with "
+                "one container image"
+            )
+        facts = None if isinstance(told, str) else Facts(**told, clock=clock_ahead(clock, began, time.time()))
+        found.append(replace(node, versions=versions, facts=facts))
+    return found
+
+
+def _make_probe() -> Any:
+    """A function that is sent by value, so that it runs where Covey is missing."""
+
+    def probe(names: Sequence[str], model: str) -> tuple[dict[str, str], float, Any]:
+        import platform
+        import time
+        from importlib import metadata
+
+        clock, found = time.time(), {"python": platform.python_version()}
+        for name in names:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = ""
+        try:
+            from covey.distributed.machines import facts_here
+
+            return found, clock, facts_here(model) if model else {}
+        except Exception as error:  # whatever an import can do there
+            return found, clock, f"{type(error).__name__}: {error}"
+
+    return probe
+
+
+def check_cluster(
+    config: GRPOConfig, check_room: Callable[[Sequence[Node]], None], gpus: float, processes: int
+) -> tuple[list[Node], list[str]]:
+    """Refuse a cluster that does not do for what a run places there.
+
+    Args:
+        config: of the run.
+        check_room: refuses nodes that have no room.
+        gpus: that a process takes of one node.
+        processes: that hold the model.
+
+    Returns:
+        The nodes that answer, and what is to be said of them.
+
+    Raises:
+        ConfigError: they have no room, other versions, another model, or differ in what numbers depend on.
+    """
+    nodes, model, allowed = nodes_there(), config.model.model, config.run.allow_mixture
+    check_room(nodes)
+    nodes = with_facts(nodes, model)
+    check_room(nodes)
+    said = check_alike(nodes, installed(), CPUS, gpus, allow_mixture=allowed)
+    own = Facts(**facts_here(model))
+    others = {f"Ray node {node.name}": node.facts for node in nodes if node.facts is not None}
+    check_models(model, own, others)
+    with_gpus = {name: facts for name, facts in others.items() if facts.gpus or not gpus}
+    said += check_mixture(mixtures(own, with_gpus, gpus=gpus > 0), allowed=allowed)
+    if not gpus:
+        check_memory(nodes, processes, CPUS, own.model_bytes)
+    return nodes, said + clock_warnings(others)
+
+
+def await_room(what: str, cpus: float, gpus: float) -> None:
+    """What is taken by somebody who has just ended is free soon.
+
+    Raises:
+        ConfigError: it was not; `what` is the setting that asks for so much.
+    """
+    deadline = time.monotonic() + PROBE_SECONDS
+    while True:
+        free = ray.available_resources()
+        lacking = [
+            f"{needed:g} {kind}, {free.get(kind, 0.0):g} are free"
+            for kind, needed in (("CPU", cpus), ("GPU", gpus))
+            if free.get(kind, 0.0) < needed
+        ]
+        if not lacking:
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{what}: needs {' and '.join(lacking)}: others use the Ray cluster; wait for them, or use fewer"
+            )
+        time.sleep(0.5)
+
+
+def kill(actor: Any) -> None:
+    """End an actor, whatever it is doing."""
+    with suppress(Exception):  # it, or Ray, has ended before
+        ray.kill(actor, no_restart=True)
+
+
+def get_result(ref: Any, seconds: float) -> Any:
+    """What a call has returned, with errors as `Member` says them."""
+    try:
+        return ray.get(ref, timeout=seconds)
+    except RayError as error:
+        raise translated(error) from error
+
+
+def answer_of(call: Any, *arguments: Any) -> Future[Any]:
+    """A call of an actor as a future, with errors as `Member` says them."""
+    found: Future[Any] = Future()
+
+    def over(answer: Future[Any]) -> None:
+        error = answer.exception()
+        if error is None:
+            found.set_result(answer.result())
+        else:
+            found.set_exception(translated(error))
+
+    try:
+        call(*arguments).future().add_done_callback(over)
+    except RayError as error:
+        found.set_exception(translated(error))
+    return found
+
+
+def translated(error: BaseException) -> BaseException:
+    """What was wrong inside an actor, or with it."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, CoveyError):
+        return cause
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
+    text = lines[0] if "Traceback" not in str(cause) else lines[-1]
+    return MemberError(f"{type(cause).__name__}: {text}")

@@ -1,0 +1,394 @@
+"""Ray starts the learners of a run: it reserves a place for each, and says when one is gone.
+
+    the command (Ray's driver): watches, ends all when one ends, starts all again
+     |-- rank 0, a process of its own on the same terminal and beside the run folder
+     `-- ranks 1..L-1, Ray actors                             all places are one placement group
+
+What they do is `covey.distributed.launch.run`, as under torchrun, and torch.distributed connects them. Rank 0 is no
+actor, so that what it prints goes where the command prints, and Ctrl-C and a cluster that is lost leave it the time for
+a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from covey.config import GRPOConfig
+from covey.distributed.head import Head
+from covey.distributed.preflight import check_learners, gpus_of_learner, gpus_of_sampler
+from covey.distributed.ranks import RankLostError
+from covey.distributed.ray_cluster import CPUS, await_room, check_cluster, join, nodes_there, translated
+from covey.errors import ClusterLostError, ConfigError, CoveyError
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.25
+_PLACE_SECONDS = 10.0
+"""For a placement group when there is room for it."""
+_TELL_SECONDS = 5.0
+"""When a rank has ended, the others may say so long why they end too: the reason may be theirs."""
+_SAVE_SECONDS = 20.0
+"""For a checkpoint of rank 0, when a rank or the cluster is lost."""
+_LEAVE_SECONDS = 5.0
+"""The same when the command is to end: whoever asks for that waits, or kills."""
+_PASSED_ON = ("OMP_", "GOMP_", "MKL_", "ATEN_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "NCCL_", "HF_", "TOKENIZERS_")
+"""How environment variables begin that are part of the numbers, or of how ranks and models are found."""
+_RANK_0 = """
+import ctypes, os, runpy, signal, sys
+
+def stop(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt("the command that has started the learners ends them")
+
+signal.signal(signal.SIGUSR1, stop)
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the process that has started it
+except AttributeError:
+    pass
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit(1)
+try:
+    runpy.run_module("covey", run_name="__main__", alter_sys=True)
+except KeyboardInterrupt:
+    sys.exit(130)
+except SystemExit as end:
+    if end.code in (75, 130):  # the cluster may be lost, and what Ray does at the end of a process waits for it
+        sys.stdout.flush()
+        os._exit(end.code)
+    raise
+finally:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+"""
+
+
+class RayRanks:
+    """A Ray cluster that starts ranks.
+
+    Args:
+        config: of the run.
+        arguments: of the `covey` command, which rank 0 is given.
+        work: what the other ranks do with the settings; sent by its name.
+        say: is told on which machines the ranks are.
+
+    Raises:
+        ConfigError: the cluster is too small for the run, or in use, or its machines are not alike.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        arguments: Sequence[str],
+        work: Callable[[GRPOConfig], object],
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._arguments, self._work, self._say = config, list(arguments), work, say
+        here = ray.get_runtime_context()
+        self._head, self._here = Head(here.gcs_address), here.get_node_id()
+        self._gpus, self._terminated = 0.0, 0
+        self._before = signal.signal(signal.SIGTERM, self._terminate)
+
+    @classmethod
+    def connected(
+        cls,
+        config: GRPOConfig,
+        arguments: Sequence[str],
+        work: Callable[[GRPOConfig], object],
+        say: Callable[[str], None],
+    ) -> RayRanks | None:
+        """On the cluster that `distributed.ray_address` names or that this machine is part of; None: there is none."""
+        return cls(config, arguments, work, say) if join(config.distributed.ray_address) else None
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        if not self._head.lost:
+            ray.shutdown()
+        signal.signal(signal.SIGTERM, self._before)
+
+    def start(self, attempt: int, environment: Mapping[str, str]) -> int:
+        """Start all ranks, and wait until all have ended.
+
+        Args:
+            attempt: from 0; a later one waits `timeout_seconds` for machines that are lost.
+            environment: of rank 0; what of it the numbers depend on is also the others'.
+
+        Returns:
+            Exit status of rank 0; another number than 0 if any rank has died.
+
+        Raises:
+            CoveyError: as a rank other than 0 raised it.
+            ConfigError: there is no room.
+            ClusterLostError: the head is gone, or, after the first attempt, there is no room any more.
+            KeyboardInterrupt: this process or rank 0 was interrupted.
+            SystemExit: this process got SIGTERM.
+        """
+        try:
+            return self._start(attempt, environment)
+        except KeyboardInterrupt:
+            if self._terminated:
+                sys.exit(128 + self._terminated)
+            raise
+
+    def _start(self, attempt: int, environment: Mapping[str, str]) -> int:
+        group = self._reserve(again=attempt > 0)
+        actors: dict[int, Any] = {}
+        rank_0: subprocess.Popen[bytes] | None = None
+        seconds = _LEAVE_SECONDS
+        try:
+            address, world = ray.util.get_node_ip_address(), self._config.distributed.learners
+            store = TCPStore(
+                address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_PLACE_SECONDS)
+            )
+            common = {
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": address,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            }
+            own, *others = [common | place for place in self._places(group)]
+            shared = {name: value for name, value in environment.items() if name.startswith(_PASSED_ON)}
+            host: Any = ray.remote(concurrency_groups={"beside": 1})(_rank_host())
+            for rank, told in enumerate(others, start=1):
+                options = self._options(group, rank) | {"max_restarts": 0, "max_task_retries": 0}
+                actors[rank] = host.options(**options).remote(shared | told, os.getcwd())
+            runs = {actor.run.remote(self._work, self._config): rank for rank, actor in actors.items()}
+            given = {**environment, **own, **self._devices(group), "RAY_ADDRESS": self._head.address}
+            command = [sys.executable, "-c", _RANK_0, str(os.getpid()), *self._arguments]
+            # In a session of its own: the terminal's Ctrl-C comes here, and rank 0 is told once.
+            rank_0 = subprocess.Popen(command, env=given, start_new_session=True)
+            status = self._watch(rank_0, runs, actors)
+            seconds = _SAVE_SECONDS
+            return status
+        except CoveyError:
+            seconds = _SAVE_SECONDS
+            raise
+        finally:
+            self._end(rank_0, actors, seconds)
+            if not self._head.lost:
+                with suppress(Exception):
+                    remove_placement_group(group)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = number
+        raise KeyboardInterrupt  # which Ray's waiting calls let through
+
+    # ------------------------------------------------------------------ places
+
+    def _reserve(self, *, again: bool) -> PlacementGroup:
+        """A place for each rank, the first one's on this node."""
+        chosen = self._config.distributed
+        deadline, waits = time.monotonic() + chosen.timeout_seconds, False
+        while True:
+            try:
+                self._preflight()
+                break
+            except ConfigError as error:
+                if not again:
+                    raise
+                if not waits:
+                    log.warning("waiting %g s for room: %s", chosen.timeout_seconds, error)
+                waits = True
+                self._head.check()
+                if time.monotonic() > deadline:
+                    raise ClusterLostError(
+                        f"{error}. It had room before, and for {chosen.timeout_seconds:g} s nothing came in place of "
+                        "what is lost; start again when there is: the run continues from its last checkpoint"
+                    ) from error
+                time.sleep(1)
+        bundle = {"CPU": CPUS} | ({"GPU": self._gpus} if self._gpus else {})
+        where = [{"ray.io/node-id": self._here}, *({} for _ in range(chosen.learners - 1))]
+        group = placement_group([bundle] * chosen.learners, strategy="PACK", bundle_label_selector=where)
+        if group.wait(_PLACE_SECONDS):
+            return group
+        remove_placement_group(group)
+        free = ray.available_resources()
+        raise (ClusterLostError if again else ConfigError)(
+            f"distributed.learners={chosen.learners}: Ray does not place them within {_PLACE_SECONDS:g} s, each with "
+            f"{CPUS:g} CPU and {self._gpus:g} GPU on one machine and the first on this one; {free.get('CPU', 0.0):g} "
+            f"CPUs and {free.get('GPU', 0.0):g} GPUs are free in all: others use the Ray cluster; wait for them, or "
+            "use fewer"
+        )
+
+    def _preflight(self) -> None:
+        chosen, nodes = self._config.distributed, nodes_there()
+        self._gpus, samplers = gpus_of_learner(self._config, nodes), float(chosen.samplers or 0)
+        of_sampler = gpus_of_sampler(self._config, nodes)
+        learners, others = (chosen.learners, CPUS, self._gpus), (samplers, CPUS, of_sampler)
+        room = partial(check_learners, here=self._here, learners=learners, samplers=others)
+        _, said = check_cluster(self._config, room, self._gpus, chosen.learners + int(samplers))
+        for sentence in said:
+            log.warning("%s", sentence)
+        cpus, gpus = (chosen.learners + samplers) * CPUS, chosen.learners * self._gpus + samplers * of_sampler
+        beside = f" and samplers={samplers:g}" if samplers else ""
+        await_room(f"distributed.learners={chosen.learners}{beside}", cpus, gpus)
+
+    def _places(self, group: PlacementGroup) -> list[dict[str, str]]:
+        """Which rank it is, and which of those on its machine, as environment variables."""
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        on = [nodes[rank] for rank in range(len(nodes))]
+        named = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
+        counts = [f"{on.count(node)} on {named.get(node, node)}" for node in dict.fromkeys(on)]
+        self._say(f"layout: {len(on)} learners on the Ray cluster {self._head.address}: {', '.join(counts)}")
+        return [
+            {"RANK": str(rank), "LOCAL_RANK": str(on[:rank].count(node)), "LOCAL_WORLD_SIZE": str(on.count(node))}
+            for rank, node in enumerate(on)
+        ]
+
+    def _devices(self, group: PlacementGroup) -> dict[str, str]:
+        """The GPU of the first place; Ray tells actors theirs."""
+        if not self._gpus:
+            return {}
+
+        def ask() -> list[str]:  # sent by value
+            import ray
+
+            found: list[str] = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+            return found
+
+        asked = ray.remote(max_retries=0)(ask).options(**self._options(group, 0)).remote()
+        try:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(ray.get(asked, timeout=_PLACE_SECONDS * 3))}
+        except RayError as error:
+            raise ClusterLostError(
+                f"distributed.learners: this node does not say which GPU is reserved ({error!s:.300}); look at it with "
+                "ray status, and start again"
+            ) from error
+
+    def _options(self, group: PlacementGroup, rank: int) -> dict[str, Any]:
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        return {"num_cpus": CPUS, "num_gpus": self._gpus, "scheduling_strategy": place}
+
+    # ------------------------------------------------------------------ life
+
+    def _watch(self, rank_0: subprocess.Popen[bytes], runs: dict[Any, int], actors: Mapping[int, Any]) -> int:
+        """Wait until rank 0 has ended, or another rank too early."""
+        waiting, died, since = list(runs), dict[int, str](), 0.0
+        refused: CoveyError | None = None
+        while True:
+            self._head.check()
+            status = rank_0.poll()
+            over, waiting = ray.wait(waiting, timeout=_LOOK_SECONDS) if waiting else ([], [])
+            for ref in over:
+                error = _error_of(ref)
+                if isinstance(error, CoveyError) and not isinstance(error, RankLostError):
+                    refused = refused or error
+                elif error is not None:
+                    died[runs[ref]] = f"{error}"
+            if status is None and not died and refused is None:
+                time.sleep(0 if waiting else _LOOK_SECONDS)
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since > _TELL_SECONDS or (status is not None and not waiting):
+                break
+        if refused is not None:
+            raise refused
+        if status == 130 and not died:
+            raise KeyboardInterrupt
+        if status != 0:
+            self._tell(status, died, actors)
+        return 1 if status is None else status
+
+    def _tell(self, status: int | None, died: Mapping[int, str], actors: Mapping[int, Any]) -> None:
+        """Say which ranks have ended, why, and what those that live have said."""
+        if status is not None and status < 0:
+            log.warning("rank 0 was ended by signal %d", -status)
+        for rank, why in sorted(died.items()):
+            log.warning("rank %d: %s", rank, why)
+        asked = {actor.said.remote(): rank for rank, actor in actors.items()}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_SECONDS * 4)
+        for ref in answered:
+            with suppress(RayError):
+                for line in ray.get(ref):
+                    log.warning("rank %d said: %s", asked[ref], line)
+
+    def _end(self, rank_0: subprocess.Popen[bytes] | None, actors: Mapping[int, Any], seconds: float) -> None:
+        """All ranks have ended after this; rank 0 is given the time for a checkpoint."""
+        try:
+            if rank_0 is not None and self._head.lost and self._config.distributed.samplers:
+                with suppress(subprocess.TimeoutExpired):  # it finds out by itself, at a moment that can be saved
+                    rank_0.wait(_TELL_SECONDS)
+            if rank_0 is not None and rank_0.poll() is None:
+                rank_0.send_signal(signal.SIGUSR1)
+                with suppress(subprocess.TimeoutExpired):
+                    rank_0.wait(seconds)
+            self._kill(actors)  # what waits for them fails now
+            if rank_0 is not None:
+                with suppress(subprocess.TimeoutExpired):
+                    rank_0.wait(_LEAVE_SECONDS / 2)
+        finally:
+            if rank_0 is not None:
+                rank_0.kill()
+                rank_0.wait()
+
+    def _kill(self, actors: Mapping[int, Any]) -> None:
+        for actor in actors.values():
+            with suppress(Exception):
+                actor.end.remote()  # reaches it without the head
+        for actor in actors.values() if not self._head.lost else ():
+            with suppress(Exception):
+                ray.kill(actor, no_restart=True)
+
+
+def _rank_host() -> type:
+    """What an actor is. Made here, so that it is sent by value: its environment is there before torch is loaded."""
+
+    class RankHost:
+        def __init__(self, environment: dict[str, str], folder: str) -> None:
+            import collections
+            import logging
+            import os
+
+            os.environ.update(environment)
+            if os.path.isdir(folder):  # files that the settings name are named from there
+                os.chdir(folder)
+            self._said: collections.deque[str] = collections.deque(maxlen=20)
+            handler = logging.Handler(logging.WARNING)
+            handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+            handler.emit = lambda record: self._said.append(handler.format(record))  # type: ignore[method-assign]
+            logging.getLogger().addHandler(handler)
+
+        def run(self, work: Any, config: Any) -> None:
+            work(config)
+
+        @ray.method(concurrency_group="beside")  # type: ignore[untyped-decorator]
+        def said(self) -> list[str]:
+            lines = list(self._said)
+            self._said.clear()
+            return lines
+
+        @ray.method(concurrency_group="beside")  # type: ignore[untyped-decorator]
+        def end(self) -> None:
+            import os
+
+            os._exit(0)
+
+    return RankHost
+
+
+def _error_of(ref: Any) -> BaseException | None:
+    """What a rank ended with: a CoveyError, or what Ray says with its traceback."""
+    try:
+        ray.get(ref)
+    except RayError as error:
+        found = translated(error)
+        if isinstance(found, CoveyError):
+            return found
+        return error if isinstance(error, RayTaskError) else found
+    return None

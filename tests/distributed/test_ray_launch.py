@@ -1,0 +1,219 @@
+"""Learners that Ray starts, on three simulated nodes of one CPU: the numbers of one process, whatever dies.
+
+The command runs as a user runs it. A cluster takes half a minute to start on a busy machine; the module has one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'covey[ray]'")
+
+from ray.cluster_utils import Cluster
+from run_cases import learned
+from test_ranks import finished, started
+from test_ray import alive, descendants, name_of
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+]
+SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
+LONG = ("schedule.max_steps=40", "evaluation.eval_steps=0")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    made = Cluster(initialize_head=True, head_node_args={**SMALL, "include_dashboard": False})
+    try:
+        for _ in range(2):
+            made.add_node(**SMALL)
+        yield made
+    finally:
+        made.shutdown()
+
+
+@pytest.fixture
+def command(recipe_folder: Path, tmp_path: Path, cluster: Cluster) -> list[object]:
+    """Of two learners on the cluster."""
+    return [
+        *(sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml"),
+        *(f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2"),
+        f"distributed.ray_address={cluster.address}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def unbroken(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Path]:
+    """Run folders of one learner, by further settings."""
+    folder = tmp_path_factory.mktemp("one")
+    found: dict[tuple[str, ...], Path] = {}
+    ahead = ("distributed.samplers=1", "schedule.max_staleness=1", "distributed.ray_address=local")
+    for number, settings in enumerate([(), LONG, ahead]):
+        where = (recipe_folder / "recipe.toml", f"run.output_dir={folder / str(number)}", *settings)
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
+        process = started([*launcher, "-m", "covey", "train", *where])
+        printed = finished(process)
+        assert process.returncode == 0, printed
+        found[settings[:2]] = folder / str(number)
+    return found
+
+
+def run_to_its_end(command: list[object]) -> str:
+    process = started(command)
+    printed = finished(process)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def at_checkpoint(process: subprocess.Popen[str], run: Path, step: int = 6) -> None:
+    """Wait until the run has saved this step."""
+    deadline = time.monotonic() + 300
+    while not (run / "checkpoints" / f"step_{step:06}" / "COMPLETE").exists():
+        assert process.poll() is None, finished(process)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def rank_0_of(process: subprocess.Popen[str]) -> int:
+    [found] = [pid for pid in descendants(process.pid) if "PR_SET_PDEATHSIG" in name_of(pid)]
+    return found
+
+
+def hosts() -> set[int]:
+    """Processes of the other ranks, on any node: this process has started them all."""
+    return {pid for pid in descendants(os.getpid()) if "ray::RankHost" in name_of(pid)}
+
+
+def test_ray_starts_what_torchrun_starts(
+    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path]
+) -> None:
+    printed = run_to_its_end(command)
+    assert learned(tmp_path / "run") == learned(unbroken[()])
+    assert "layout: 2 learners on the Ray cluster" in printed
+    assert printed.count("step 6/6") == 1
+    assert "pid=" not in printed
+    torchrun = [*command[:-1], "distributed.ray_address=local"]
+    torchrun[5] = f"run.output_dir={tmp_path / 'torchrun'}"
+    assert "started by torchrun" in run_to_its_end(torchrun)
+    assert learned(tmp_path / "torchrun") == learned(unbroken[()])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed(
+    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path], rank: int
+) -> None:
+    process = started([*command, *LONG])
+    try:
+        at_checkpoint(process, tmp_path / "run")
+        [other] = hosts()
+        os.kill(other if rank else rank_0_of(process), signal.SIGKILL)
+    finally:
+        printed = finished(process)
+    assert process.returncode == 0, printed
+    assert "all are started again (1 of 3)" in printed
+    assert f"rank {rank}" in printed
+    assert learned(tmp_path / "run") == learned(unbroken[LONG])
+
+
+def test_a_node_that_is_lost(
+    command: list[object], tmp_path: Path, cluster: Cluster, unbroken: dict[tuple[str, ...], Path]
+) -> None:
+    process = started([*command, *LONG])
+    try:
+        at_checkpoint(process, tmp_path / "run")
+        [other] = hosts()
+        raylet = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
+        assert "raylet" in name_of(raylet)
+        os.kill(raylet, signal.SIGKILL)
+        cluster.add_node(**SMALL)
+    finally:
+        printed = finished(process)
+    assert process.returncode == 0, printed
+    assert "all are started again (1 of 3)" in printed
+    assert learned(tmp_path / "run") == learned(unbroken[LONG])
+
+
+def test_actors_sample_ahead_for_several_learners(
+    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path]
+) -> None:
+    settings = ("distributed.samplers=1", "schedule.max_staleness=1")
+    printed = run_to_its_end([*command, *settings])
+    assert learned(tmp_path / "run") == learned(unbroken[settings]), printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_the_command_leaves_nothing(
+    command: list[object], tmp_path: Path, unbroken: dict[tuple[str, ...], Path], number: int
+) -> None:
+    process = started([*command, *LONG, "run.save_steps=3"])
+    family: set[int] = set()
+    try:
+        at_checkpoint(process, tmp_path / "run")
+        family = hosts() | {process.pid, rank_0_of(process)}
+        assert len(family) == 3
+        process.send_signal(number)
+        deadline = time.monotonic() + 45  # 15 on a quiet machine
+        while (left := {pid for pid in family if alive(pid)}) and time.monotonic() < deadline:
+            process.poll()
+            time.sleep(0.1)
+        assert not left
+    finally:
+        printed = finished(process)
+    assert process.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[signal.Signals(number)]
+    assert "Traceback" not in printed
+    if number != signal.SIGKILL:
+        assert "continue with `covey resume" in printed
+    run_to_its_end([*command, *LONG, "run.save_steps=3"])
+    assert learned(tmp_path / "run") == learned(unbroken[LONG])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("distributed.learners=4",), "learners=4: 4 CPUs and 0 GPUs are needed.* has 3 CPUs and 0 GPUs"),
+        (("distributed.samplers=2",), "learners=2 and samplers=2: 4 CPUs and 0 GPUs are needed"),
+        (("model.model=/nowhere",), "/nowhere"),
+        (("model.backend=jax",), "several ranks train with pytorch"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_said_once(command: list[object], settings: tuple[str, ...], message: str) -> None:
+    process = started([*command, *settings])
+    printed = " ".join(finished(process).split())
+    assert process.returncode == 2, printed
+    assert printed.count("covey: ") == 1, printed
+    assert re.search(message, printed[printed.rindex("covey: ") :]), printed
+    assert "started again" not in printed
+
+
+def test_a_head_that_is_lost(command: list[object], tmp_path: Path) -> None:
+    """The last test: the module's cluster is gone after it."""
+    run, settings = tmp_path / "run", ("schedule.max_steps=100000", "evaluation.eval_steps=0", "run.save_steps=3")
+    process = started([*command, *settings])
+    try:
+        deadline = time.monotonic() + 300
+        while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        [head] = [pid for pid in descendants(os.getpid()) if "gcs_server" in name_of(pid).split(" ")[0]]
+        os.kill(head, signal.SIGKILL)
+    finally:
+        printed = " ".join(finished(process).split())
+    assert process.returncode == 75, printed
+    assert re.search("covey: the head of the Ray cluster, .*, has not answered for 20 s.*start again", printed)
+    assert "continue with `covey resume" in printed
+    assert list((run / "checkpoints").glob("step_*/COMPLETE"))
