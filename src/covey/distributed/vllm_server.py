@@ -3,7 +3,7 @@
 vLLM runs in an environment of its own, since it pins other versions of transformers than Covey takes. A third process,
 the keeper, starts it and ends it: what vLLM has started outlives a vLLM that is killed, and would hold the GPU.
 
-    this process --- standard input ---> keeper --- starts, and kills with its whole group ---> vLLM, EngineCore, workers
+    this process --- standard input ---> keeper --- starts, and kills with its group ---> vLLM, EngineCore, workers
 
 The keeper waits for the end of its standard input, which comes whatever ends this process, `kill -9` included.
 """
@@ -13,11 +13,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +45,8 @@ with open(os.path.join(folder, "log"), "wb") as log:
     child = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=bound
     )
+with open(os.path.join(folder, "group"), "w") as file:
+    file.write(str(child.pid))
 def end():
     try:
         os.killpg(child.pid, signal.SIGKILL)
@@ -65,7 +71,13 @@ print(json.dumps(found + [metadata.version(found[0])] if found else []))
 """
 _PROBLEM = re.compile(r"\b((?:[A-Za-z_.]*(?:Error|Exception)|error): .+)")
 _BESIDE = (" WARNING ", " INFO ", "Engine core initialization failed", "See root cause", "Worker failed with error")
-_MEMORY = ("out of memory", "No available memory", "Free memory on device", "KV cache is needed", "Cannot allocate memory")
+_MEMORY = (
+    "out of memory",
+    "No available memory",
+    "Free memory on device",
+    "KV cache is needed",
+    "Cannot allocate memory",
+)
 
 
 class Installed(NamedTuple):
@@ -131,9 +143,9 @@ class VLLMServer:
         self._installed, self._arguments, self._variables = installed, arguments, environment
         self._process: subprocess.Popen[bytes] | None = None
         self.folder = Path(tempfile.mkdtemp(prefix="covey-vllm-"))
-        socket = self.folder / "socket"
-        self.url = f"unix:{socket}"
-        if len(os.fsencode(socket)) > 100:  # the system's limit is a little above
+        self._path = str(self.folder / "socket")
+        self.url = f"unix:{self._path}"
+        if len(os.fsencode(self._path)) > 100:  # the system's limit is a little above
             self.folder.rmdir()
             raise ConfigError(f"TMPDIR={tempfile.gettempdir()!r:.200}: too long for a socket's path; set a shorter one")
 
@@ -148,7 +160,7 @@ class VLLMServer:
             ConfigError: it has not enough memory.
             MemberError: it ends, or does not answer in time.
         """
-        command = [*self._installed.command(model), "--uds", self.url.removeprefix("unix:"), *self._arguments]
+        command = [*self._installed.command(model), "--uds", self._path, *self._arguments]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.folder), *command],
             stdin=subprocess.PIPE,
@@ -162,18 +174,25 @@ class VLLMServer:
         try:
             while time.monotonic() < deadline:
                 self.check()
-                try:
-                    client.health()
-                    return
-                except ServingError:
-                    time.sleep(_LOOK_SECONDS)
+                with suppress(ServingError):
+                    if self._listens():
+                        client.health()
+                        return
+                time.sleep(_LOOK_SECONDS)
         except BaseException:
             self.stop()
             raise
         finally:
             client.close()
         self.stop()
-        raise MemberError(f"vLLM does not answer {seconds:g} s after its start; allow more: distributed.timeout_seconds")
+        raise MemberError(
+            f"vLLM does not answer {seconds:g} s after its start; allow more: distributed.timeout_seconds"
+        )
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as attempt:
+            attempt.settimeout(1.0)
+            return attempt.connect_ex(self._path) == 0
 
     def check(self) -> None:
         """Look whether it runs.
@@ -184,6 +203,9 @@ class VLLMServer:
         """
         if self._process is not None and self._process.poll() is None and not (self.folder / "ended").exists():
             return
+        if self._process is not None and self._process.poll() is not None:  # the keeper was killed: do its work
+            with suppress(OSError, ValueError):
+                os.killpg(int((self.folder / "group").read_text()), signal.SIGKILL)
         try:
             log = (self.folder / "log").read_text(errors="replace")
         except OSError:
@@ -192,8 +214,8 @@ class VLLMServer:
         if any(words.lower() in log.lower() for words in _MEMORY):
             raise ConfigError(
                 f"distributed.sampler_kind='vllm': vLLM has not enough memory ({why}); give each sampler more "
-                'distributed.gpus_per_sampler, or vLLM a shorter context or a smaller share: distributed.vllm_arguments='
-                '["--max-model-len", "4096"] or ["--gpu-memory-utilization", "0.8"]'
+                "distributed.gpus_per_sampler, or vLLM a shorter context or a smaller share: distributed.vllm_arguments"
+                '=["--max-model-len", "4096"] or ["--gpu-memory-utilization", "0.8"]'
             )
         raise MemberError(f"vLLM has ended: {why}")
 
@@ -202,6 +224,7 @@ class VLLMServer:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             self._process.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def problem(log: str) -> str:
@@ -213,7 +236,7 @@ def problem(log: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what would make another Python find our modules, or vLLM find our Ray."""
+    """The variables of this process, without what would make another Python find our modules, or vLLM find our Ray."""
     return {
         name: value
         for name, value in os.environ.items()
