@@ -224,7 +224,7 @@ time.sleep(600)
         (
             "memory",
             ConfigError,
-            r"not enough memory \(ValueError: Free memory on device .*gpus_per_sampler.*--max-model",
+            r"not enough memory \(vLLM has ended: ValueError: Free memory .*gpus_per_sampler.*--max-model",
         ),
         ("crash", MemberError, "vLLM has ended: ValueError: the model has no such layer"),
     ],

@@ -179,8 +179,14 @@ class VLLMServer:
                         client.health()
                         return
                 time.sleep(_LOOK_SECONDS)
-        except BaseException:
+        except BaseException as error:
             self.stop()
+            if isinstance(error, MemberError) and any(words in str(error).lower() for words in _MEMORY):
+                raise ConfigError(
+                    f"distributed.sampler_kind='vllm': it has not enough memory ({error}); give each sampler more "
+                    "distributed.gpus_per_sampler, or vLLM a shorter context or a smaller share of the memory: "
+                    'distributed.vllm_arguments=["--max-model-len", "4096"] or ["--gpu-memory-utilization", "0.8"]'
+                ) from error
             raise
         finally:
             client.close()
@@ -198,7 +204,6 @@ class VLLMServer:
         """Look whether it runs.
 
         Raises:
-            ConfigError: it has ended for want of memory.
             MemberError: it has ended.
         """
         if self._process is not None and self._process.poll() is None and not (self.folder / "ended").exists():
@@ -210,14 +215,7 @@ class VLLMServer:
             log = (self.folder / "log").read_text(errors="replace")
         except OSError:
             log = ""
-        why = problem(log)
-        if any(words.lower() in log.lower() for words in _MEMORY):
-            raise ConfigError(
-                f"distributed.sampler_kind='vllm': vLLM has not enough memory ({why}); give each sampler more "
-                "distributed.gpus_per_sampler, or vLLM a shorter context or a smaller share: distributed.vllm_arguments"
-                '=["--max-model-len", "4096"] or ["--gpu-memory-utilization", "0.8"]'
-            )
-        raise MemberError(f"vLLM has ended: {why}")
+        raise MemberError(f"vLLM has ended: {problem(log)}")
 
     def stop(self) -> None:
         """End it with all that it has started, and remove its folder."""
