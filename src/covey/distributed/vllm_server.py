@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
@@ -33,9 +34,12 @@ OLDEST = (0, 11)
 """Version of vLLM before which options or fields that are asked for are missing."""
 _ASK_SECONDS = 25.0
 _LOOK_SECONDS = 0.3
+_END_SECONDS = 20.0
 _KEEPER = """
 import ctypes, os, shutil, signal, subprocess, sys, threading
 folder, command = sys.argv[1], sys.argv[2:]
+if os.fork():
+    os._exit(0)  # Ray kills the children of an actor before they could end theirs: the keeper is nobody's child
 def bound():
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: should the keeper itself be killed
@@ -164,11 +168,12 @@ class VLLMServer:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _KEEPER, str(self.folder), *command],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # which it never writes to: it ends with the keeper
             stderr=subprocess.DEVNULL,
             env=_environment() | dict(self._variables),
             start_new_session=True,
         )
+        self._process.wait()
         client = InferenceClient(self.url, timeout=10.0, retry_seconds=0.0)
         deadline = time.monotonic() + seconds
         try:
@@ -200,15 +205,21 @@ class VLLMServer:
             attempt.settimeout(1.0)
             return attempt.connect_ex(self._path) == 0
 
+    def _keeper_ends(self, seconds: float) -> bool:
+        """Whether it has ended, or does within some seconds."""
+        assert self._process is not None
+        return bool(select.select([self._process.stdout], [], [], seconds)[0])
+
     def check(self) -> None:
         """Look whether it runs.
 
         Raises:
             MemberError: it has ended.
         """
-        if self._process is not None and self._process.poll() is None and not (self.folder / "ended").exists():
+        kept = not self._keeper_ends(0.0)
+        if kept and not (self.folder / "ended").exists():
             return
-        if self._process is not None and self._process.poll() is not None:  # the keeper was killed: do its work
+        if not kept:  # it was killed: do its work
             with suppress(OSError, ValueError):
                 os.killpg(int((self.folder / "group").read_text()), signal.SIGKILL)
         try:
@@ -219,10 +230,14 @@ class VLLMServer:
 
     def stop(self) -> None:
         """End it with all that it has started, and remove its folder."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
-            self._process.wait()
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._process is None:
+            return
+        with self._process as launcher:  # closes both ends
+            assert launcher.stdin is not None
+            launcher.stdin.close()
+            self._keeper_ends(_END_SECONDS)
+        self._process = None
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def problem(log: str) -> str:
