@@ -52,8 +52,7 @@ class VLLMHost:
 
     def __init__(self, config: GRPOConfig, dtype: str, gpus: float, rank: int, vocabulary: int) -> None:
         self._config, self._rank, self._vocabulary, self._finished = config, rank, vocabulary, 0
-        self._options = options(config, dtype, gpus, rank)
-        self._on_cpu = gpus == 0
+        self._dtype, self._gpus = dtype, gpus
         self._server: VLLMServer | None = None
         self._engine: Any = None
 
@@ -61,19 +60,20 @@ class VLLMHost:
         """Start vLLM; what it has.
 
         Raises:
-            ConfigError: there is no vLLM, it is too old, or it has not enough memory.
+            ConfigError: there is no vLLM, it is too old, it has not enough memory, or the adapter's rank is too large.
             MemberError: it does not start.
         """
         chosen = self._config.distributed
+        words = options(self._config, self._dtype, self._gpus, self._rank)
         installed = find_vllm(os.path.expanduser(chosen.vllm_python or sys.executable))
         variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not self._rank:
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # for `reload_weights`; nobody else can reach the socket
-        if self._on_cpu:  # vLLM takes all cores and memory for itself; there may be several on a machine
+        if self._gpus == 0:  # vLLM takes all cores and memory for itself; there may be several on a machine
             for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind")):
                 variables[name] = os.environ.get(name, value)
-        self._server = VLLMServer(installed, self._options, variables)
-        model = self._config.model.model
+        self._server = VLLMServer(installed, words, variables)
+        model = os.path.expanduser(self._config.model.model)
         if not self._rank:
             model = str(linked(model, self._server.folder / "model"))
         self._server.start(model, max(START_SECONDS, chosen.timeout_seconds))
