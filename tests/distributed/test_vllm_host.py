@@ -211,6 +211,8 @@ time.sleep(600)
         assert process.stdout is not None
         folder = Path(process.stdout.readline().strip())
         group = group_of(folder)
+        # Ray kills the children of an actor that it ends: a keeper that was one could not end what is its to end
+        assert Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() == ""
         process.kill()
     none_left(group, folder)
 
