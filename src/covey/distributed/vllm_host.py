@@ -90,18 +90,18 @@ class VLLMHost:
 
     def load(self, tensors: Mapping[str, Any], config: Mapping[str, Any] | None, version: int) -> str:
         """Take an adapter, or all weights where `config` is None; the hash of what vLLM has read."""
-        adapter = None if config is None else Adapter(tensors, config)
-        weights = Weights(version, lambda: tensors, None if adapter is None else lambda: adapter)
         dialect = self._engine.dialect
-        if adapter is None:  # the files that it was started from would be read beside the new one
-            for path in dialect.folder.glob("*.safetensors*"):
+        if config is None:
+            weights = Weights(version, lambda: tensors)
+            for path in dialect.folder.glob("*.safetensors*"):  # vLLM was started from them, and would read them too
                 if path.name != "model.safetensors":
                     path.unlink()
+        else:
+            adapter = Adapter(tensors, config)
+            weights = Weights(version, lambda: tensors, lambda: adapter)
         with self._as_member():
             self._engine.publish(weights)
-        if adapter is None:
-            return weights.sha256
-        return adapter_hash(read_adapter_folder(dialect.adapter_path))
+        return weights.sha256 if config is None else adapter_hash(read_adapter_folder(dialect.adapter_path))
 
     def sample(self, requests: Sequence[Request], settings: SamplingSettings, version: int) -> list[Completion]:
         """Completions of all requests, which vLLM batches as it likes."""
