@@ -75,13 +75,7 @@ print(json.dumps(found + [metadata.version(found[0])] if found else []))
 """
 _PROBLEM = re.compile(r"\b((?:[A-Za-z_.]*(?:Error|Exception)|error): .+)")
 _BESIDE = (" WARNING ", " INFO ", "Engine core initialization failed", "See root cause", "Worker failed with error")
-_MEMORY = (
-    "out of memory",
-    "No available memory",
-    "Free memory on device",
-    "KV cache is needed",
-    "Cannot allocate memory",
-)
+_MEMORY = ("out of memory", "no available memory", "free memory on device", "kv cache", "cannot allocate memory")
 
 
 class Installed(NamedTuple):
