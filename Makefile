@@ -58,9 +58,10 @@ test-ray: $(VENV)/.dev
 	@touch $@
 
 test-vllm: $(VENV)/.dev .venv-vllm/.done
+	$(PIP) install -c constraints.txt -e '.[ray]'
 	$(BIN)/python benchmarks/export_model.py
-	COVEY_VLLM_PYTHON=.venv-vllm/bin/python COVEY_VLLM_MODEL=benchmarks/.cache/model \
-		$(BIN)/python -m pytest tests/serving/test_contract.py
+	COVEY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
+		$(BIN)/python -m pytest tests/serving/test_contract.py tests/distributed/test_vllm_actors.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -31,7 +31,7 @@ LEVELS = {
     **dict.fromkeys(("algorithms", "rewards", "tasks", "environments"), 1),
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),
-    **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_text"), 3),
+    **dict.fromkeys(("config", "config_names", "config_documents", "config_effects", "config_text", "config_vllm"), 3),
     **dict.fromkeys(("backend", "distributed", "watch"), 4),
     "training": 5,
     **dict.fromkeys(

@@ -36,6 +36,7 @@ from covey.config_text import (
     shown,
     unusable,
 )
+from covey.config_vllm import vllm_problems
 from covey.distributed.config import DistributedConfig
 from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
@@ -307,6 +308,7 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"distributed.samplers={samplers} and model.backend={config.model.backend!r}: actors sample with PyTorch; "
             "set distributed.samplers to 0"
         )
+    problems += vllm_problems(config)
     to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
     if to_covey and not config.model.use_peft:
         problems.append(

@@ -54,6 +54,14 @@ _ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy
 _OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts", "allow_mixture")
 
 
+_OF_ACTORS = ("gpus_per_sampler", "sampler_kind")
+_OF_VLLM = ("vllm_python", "vllm_arguments")
+
+
+def _by_vllm(config: Any) -> bool:
+    return bool(config.distributed.samplers) and config.distributed.sampler_kind == "vllm"
+
+
 def _has_units(config: Any) -> bool:
     server = config.server
     return config.distributed.samplers is not None or (server.upload_adapters_to_server and len(server.urls) > 1)
@@ -115,12 +123,13 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("keep_units", _has_units, "distributed.samplers is set, or there are several servers"),
     *((field, _has_ranks, "there are several samplers, learners or servers") for field in _OF_RANKS),
-    ("gpus_per_sampler", _set("samplers"), "distributed.samplers is above 0"),
     (
         "ray_address",
         lambda c: c.distributed.samplers or c.distributed.learners > 1,
         "distributed.samplers is above 0, or distributed.learners above 1",
     ),
+    *((field, _set("samplers"), "distributed.samplers is above 0") for field in _OF_ACTORS),
+    *((field, _by_vllm, "distributed.sampler_kind is vllm, and samplers above 0") for field in _OF_VLLM),
     (
         "adapter_folder",
         lambda c: c.server.inference_server_kind != "covey",

@@ -277,7 +277,7 @@ def answer_of(call: Any, *arguments: Any) -> Future[Any]:
 def translated(error: BaseException) -> BaseException:
     """What was wrong inside an actor, or with it."""
     cause = error.cause if isinstance(error, RayTaskError) else error
-    if isinstance(cause, CoveyError):
+    if isinstance(cause, CoveyError | MemberError):
         return cause
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
     text = lines[0] if "Traceback" not in str(cause) else lines[-1]

@@ -37,6 +37,7 @@ from covey.distributed.ray_cluster import (
     kill,
     nodes_there,
 )
+from covey.distributed.vllm_host import VLLMHost
 from covey.errors import ConfigError
 from covey.pytorch.engine.merge import bare_model, weights_of
 from covey.pytorch.loading import load_model
@@ -71,13 +72,7 @@ class EngineHost:
         )
         self._model = self._loaded.model
         self._start_engine()
-        return {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "node": ray.get_runtime_context().get_node_id(),
-            "context_length": self._engine.context_length,
-            "base": base_hash(self._model),
-        }
+        return _place() | {"context_length": self._engine.context_length, "base": base_hash(self._model)}
 
     def load(self, tensors: dict[str, Any], config: dict[str, Any] | None, version: int) -> str:
         """Take an adapter, or all weights where `config` is None; the hash of what is in use then."""
@@ -116,6 +111,18 @@ class EngineHost:
         view: Any = SimpleNamespace(model=self._model, tokenizer=self._loaded.tokenizer)
         self._engine = None
         self._engine = load_backend("pytorch").make_sampler(self._config, view)
+
+
+class VLLMActor(VLLMHost):
+    """The same with vLLM."""
+
+    def start(self) -> dict[str, Any]:
+        """Start vLLM; where it is, and what it has."""
+        return _place() | super().start()
+
+
+def _place() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "node": ray.get_runtime_context().get_node_id()}
 
 
 def base_hash(model: Any) -> str:
@@ -257,19 +264,28 @@ class Cluster:
         for sentence in said:
             log.warning("%s", sentence)
 
+    def _host(self) -> tuple[Any, ...]:
+        """What actors run, and its arguments after the first two."""
+        if self._config.distributed.sampler_kind == "covey":
+            return EngineHost, torch.get_num_threads()
+        configs = getattr(self._policy.model, "peft_config", {}).values()
+        rank = max((size for one in configs for size in (one.r, *one.rank_pattern.values())), default=0)
+        return VLLMActor, self._gpus, rank, self._policy.vocabulary
+
     def _start(self, session: int) -> Member:
         chosen = self._config.distributed
         with self._lock:
             if session != self._session:
                 raise MemberError("the run is over")
             self.connect()
-            host: Any = ray.remote(concurrency_groups={"watch": 1})(EngineHost)
+            kind, *arguments = self._host()
+            host: Any = ray.remote(concurrency_groups={"watch": 1})(kind)
             options = {"num_cpus": CPUS, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
-            actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
+            actor = host.options(**options).remote(self._config, self._dtype, *arguments)
             self._actors.append(actor)
         try:
             about = get_result(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
-            if not self._trains_all and about["base"] != self._base:
+            if not self._trains_all and about.get("base", self._base) != self._base:
                 raise ConfigError(
                     f"model.model={self._config.model.model!r:.200}: on {about['host']} it has other weights than in "
                     "this process; give every machine the same files (a model that was changed in memory cannot be "

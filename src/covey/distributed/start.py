@@ -46,7 +46,8 @@ def layout(config: GRPOConfig) -> str:
     if chosen.learners == 1 and chosen.samplers is None and not (to_servers and len(urls) > 1):
         return ""
     train = "1 process trains" if chosen.learners == 1 else f"{chosen.learners} processes train ({_starter(config)})"
-    who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample"
+    how = " with vLLM" if chosen.sampler_kind == "vllm" else ""
+    who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample{how}"
     if not to_servers and not chosen.samplers:
         who = "the same process samples" if chosen.learners == 1 else "the same processes sample"
     size = f"{chosen.groups_per_unit} x {config.sampling.num_generations} completions"

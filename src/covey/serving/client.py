@@ -59,7 +59,7 @@ class InferenceClient:
     """A server's address with how patiently it is asked.
 
     Args:
-        url: such as "http://127.0.0.1:8000".
+        url: such as "http://127.0.0.1:8000", or "unix:/path/of/a/socket".
         token: bearer token; None = the environment variable COVEY_SERVER_TOKEN, if any.
         timeout: seconds that one request may take.
         retry_seconds: for which a request that failed is tried again.
@@ -83,8 +83,13 @@ class InferenceClient:
         limits = httpx.Limits(max_connections=64, max_keepalive_connections=16)
         try:
             # a proxy from the environment must not stand between a trainer and its own server
+            path = self.url.removeprefix("unix:") if self.url.startswith("unix:") else None
             self._http = httpx.Client(
-                base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=False
+                base_url="http://localhost" if path else self.url,
+                headers=headers,
+                timeout=timeout,
+                transport=httpx.HTTPTransport(uds=path, limits=limits, trust_env=False),
+                trust_env=False,
             )
         except (httpx.InvalidURL, ValueError) as error:
             raise ServingError(f"inference_server_url={url!r}: it is no address ({error})") from error

@@ -30,7 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class VLLMDialect(Dialect):
-    """How vLLM is spoken to; see the top of this module."""
+    """How vLLM is spoken to; see the top of this module.
+
+    Attributes:
+        adapter_path: folder of the adapter that was loaded last; None before.
+    """
 
     name = "vLLM"
 
@@ -39,7 +43,7 @@ class VLLMDialect(Dialect):
         self.client.health()
         models = self.client.ask("GET", "/v1/models").get("data") or [{}]
         self._loaded = str(models[0].get("id", ""))
-        self._path: Path | None = None
+        self.adapter_path: Path | None = None
         return Limits(next((int(m["max_model_len"]) for m in models if m.get("max_model_len")), Limits().context))
 
     def publish(self, upload: Upload) -> None:
@@ -58,7 +62,7 @@ class VLLMDialect(Dialect):
         except RefusedError as error:
             if "already" not in str(error):
                 raise
-        before, self._path, self._loaded = self._path, path, upload.name
+        before, self.adapter_path, self._loaded = self.adapter_path, path, upload.name
         if before is not None and before != path:
             try:
                 self.client.post("/v1/unload_lora_adapter", {"lora_name": before.name})
