@@ -8,8 +8,9 @@ from functools import partial
 
 from covey.backend import Backend
 from covey.config import GRPOConfig
-from covey.distributed.fleet import Fleet, Maker
+from covey.distributed.fleet import Fleet
 from covey.distributed.members import LocalMember, done
+from covey.distributed.pool import Maker
 from covey.errors import ConfigError
 from covey.rollout.learning import Sampler, TrainedPolicy
 
