@@ -143,14 +143,14 @@ class RayMember:
 
     def load(self, held: Held) -> Future[str]:
         """One copy in the object store serves all actors."""
-        return _answer(self._actor.load.remote, *self._cluster.put(held), held.weights.version)
+        return answer_of(self._actor.load.remote, *self._cluster.put(held), held.weights.version)
 
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
         """One call of the actor."""
         self._progress, self._total, self._asked = progress, len(requests), None
-        return _answer(self._actor.sample.remote, list(requests), settings, version)
+        return answer_of(self._actor.sample.remote, list(requests), settings, version)
 
     def watch(self) -> None:
         """Ask how many completions are over, without waiting for the answer."""
@@ -164,7 +164,7 @@ class RayMember:
 
     def stop(self, *, failed: bool) -> None:
         """Kill the process; one on this machine even if it takes no message any more."""
-        _kill(self._actor)
+        kill(self._actor)
         if failed and self._here:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -215,7 +215,7 @@ class Cluster:
         with self._lock:
             self._session += 1
             for actor in self._actors if self._connected else ():
-                _kill(actor)
+                kill(actor)
             self._put, self._actors = None, []
         wait(self._starting, timeout=_CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._connected and self._own:
@@ -226,7 +226,7 @@ class Cluster:
         """Be part of the cluster, one that has room and the same versions; nothing happens if that is so already."""
         with self._lock:
             if not self._connected:
-                self._own = _connect(self._config.distributed.ray_address, self._config.distributed.samplers or 0)
+                self._own = connect(self._config.distributed.ray_address, self._config.distributed.actors)
                 self._connected = True
                 try:
                     self._preflight()
@@ -257,7 +257,7 @@ class Cluster:
             actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
             self._actors.append(actor)
         try:
-            about = _get(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
+            about = get_result(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
             if not self._trains_all and about["base"] != self._base:
                 raise ConfigError(
                     f"model.model={self._config.model.model!r:.200}: on {about['host']} it has other weights than in "
@@ -266,16 +266,17 @@ class Cluster:
                 )
             return RayMember(self, actor, about)
         except BaseException:
-            _kill(actor)
+            kill(actor)
             raise
 
 
-def _kill(actor: Any) -> None:
+def kill(actor: Any) -> None:
+    """End an actor, whatever it is doing."""
     with suppress(Exception):  # it, or Ray, has ended before
         ray.kill(actor, no_restart=True)
 
 
-def _connect(address: str, samplers: int) -> bool:
+def connect(address: str, actors: int) -> bool:
     """Connect to a cluster; True if that was done here, so that it must be left here."""
     if ray.is_initialized():
         return False
@@ -290,7 +291,7 @@ def _connect(address: str, samplers: int) -> bool:
         except ConnectionError:
             known = "local"
     if known == "local":
-        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, samplers), "include_dashboard": False}
+        here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
         ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **quiet)
         return True
     _require_reachable(known)
@@ -365,7 +366,7 @@ def _with_versions(nodes: Sequence[Node]) -> list[Node]:
     found: dict[str, Any] = {here: None}
     for name, ref in asked.items():
         with suppress(MemberError):  # a node that has died since; Ray lists it for a while
-            found[name] = _get(ref, _PROBE_SECONDS)
+            found[name] = get_result(ref, _PROBE_SECONDS)
     return [replace(node, versions=found[node.name]) for node in nodes if node.name in found]
 
 
@@ -389,14 +390,15 @@ def _await_room(samplers: int, gpus: float) -> None:
         time.sleep(0.5)
 
 
-def _get(ref: Any, seconds: float) -> Any:
+def get_result(ref: Any, seconds: float) -> Any:
+    """What a call has returned, with errors as `Member` says them."""
     try:
         return ray.get(ref, timeout=seconds)
     except RayError as error:
         raise _translated(error) from error
 
 
-def _answer(call: Any, *arguments: Any) -> Future[Any]:
+def answer_of(call: Any, *arguments: Any) -> Future[Any]:
     """A call of an actor as a future, with errors as `Member` says them."""
     found: Future[Any] = Future()
 

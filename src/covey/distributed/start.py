@@ -5,14 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from covey.backend import Backend
 from covey.config import GRPOConfig
 from covey.distributed.fleet import Fleet
 from covey.distributed.members import LocalMember, done
 from covey.distributed.pool import Maker
+from covey.distributed.reward_workers import LocalRewards, RewardHost, Rewards, RewardWorkers
 from covey.errors import ConfigError
 from covey.rollout.learning import Sampler, TrainedPolicy
+from covey.rollout.scoring import Scorer
+
+_GRACE_SECONDS = 5.0
+"""Beyond its own time limits, that a worker has to say which reward function hangs."""
 
 
 def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) -> Sampler:
@@ -36,6 +42,54 @@ def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) ->
     if chosen.samplers is None and len(urls) == 1:
         return connect(config, urls[0], policy.vocabulary)
     return _fleet(config, [partial(make_member, config, policy.vocabulary, number) for number in range(len(urls))])
+
+
+def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
+    """Let reward workers score in place of this process, where the settings ask for them.
+
+    Args:
+        config: of the run.
+        scorer: of this process; it is given its workers, and closes them.
+        named: the settings name the reward functions, so that workers can make their own.
+
+    Raises:
+        ConfigError: nothing is left for them, a function cannot be sent, or the cluster does not do.
+    """
+    chosen, count = config.distributed, config.distributed.reward_workers
+    if count is None or config.environment.world is not None:
+        return
+    if all(spec.whole_batch for spec in scorer.specs):
+        raise ConfigError(
+            f"distributed.reward_workers={count}: {', '.join(scorer.names)} has whole_batch = True, so that it is "
+            "called in this process: nothing is left for workers; set reward_workers to none"
+        )
+    makers: list[Maker] = [lambda again: done(LocalRewards(scorer))]
+    closing: Callable[[], None] = lambda: None  # noqa: E731
+    if count:
+        on_ray = _ray(f"distributed.reward_workers={count}", "none")
+        functions = [] if named else [spec.function for spec in scorer.specs]
+        rewards = Rewards.of(config, on_ray.pickled(functions) if functions else b"")
+        workers = on_ray.Workers(config, "reward_workers", RewardHost, [rewards], on_ray.RayRewards)
+        makers, closing = [workers.make] * count, workers.close
+    scorer.elsewhere = RewardWorkers(
+        makers,
+        unit_size=chosen.groups_per_unit * config.sampling.num_generations,
+        timeout_seconds=max(chosen.timeout_seconds, len(scorer.specs) * config.rewards.reward_timeout + _GRACE_SECONDS),
+        max_restarts=chosen.max_restarts,
+        closing=closing,
+    )
+
+
+def _ray(setting: str, instead: str) -> Any:
+    try:
+        from covey.distributed import ray_workers
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            f"{setting}: Ray is not installed; run pip install 'covey[ray]', or set it to {instead}"
+        ) from error
+    return ray_workers
 
 
 def layout(config: GRPOConfig) -> str:
