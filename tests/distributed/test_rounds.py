@@ -35,7 +35,7 @@ def play(settings: dict[str, Any], tmp_path: Path) -> Callable[..., tuple[Any, l
         args = GRPOConfig(**(settings | WORLD | changes | {"output_dir": str(folder)}))
         GRPOTrainer(args=args, backend=RanksBackend(Ranks()) if ranks else None).train()
         said = [[row["completion"] for row in RunFolder.read(folder).read_completions(step)] for step in (1, 2)]
-        return learned(folder, without=("agent/waiting_share",)), said
+        return learned(folder, without=("agent/waiting_share", "eval/agent/waiting_share")), said
 
     return played
 
@@ -101,5 +101,5 @@ groups_per_unit = 1
         process = torchrun(ranks, "-m", "covey", "train", tmp_path / "agents.toml", f"run.output_dir={folder}")
         printed = finished(process)
         assert process.returncode == 0, printed[-3000:]
-        runs.append(learned(folder, without=("agent/waiting_share",)))
+        runs.append(learned(folder, without=("agent/waiting_share", "eval/agent/waiting_share")))
     assert runs[0] == runs[1]

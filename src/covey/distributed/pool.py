@@ -207,6 +207,12 @@ class Pool:
         """Which piece three members failed at, for the message."""
         return ""
 
+    def _hopeless(self, piece: Any, why: str) -> None:
+        """They did."""
+        raise self.failure(
+            f"{piece.tries} {self.noun}s failed one after another {self._named(piece)}; the last one: {why}"
+        )
+
     # ------------------------------------------------------------------ what happens
 
     def do(
@@ -241,6 +247,9 @@ class Pool:
 
     def _until(self, over: Callable[[], bool], seconds: float = float("inf")) -> None:
         began = self._clock()
+        for place in self._places:
+            if place.future is not None and place.future.done():
+                self._look_at(place)
         while True:
             self._hand_out()
             if over() or self._clock() - began >= seconds:
@@ -339,10 +348,8 @@ class Pool:
         if piece is not None:
             piece.tries, piece.finished = piece.tries + 1, 0
             if piece.tries >= _MOST_TRIES:
-                raise self.failure(
-                    f"{piece.tries} {self.noun}s failed one after another {self._named(piece)}; "
-                    f"the last one: {why[:1000]}"
-                )
+                self._hopeless(piece, why[:1000])
+                return
             self._queue.insert(0, piece)
             self._reissued += 1
 

@@ -18,6 +18,8 @@ from covey.distributed.members import START_SECONDS, MemberError, in_thread
 from covey.distributed.preflight import installed
 from covey.distributed.ray_members import answer_of, connect, get_result, kill
 from covey.distributed.reward_workers import Warnings
+from covey.distributed.world_workers import Script
+from covey.environments.pool import Found
 from covey.errors import ConfigError
 from covey.rollout.scoring import Asked, Scored
 
@@ -64,13 +66,9 @@ class RayRewards(RayWorker):
 class RayWorlds(RayWorker):
     """See `covey.distributed.world_workers.WorldMember`."""
 
-    def play(self, place: int, asked: Any) -> Future[Any]:
+    def play(self, place: int, script: Script) -> Future[Found]:
         """One call of the actor, beside those for its other places."""
-        return answer_of(self.actor.play.remote, place, asked)
-
-    def forget(self, place: int) -> None:
-        """Nobody waits for what comes of it."""
-        answer_of(self.actor.forget.remote, place)
+        return answer_of(self.actor.play.remote, place, script)
 
 
 class Workers:

@@ -29,8 +29,8 @@ from covey.config import GRPOConfig
 from covey.distributed.members import done
 from covey.distributed.pool import Maker, Piece, Pool
 from covey.distributed.preflight import installed
-from covey.errors import ConfigError, CoveyError, RewardError
-from covey.functions import USER_FILES, load_function, user_file_hashes
+from covey.errors import CoveyError, RewardError
+from covey.functions import USER_FILES, load_function, require_files, user_file_hashes
 from covey.rollout.scoring import Asked, Scored, Scorer
 from covey.tasks import configured_task
 from covey.types import Progress
@@ -73,13 +73,8 @@ class Rewards:
         if Path(self.folder).is_dir():
             os.chdir(self.folder)
         sys.path += [path for path in self.paths if path not in sys.path]
-        for path in self.hashes:
-            if not Path(path).is_file():
-                raise ConfigError(f"{path}: there is no such file on {socket.gethostname()}; copy it to every machine")
+        require_files(self.hashes)
         USER_FILES.update(self.files)
-        for path, found in user_file_hashes().items():
-            if found != self.hashes.get(path, found):
-                raise ConfigError(f"{path}: on {socket.gethostname()} it is another file; copy it to every machine")
         return list(pickle.loads(self.pickled)) if self.pickled else named_rewards(self.config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,9 @@ from covey.distributed.fleet import Fleet
 from covey.distributed.members import LocalMember, done
 from covey.distributed.pool import Maker
 from covey.distributed.reward_workers import LocalRewards, RewardHost, Rewards, RewardWorkers
+from covey.distributed.world_workers import Seats, WorldHost, Worlds, WorldWorkers
+from covey.environments.base import World
+from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
@@ -77,6 +81,30 @@ def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
         timeout_seconds=max(chosen.timeout_seconds, len(scorer.specs) * config.rewards.reward_timeout + _GRACE_SECONDS),
         max_restarts=chosen.max_restarts,
         closing=closing,
+    )
+
+
+def make_worlds(config: GRPOConfig, world: World) -> EnvironmentPool | WorldWorkers:
+    """Where episodes are played: in processes of this machine, or on workers.
+
+    Raises:
+        ConfigError: the world cannot be sent, or the cluster does not do.
+    """
+    chosen, wanted = config.environment, config.distributed
+    limits = {"reset_seconds": chosen.reset_seconds, "step_seconds": chosen.step_seconds}
+    if not wanted.world_workers:
+        return EnvironmentPool(world, chosen.parallel_episodes, **limits)
+    on_ray = _ray(f"distributed.world_workers={wanted.world_workers}", "0")
+    count = min(wanted.world_workers, chosen.parallel_episodes)
+    each = math.ceil(chosen.parallel_episodes / count)
+    sent = Worlds.of(world, each, **limits)
+    workers = on_ray.Workers(config, "world_workers", WorldHost, [sent], on_ray.RayWorlds, calls=each)
+    return WorldWorkers(
+        Seats(workers.make, count),
+        chosen.parallel_episodes,
+        timeout_seconds=max(wanted.timeout_seconds, sum(limits.values()) + _GRACE_SECONDS),
+        max_restarts=wanted.max_restarts,
+        closing=workers.close,
     )
 
 

@@ -119,6 +119,9 @@ samplers/restarts | samplers | that were replaced, since the step before
 reward_workers/reissued_units | units | pieces of some groups that were scored again since a worker failed, since the
     step before; only with distributed.reward_workers, as all of reward_workers/
 reward_workers/restarts | workers | that were replaced, since the step before
+world_workers/reissued_units | questions | to worlds that were asked again since a worker failed, since the step before;
+    only with distributed.world_workers, as all of world_workers/
+world_workers/restarts | places | of workers that were replaced, since the step before
 staleness/mean | optimiser steps | age of a group, by which the weights that sampled it are older than those that this
     step began with, mean over groups; only with schedule.max_staleness above 0, as all of staleness/
 staleness/max | optimiser steps | the oldest group's age

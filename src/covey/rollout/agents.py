@@ -21,7 +21,7 @@ import numpy as np
 from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
 from covey.environments.config import EnvironmentConfig
-from covey.environments.pool import EnvironmentPool
+from covey.environments.pool import Places
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.turns import Session, TurnGenerator
@@ -129,14 +129,15 @@ class Player:
 
     def __init__(
         self,
-        pool: EnvironmentPool,
+        pool: Places,
         template: ConversationTemplate,
         decode: Callable[[Sequence[int]], str],
         tokenizer: Any,
         settings: EnvironmentConfig,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        self._pool, self._template, self._decode = pool, template, decode
+        self.pool = self._pool = pool
+        self._template, self._decode = template, decode
         self._tokenizer, self.settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
         self._longest, self._warned = 1 << 31, False

@@ -83,7 +83,8 @@ class Recorder:
         self._notes: list[str] = []
         self._failures: set[tuple[str, str]] = set()
         self._fleet = run.engine if isinstance(run.engine, Fleet) else None
-        self._pools = [each for each in (run.engine, run.data.scorer.elsewhere) if isinstance(each, Pool)]
+        parts = (run.engine, run.data.scorer.elsewhere, getattr(run.collect, "worlds", None))
+        self._pools = [each for each in parts if isinstance(each, Pool)]
         self.evaluated_at = -1
 
     # ------------------------------------------------------------------ life of a run
