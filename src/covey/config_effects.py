@@ -122,7 +122,6 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("ray_address", lambda c: c.distributed.actors > 0, "there are Ray actors: distributed.samplers or workers"),
     ("gpus_per_sampler", _set("samplers"), "distributed.samplers is above 0"),
     ("reward_workers", lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),
-    ("world_workers", _set("world"), "environment.world is set"),
     (
         "adapter_folder",
         lambda c: c.server.inference_server_kind != "covey",

@@ -60,7 +60,7 @@ def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
         ConfigError: nothing is left for them, a function cannot be sent, or the cluster does not do.
     """
     chosen, count = config.distributed, config.distributed.reward_workers
-    if count is None or config.environment.world is not None:
+    if count is None:
         return
     if all(spec.whole_batch for spec in scorer.specs):
         raise ConfigError(

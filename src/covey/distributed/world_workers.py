@@ -318,6 +318,13 @@ class WorldWorkers(Pool):
         self._queue.append(self._asked[place])
         self._hand_out()
 
+    def _hand_out(self) -> None:
+        """As of any pool; places whose worker another one's failure has ended are started anew first."""
+        for place in self._places:
+            if place.future is None and place.member is not None and place.member.shared.ended:
+                place.member = None
+        super()._hand_out()
+
     def _ask(self, member: Seat, piece: _Question, progress: Progress) -> Future[Found]:
         return member.shared.worker.play(member.place, piece.script)
 

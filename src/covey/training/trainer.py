@@ -155,7 +155,8 @@ class GRPOTrainer(StepByStep):
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
         self.engine = make_sampler(args, backend, self.policy)
-        scale_scoring(args, self.data.scorer, named=named)
+        if world is None:
+            scale_scoring(args, self.data.scorer, named=named)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
         self.learner = backend.make_learner(args, self.policy)
