@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -10,47 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from restless_world import Restless
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import start
 from covey.distributed.members import MemberError, done, in_thread
 from covey.distributed.world_workers import Script, Seats, WorldHost, Worlds, WorldWorkers
-from covey.environments import Environment, Observation, World, get_world
+from covey.environments import World, get_world
 from covey.environments.base import Outcome
 from covey.environments.pool import EnvironmentPool, Places
 from covey.errors import ConfigError, EpisodeError, GenerationError
 from covey.observe.run_folder import RunFolder
 
 LIMITS = {"reset_seconds": 60.0, "step_seconds": 60.0}
-
-
-class Restless(World):
-    """Shows the process that it is in; `end` ends it."""
-
-    name = "restless"
-
-    def __init__(self, info_only: bool = False) -> None:
-        self.info_only = info_only
-
-    def train_tasks(self, seed: int) -> list[dict[str, Any]]:
-        return [{"uid": "0"}]
-
-    def eval_tasks(self) -> list[dict[str, Any]]:
-        return [{"uid": "1"}]
-
-    def make(self) -> Environment:
-        return _Restless(self.info_only)
-
-
-class _Restless(Environment):
-    def __init__(self, info_only: bool) -> None:
-        self.info_only = info_only
-
-    def reset(self, task: Any, seed: int) -> Observation:
-        return Observation("here" if self.info_only else f"process {os.getpid()}")
-
-    def step(self, action: str) -> Any:
-        return "on", 0.0, False, {"pid": os.getpid()}
 
 
 class LocalWorker:
