@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_cases import Workplace, by_group, by_row, later, ranks, rows
 from run_cases import events, learned
@@ -46,6 +46,7 @@ def pooled(place: Workplace, workers: int, functions: Any = FUNCTIONS, **options
     return made
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["", "", "die", "hang", "late", "too few"]), max_size=12).filter(
         lambda faults: sum(map(bool, faults)) < 3
