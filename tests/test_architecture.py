@@ -258,7 +258,7 @@ def test_backends_stay_in_their_rooms() -> None:
 
 def test_ray_is_imported_where_it_is_used() -> None:
     """Who has no cluster needs no Ray, and what is sampled does not depend on it."""
-    inside = {f"covey.distributed.ray_{name}" for name in ("cluster", "members", "launch")}
+    inside = {f"covey.distributed.ray_{name}" for name in ("cluster", "members", "workers", "launch")}
     ray = {module_of(path) for path in FILES for found in imports_in(path) if found.module.split(".")[0] == "ray"}
     assert ray == inside
     doors = {

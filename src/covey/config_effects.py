@@ -67,8 +67,12 @@ def _has_units(config: Any) -> bool:
     return config.distributed.samplers is not None or (server.upload_adapters_to_server and len(server.urls) > 1)
 
 
+def _has_workers(config: Any) -> bool:
+    return config.distributed.reward_workers is not None or config.distributed.world_workers > 0
+
+
 def _has_ranks(config: Any) -> bool:
-    return _has_units(config) or config.distributed.learners > 1 or "WORLD_SIZE" in os.environ
+    return _has_units(config) or _has_workers(config) or config.distributed.learners > 1 or "WORLD_SIZE" in os.environ
 
 
 _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
@@ -122,14 +126,15 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("inference_server_url", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("keep_units", _has_units, "distributed.samplers is set, or there are several servers"),
-    *((field, _has_ranks, "there are several samplers, learners or servers") for field in _OF_RANKS),
+    *((field, _has_ranks, "there are several samplers, learners, workers or servers") for field in _OF_RANKS),
     (
         "ray_address",
-        lambda c: c.distributed.samplers or c.distributed.learners > 1,
-        "distributed.samplers is above 0, or distributed.learners above 1",
+        lambda c: c.distributed.actors or c.distributed.learners > 1,
+        "distributed.learners is above 1, or there are Ray actors: samplers or workers",
     ),
     *((field, _set("samplers"), "distributed.samplers is above 0") for field in _OF_ACTORS),
     *((field, _by_vllm, "distributed.sampler_kind is vllm, and samplers above 0") for field in _OF_VLLM),
+    ("reward_workers", lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),
     (
         "adapter_folder",
         lambda c: c.server.inference_server_kind != "covey",

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
@@ -137,6 +138,23 @@ def user_file_hashes() -> dict[str, str]:
         for path in USER_FILES.values()
         if Path(path).is_file()
     }
+
+
+def require_files(hashes: Mapping[str, str]) -> None:
+    """Make sure that this machine has the user's files that another process has imported.
+
+    Args:
+        hashes: there, see `user_file_hashes`.
+
+    Raises:
+        ConfigError: one is missing, or another one.
+    """
+    for path, wanted in hashes.items():
+        where = f"{path}: on {socket.gethostname()}"
+        if not Path(path).is_file():
+            raise ConfigError(f"{where} there is no such file; copy it to every machine")
+        if hashlib.sha256(Path(path).read_bytes()).hexdigest() != wanted:
+            raise ConfigError(f"{where} it is another file; copy it to every machine")
 
 
 def _functions(module: ModuleType) -> list[str]:

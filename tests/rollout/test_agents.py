@@ -79,6 +79,8 @@ class FakeGenerator:
         self._running: list[Any] = []
         return self
 
+    in_rounds = False
+
     @property
     def busy(self) -> bool:
         return bool(self._running)

@@ -76,14 +76,28 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         default=600.0,
         ge=1,
         le=1e9,
-        description="Seconds that a sampler may be silent before it is given up; a start has at least 120. Learners "
-        "wait as long for each other, and their restart for room in the cluster.",
+        description="Seconds that a sampler, or another worker, may be silent before it is given up; a start has at "
+        "least 120. Learners wait as long for each other, and their restart for room in the cluster.",
     )
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="How often in a row a sampler is replaced before the run goes on without it, and how often covey "
-        "train starts all learners again when one dies.",
+        description="How often in a row a sampler, or another worker, is replaced before the run goes on without it, "
+        "and how often covey train starts all learners again when one dies.",
+    )
+    reward_workers: int | None = Field(
+        default=None,
+        ge=0,
+        le=100_000,
+        description="Ray actors that score completions, whole groups at a time, each on a CPU of its own. 0: this "
+        "process scores, group by group as they would; none = this process, all rows of a step in one call.",
+    )
+    world_workers: int = Field(
+        default=0,
+        ge=0,
+        le=100_000,
+        description="Ray actors that hold an agent's worlds, environment.parallel_episodes shared out among them; "
+        "0 = processes of this machine.",
     )
     keep_units: bool = Field(
         default=True,
@@ -106,3 +120,8 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         if ours:
             raise ValueError(f"vllm_arguments={ours[0]!r:.100}: each sampler sets this option itself; leave it out")
         return self
+
+    @property
+    def actors(self) -> int:
+        """Ray actors in all."""
+        return (self.samplers or 0) + (self.reward_workers or 0) + self.world_workers

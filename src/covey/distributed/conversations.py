@@ -1,8 +1,8 @@
-"""Conversations on a fleet: each turn is asked for with all that was said before.
+"""Conversations on a fleet or on ranks: each turn is asked for with all that was said before.
 
-The turns that a conversation's member has to take when it becomes free are one call. A member that dies loses the turns
-that it was taking, and nothing else: worlds and histories are here, so another one takes those turns, with the same
-random numbers.
+On a fleet, the turns that a conversation's member has to take when it becomes free are one call. A member that dies
+loses the turns that it was taking, and nothing else: worlds and histories are here, so another one takes those turns,
+with the same random numbers. Ranks take turns in rounds.
 """
 
 from __future__ import annotations
@@ -90,16 +90,81 @@ class FleetDevice(Device):
         rows, self._waiting[home] = self._waiting[home], []
         alike: dict[SamplingSettings, list[Row]] = {}
         for row in sorted(rows, key=lambda row: row.stream):
-            settings = replace(row.settings, max_tokens=row.limit)
-            if row.choices is not None:  # an engine refuses what cannot be said whole: here the turn is cut short
-                settings = replace(settings, stop_strings=())
-            alike.setdefault(settings, []).append(row)
+            alike.setdefault(_settings_of(row), []).append(row)
         jobs = []
         for settings, some in alike.items():
-            requests = [Request(row.history(), row.stream, cut_choices(row.choices, row.limit)) for row in some]
-            jobs.append(Job(requests, settings, self._version, home=home))
+            jobs.append(Job([_request_of(row) for row in some], settings, self._version, home=home))
             self._asked.append((jobs[-1], some))
         return jobs
+
+
+Calls = list[tuple[list[Request], SamplingSettings]]
+"""Requests that are sampled in one call each, alone."""
+
+
+class RoundDevice(Device):
+    """A `covey.rollout.turns.Device` that has whole turns sampled, in rounds: all that wait, and then worlds answer.
+
+    What is sampled beside a turn is settled by random streams: the present turns of the conversations of its unit. So
+    the numbers are those of any number of samplers, and do not depend on how fast worlds are.
+
+    Args:
+        sample: completions of each call, in order.
+        context_length: most tokens of a conversation.
+        own_tokens: longest conversation after its first prompt.
+        unit_size: conversations of a unit, in the order in which they begin.
+    """
+
+    in_rounds = True
+
+    def __init__(
+        self, sample: Callable[[Calls], list[list[Completion]]], context_length: int, own_tokens: int, unit_size: int
+    ) -> None:
+        super().__init__(context_length, own_tokens)
+        self._sample, self._unit_size = sample, unit_size
+        self._waiting: list[Row] = []
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """First turns wait for the round."""
+        return self.extend(queue)
+
+    def extend(self, resuming: list[Row] | deque[Row]) -> Iterator[Drawn]:
+        """Next turns do as well."""
+        for row in resuming:
+            row.place = self
+        self._waiting += resuming
+        resuming.clear()
+        return iter(())
+
+    def decode(self, waiting: int) -> Iterator[Drawn]:
+        """A round: every turn that waits, to its end."""
+        rows, self._waiting = sorted(self._waiting, key=lambda row: row.stream), []
+        alike: dict[tuple[int, SamplingSettings], list[Row]] = {}
+        for row in rows:
+            number = self._numbers.setdefault(row.stream[:-1], len(self._numbers))
+            alike.setdefault((number // self._unit_size, _settings_of(row)), []).append(row)
+        calls = [([_request_of(row) for row in some], settings) for (_, settings), some in alike.items()]
+        for some, found in zip(alike.values(), self._sample(calls), strict=True):
+            for row, completion in zip(some, found, strict=True):
+                yield _drawn(row, completion)
+
+    def drop(self, row: Row) -> None:
+        """Nobody waits for its turn any more."""
+        row.place = None
+        if row in self._waiting:
+            self._waiting.remove(row)
+
+
+def _settings_of(row: Row) -> SamplingSettings:
+    settings = replace(row.settings, max_tokens=row.limit)
+    # an engine refuses what cannot be said whole: here the turn is cut short
+    return settings if row.choices is None else replace(settings, stop_strings=())
+
+
+def _request_of(row: Row) -> Request:
+    """A turn, with all that was said before."""
+    return Request(row.history(), row.stream, cut_choices(row.choices, row.limit))
 
 
 def _drawn(row: Row, found: Completion) -> Drawn:

@@ -1,84 +1,36 @@
-"""A sampler over several members: units of work in a queue, deadlines, replacement of members that fail.
+"""A sampler over several members: units of work for a pool of them, with the weights that they must hold.
 
-    requests -> units -> journal, or else a queue -> the next free member -> completions in the order of the requests
-                                      ^                      |
-                                      +--- died, or silent --+    (it is replaced, and given the weights again)
+    requests -> units -> journal, or else `covey.distributed.pool` -> completions in the order of the requests
 
-One thread at a time calls it, and everything happens in that thread: members answer through futures. The result does
-not depend on how many members there are, which one has which unit, or how often one has to be replaced.
+The result does not depend on how many members there are, which one has which unit, or how often one has to be replaced.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent import futures
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from covey.distributed.conversations import FleetDevice
 from covey.distributed.journal import Journal
-from covey.distributed.members import START_SECONDS, Held, LocalMember, Member, frozen, weights_hash
+from covey.distributed.members import Held, LocalMember, Member, frozen, weights_hash
+from covey.distributed.pool import Maker, Place, Pool
 from covey.distributed.units import Job, make_units, unit_key
-from covey.errors import CoveyError, GenerationError, ServingError
+from covey.errors import GenerationError
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Session
 from covey.types import Completion, Progress, Request, SamplingSettings
 
-Maker = Callable[[bool], Future[Member]]
-"""Starts a member; True = in the place of one that failed."""
-_LOOK_SECONDS = 0.5
-_MOST_TRIES = 3
-"""A unit that as many members fail at is taken to be what makes them fail."""
 
-
-@dataclass(slots=True, eq=False)
-class _Place:
-    """One member after another.
-
-    Attributes:
-        number: of the place, from 0.
-        make: starts a member.
-        member: None while there is none.
-        held: weights that it was given, once it has answered; `taking` those that it is being given.
-        doing: what `future` is the end of, since `since`; `seen` completions of its job were over then.
-        failures: in a row.
-        given_up: no further member is started.
-    """
-
-    number: int
-    make: Maker
-    member: Member | None = None
-    held: Held | None = None
-    taking: Held | None = None
-    doing: Literal["starting", "taking weights", "sampling"] = "starting"
-    future: Future[Any] | None = None
-    job: Job | None = None
-    since: float = 0.0
-    seen: int = 0
-    failures: int = 0
-    given_up: bool = False
-    name: str = ""
-
-    @property
-    def title(self) -> str:
-        return f"sampler {self.number + 1}" + (f" ({self.name})" if self.name else "")
-
-
-class Fleet:
+class Fleet(Pool):
     """Members that sample as one; a `covey.rollout.learning.Sampler`.
 
     Args:
         makers: one for each member. All are started now, and waited for.
         unit_size: completions of a unit, see `make_units`.
-        timeout_seconds: without an answer or progress after which a member is given up.
-        max_restarts: of a member in a row, before the others go on without it.
+        keeps: whether a journal is wanted.
         salt: names whatever else the numbers depend on, for the journal.
-        closing: called when the members are stopped.
-        wait, clock: `concurrent.futures.wait` and a clock in seconds; for tests.
+        **options: those of `Pool`.
 
     Attributes:
         context_length: the members' smallest.
@@ -90,39 +42,19 @@ class Fleet:
     """
 
     runner = "fleet"
+    noun: ClassVar[str] = "sampler"
+    work: ClassVar[str] = "sampling"
+    needs: ClassVar[str] = "weights"
 
     def __init__(
-        self,
-        makers: Sequence[Maker],
-        *,
-        unit_size: int,
-        timeout_seconds: float = 600.0,
-        max_restarts: int = 3,
-        keeps: bool = False,
-        salt: str = "",
-        closing: Callable[[], None] = lambda: None,
-        wait: Callable[..., Any] = futures.wait,
-        clock: Callable[[], float] = time.monotonic,
+        self, makers: Sequence[Maker], *, unit_size: int, keeps: bool = False, salt: str = "", **options: Any
     ) -> None:
-        self._unit_size, self._timeout, self._max_restarts = unit_size, timeout_seconds, max_restarts
-        self.keeps, self._salt, self._closing, self._wait, self._clock = keeps, salt, closing, wait, clock
-        self._places = [_Place(number, make) for number, make in enumerate(makers)]
-        self._queue: list[Job] = []
+        self._unit_size, self.keeps, self._salt = unit_size, keeps, salt
         self._held: Held | None = None
         self._version = NO_VERSION
-        self._tell: Callable[[], None] = lambda: None
-        self._thread = 0
-        self._open, self._news = False, list[str]()
-        self._reissued = self._restarts = 0
-        self._idle = 0.0
         self.journal: Journal | None = None
-        try:
-            self._until(lambda: all(place.member is not None for place in self._places))
-        except BaseException:
-            self.close()
-            raise
-        self._open = True
-        members = [place.member for place in self._places if place.member is not None]
+        super().__init__(makers, **options)
+        members: list[Member] = [place.member for place in self._places]
         self.context_length = min(member.context_length for member in members)
         self._local = members[0].engine if isinstance(members[0], LocalMember) else None
 
@@ -158,17 +90,6 @@ class Fleet:
         if self._local is not None:
             self._version, self._places[0].held, self._held = NO_VERSION, None, None
             self._local.release()
-
-    def close(self) -> None:
-        """Stop the members. They start anew when they are needed."""
-        for place in self._places:
-            if place.member is not None:
-                place.member.stop(failed=False)
-            elif place.future is not None:  # it is stopped as soon as it has started
-                place.future.add_done_callback(_stop_late)
-            if not isinstance(place.member, LocalMember):
-                place.member, place.held, place.future, place.job = None, None, None, None
-        self._closing()
 
     def __call__(
         self,
@@ -225,174 +146,42 @@ class Fleet:
         device = FleetDevice(self, policy_version, self.context_length, own_tokens, len(self._places))
         return Session(device, settings, policy_version=policy_version)
 
-    def take_news(self) -> list[str]:
-        """What has happened to members since the last time, a sentence each."""
-        news, self._news = self._news, []
-        return news
+    # ------------------------------------------------------------------ what the pool asks
 
-    def take_metrics(self) -> dict[str, float]:
-        """Since the last time; `covey.observe.metric_names` defines them."""
-        found = {
-            "samplers/reissued_units": float(self._reissued),
-            "samplers/restarts": float(self._restarts),
-            "time/samplers_waiting": self._idle,
-        }
-        self._reissued = self._restarts = 0
-        self._idle = 0.0
-        return found
+    def _prepare(self, place: Place) -> Future[Any] | None:
+        if self._held is None or place.held is self._held:
+            return None
+        place.taking = self._held
+        loading: Future[str] = place.member.load(self._held)
+        return loading
 
-    # ------------------------------------------------------------------ what happens
+    def _may_work(self, place: Place) -> bool:
+        return place.held is not None
 
-    def do(
-        self,
-        jobs: Sequence[Job],
-        over: Callable[[], bool],
-        tell: Callable[[], None] = lambda: None,
-        seconds: float = float("inf"),
-    ) -> None:
-        """Queue jobs and let members work until `over`, or for some seconds; an error forgets all jobs.
+    def _prepared(self, place: Place, found: str) -> None:
+        if found != place.taking.sha256:
+            raise GenerationError(
+                f"{place.title} applied weights with the hash {found[:12]}..., {place.taking.sha256[:12]}... was "
+                "sent; it does not hold the trainer's model: give all machines the same files and versions"
+            )
+        place.held = place.taking
 
-        Args:
-            jobs: to be queued after those that wait.
-            over: asked whenever something has happened.
-            tell: called whenever something may have happened, in this thread.
-            seconds: to return after in any case.
+    def _ask(self, member: Member, piece: Job, progress: Progress) -> Future[list[Completion]]:
+        return member.begin(piece.requests, piece.settings, piece.version, progress)
 
-        Raises:
-            CoveyError: as `__call__`.
-        """
-        self._queue += jobs
-        self._tell, self._thread = tell, threading.get_ident()
-        try:
-            self._until(over, seconds)
-        except BaseException:
-            self._queue.clear()
-            for place in self._places:
-                place.job = None  # what it is doing is nobody's any more
-            raise
-        finally:
-            self._tell = lambda: None
+    def _fault(self, piece: Job, found: list[Completion]) -> str:
+        if len(found) == len(piece.requests) and all(one.policy_version == piece.version for one in found):
+            return ""
+        versions = sorted({one.policy_version for one in found})
+        return f"{len(found)} completions of the versions {versions}, not {len(piece.requests)} of {piece.version}"
 
-    def _until(self, over: Callable[[], bool], seconds: float = float("inf")) -> None:
-        began = self._clock()
-        while True:
-            self._hand_out()
-            if over() or self._clock() - began >= seconds:
-                return
-            busy = [place for place in self._places if place.future is not None]
-            if not busy:
-                raise GenerationError("no sampler is left; start samplers that live, and resume the run")
-            last, working = self._clock(), sum(place.doing == "sampling" for place in busy)
-            pause = min(_LOOK_SECONDS, self._timeout, seconds)
-            self._wait([place.future for place in busy], timeout=pause, return_when=futures.FIRST_COMPLETED)
-            self._idle += (self._clock() - last) * (1 - working / len(self._places)) if self._queue or working else 0.0
-            for place in busy:
-                self._look_at(place)
-            self._tell()
+    def _over(self, piece: Job) -> None:
+        if self.journal is not None and piece.key and piece.result is not None:
+            self.journal.put(piece.key, piece.version, piece.result)
 
-    def _hand_out(self) -> None:
-        """Every member that has nothing to do gets something: itself, weights, a unit."""
-        for place in self._places:
-            if place.future is not None or place.given_up:
-                continue
-            if place.member is None:
-                self._begin(place, "starting", place.make(self._open and place.failures > 0))
-            elif place.held is not self._held and self._held is not None:
-                place.taking = self._held
-                self._begin(place, "taking weights", place.member.load(self._held))
-            elif place.held is not None and (job := self._next_for(place)) is not None:
-                place.job = job
-                note = partial(self._note, job)
-                self._begin(place, "sampling", place.member.begin(job.requests, job.settings, job.version, note))
-
-    def _begin(self, place: _Place, doing: Any, future: Future[Any]) -> None:
-        place.doing, place.future, place.since, place.seen = doing, future, self._clock(), 0
-
-    def _next_for(self, place: _Place) -> Job | None:
-        for number, job in enumerate(self._queue):
-            if job.home in (None, place.number) or self._places[job.home].member is None:
-                return self._queue.pop(number)
-        return None
-
-    def _look_at(self, place: _Place) -> None:
-        """Take its answer, or see how far it is."""
-        assert place.future is not None
-        if place.future.done():
-            future, place.future = place.future, None
-            error = future.exception()
-            if error is None:
-                self._take(place, future.result())
-            elif not isinstance(error, Exception):
-                raise error
-            elif isinstance(error, CoveyError) and (place.doing != "starting" or not self._open):
-                if place.doing != "sampling" or place.job is not None:
-                    raise error
-            else:
-                self._fail(place, f"{error}" if str(error) else type(error).__name__)
-            return
-        if place.member is not None:
-            place.member.watch()
-        if place.job is not None and place.job.finished > place.seen:
-            place.since, place.seen = self._clock(), place.job.finished
-        most = self._timeout if place.member is not None else max(self._timeout, START_SECONDS)
-        if self._clock() - place.since > most:
-            if place.member is None:
-                place.future.add_done_callback(_stop_late)
-            self._fail(place, f"silent for {most:g} s (distributed.timeout_seconds)")
-
-    def _take(self, place: _Place, found: Any) -> None:
-        if place.doing == "starting":
-            place.member, place.held, place.name = found, None, found.name
-        elif place.doing == "taking weights":
-            assert place.taking is not None
-            if found != place.taking.sha256:
-                raise GenerationError(
-                    f"{place.title} applied weights with the hash {found[:12]}..., {place.taking.sha256[:12]}... was "
-                    "sent; it does not hold the trainer's model: give all machines the same files and versions"
-                )
-            place.held = place.taking
-        elif place.job is not None:
-            job = place.job
-            if len(found) != len(job.requests) or any(one.policy_version != job.version for one in found):
-                versions = sorted({one.policy_version for one in found})
-                self._fail(
-                    place,
-                    f"{len(found)} completions of the versions {versions}, not {len(job.requests)} of {job.version}",
-                )
-                return
-            place.job, place.failures, job.result = None, 0, found
-            if self.journal is not None and job.key:
-                self.journal.put(job.key, job.version, found)
-
-    def _fail(self, place: _Place, why: str) -> None:
-        """Give a member up, let its unit go to the front of the queue, and have it replaced next, or not any more."""
-        what, title = place.doing, place.title
-        if place.member is not None:
-            place.member.stop(failed=True)
-        place.member, place.held, place.future = None, None, None
-        job, place.job = place.job, None
-        if not self._open:
-            raise ServingError(f"{title} cannot be started: {why}")
-        place.failures += 1
-        place.given_up = place.failures > self._max_restarts
-        left = sum(not other.given_up for other in self._places)
-        after = "it is replaced"
-        if place.given_up:
-            after = f"{place.failures} times in a row: the run goes on with {left} of {len(self._places)}"
-        self._restarts += not place.given_up
-        self._news.append(f"{title} failed while {what}: {why[:500]}; {after}")
-        if left == 0:
-            raise GenerationError(f"{title}, the last one, failed while {what}: {why[:1000]}")
-        if job is not None:
-            job.tries, job.finished = job.tries + 1, 0
-            if job.tries >= _MOST_TRIES:
-                streams = sorted({tuple(request.stream[:-1]) for request in job.requests})
-                raise GenerationError(
-                    f"{job.tries} samplers failed one after another while they sampled the same unit, of the prompts "
-                    f"with the random streams {streams}; the last one: {why[:1000]}"
-                )
-            self._queue.insert(0, job)
-            self._reissued += 1
+    def _named(self, piece: Job) -> str:
+        streams = sorted({tuple(request.stream[:-1]) for request in piece.requests})
+        return f"while they sampled the same unit, of the prompts with the random streams {streams}"
 
     # ------------------------------------------------------------------ small things
 
@@ -415,14 +204,3 @@ class Fleet:
         if self.journal is None or not job.key:
             return None
         return self.journal.get(job.key, job.version, len(job.requests))
-
-    def _note(self, job: Job, done: int, total: int) -> None:
-        job.finished = done
-        if threading.get_ident() == self._thread:
-            self._tell()
-
-
-def _stop_late(future: Future[Member]) -> None:
-    """A member that has started when nobody waits for it any more."""
-    if future.exception() is None:
-        future.result().stop(failed=True)

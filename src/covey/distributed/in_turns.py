@@ -1,6 +1,7 @@
 """Sampling by the ranks that also train, in turns: each samples its share of the units, with its own engine.
 
-Units are sampled alone, so the numbers are those of any other number of ranks. Agents' conversations are rank 0's.
+Units are sampled alone, so the numbers are those of any other number of ranks. Agents' conversations are sampled turn
+by turn, see `covey.distributed.conversations.RoundDevice`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from covey.distributed.conversations import Calls, RoundDevice
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import run_shared
 from covey.distributed.units import make_units
@@ -50,22 +52,29 @@ class RankSampler:
         progress: Progress | None = None,
     ) -> list[Completion]:
         """Completions of all requests, in order; every rank calls it and samples its units, one call each."""
-        units = make_units(requests, unit_size)
-        sizes = [sum(len(request.token_ids) for request in unit.requests) for unit in units]
+        calls: Calls = [(list(unit.requests), settings) for unit in make_units(requests, unit_size)]
+        return [completion for found in self.sample_calls(calls, policy_version, progress) for completion in found]
+
+    def sample_calls(
+        self, calls: Calls, policy_version: int, progress: Progress | None = None
+    ) -> list[list[Completion]]:
+        """Completions of each call; every rank calls it and samples its share."""
+        sizes = [sum(len(request.token_ids) for request in requests) for requests, _ in calls]
+        total = sum(len(requests) for requests, _ in calls)
 
         def sample(numbers: list[int]) -> Iterator[list[Completion]]:
             over = 0
 
-            def tell(done: int, total: int) -> None:
+            def tell(done: int, _: int) -> None:
                 if progress is not None:
-                    progress(over + done, len(requests))
+                    progress(over + done, total)
 
             for number in numbers:
-                own = units[number].requests
+                own, settings = calls[number]
                 yield self.engine(own, settings, policy_version=policy_version, progress=tell)
                 over += len(own)
 
-        return [completion for unit in run_shared(self._ranks, sizes, sample) for completion in unit]
+        return run_shared(self._ranks, sizes, sample)
 
 
 class LeadingSampler:
@@ -111,6 +120,20 @@ class LeadingSampler:
         with self._ranks.telling(("sampler", "sample", what, {})):
             return self._own.sample(*what, progress=progress)
 
-    def session(self, settings: SamplingSettings, **how: Any) -> Session[Any]:
-        """Conversations of several turns, in this process."""
-        return self._own.engine.session(settings, **how)
+    def session(
+        self,
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        rows: int,
+        own_tokens: int,
+        prompt_lengths: Sequence[int],
+    ) -> Session[RoundDevice]:
+        """Conversations of several turns, in rounds on all ranks."""
+
+        def sample(calls: Calls) -> list[list[Completion]]:
+            with self._ranks.telling(("sampler", "sample_calls", (calls, policy_version), {})):
+                return self._own.sample_calls(calls, policy_version)
+
+        device = RoundDevice(sample, self.context_length, own_tokens, self._unit_size)
+        return Session(device, settings, policy_version=policy_version)

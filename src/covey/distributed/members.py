@@ -127,6 +127,7 @@ class LocalMember:
     """The engine of this process. It samples when it is asked, in the caller's thread."""
 
     name = "this process"
+    stays = True
 
     def __init__(self, engine: Sampler) -> None:
         self.engine, self.context_length = engine, engine.context_length

@@ -251,7 +251,7 @@ class Cluster:
         """Be part of the cluster, one that has room and the same versions; nothing happens if that is so already."""
         with self._lock:
             if not self._connected:
-                self._own = connect(self._config.distributed.ray_address, self._config.distributed.samplers or 0)
+                self._own = connect(self._config.distributed.ray_address, self._config.distributed.actors)
                 self._connected, self.head = True, Head(ray.get_runtime_context().gcs_address)
                 try:
                     self._preflight()
@@ -303,7 +303,7 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
     Raises:
         ConfigError: as a run would be refused.
     """
-    began, own = time.monotonic(), connect(config.distributed.ray_address, config.distributed.samplers or 0)
+    began, own = time.monotonic(), connect(config.distributed.ray_address, config.distributed.actors)
     try:
         gpus, nodes, said = _preflight(config)
         address = ray.get_runtime_context().gcs_address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +11,19 @@ from functools import partial
 
 from covey.backend import Backend
 from covey.config import GRPOConfig
-from covey.distributed.fleet import Fleet, Maker
+from covey.distributed.fleet import Fleet
 from covey.distributed.members import LocalMember, done
+from covey.distributed.pool import Maker
+from covey.distributed.reward_workers import LocalRewards, RewardHost, Rewards, RewardWorkers
+from covey.distributed.world_workers import Seats, WorldHost, Worlds, WorldWorkers
+from covey.environments.base import World
+from covey.environments.pool import EnvironmentPool
 from covey.errors import ConfigError
 from covey.rollout.learning import Sampler, TrainedPolicy
+from covey.rollout.scoring import Scorer
+
+_GRACE_SECONDS = 5.0
+"""Beyond its own time limits, that a worker has to say which reward function hangs."""
 
 
 def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) -> Sampler:
@@ -39,11 +49,75 @@ def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) ->
     return _fleet(config, [partial(make_member, config, policy.vocabulary, number) for number in range(len(urls))])
 
 
+def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
+    """Let reward workers score in place of this process, where the settings ask for them.
+
+    Args:
+        config: of the run.
+        scorer: of this process; it is given its workers, and closes them.
+        named: the settings name the reward functions, so that workers can make their own.
+
+    Raises:
+        ConfigError: nothing is left for them, a function cannot be sent, or the cluster does not do.
+    """
+    chosen, count = config.distributed, config.distributed.reward_workers
+    if count is None:
+        return
+    if all(spec.whole_batch for spec in scorer.specs):
+        raise ConfigError(
+            f"distributed.reward_workers={count}: {', '.join(scorer.names)} has whole_batch = True, so that it is "
+            "called in this process: nothing is left for workers; set reward_workers to none"
+        )
+    makers: list[Maker] = [lambda again: done(LocalRewards(scorer))]
+    closing: Callable[[], None] = lambda: None  # noqa: E731
+    if count:
+        with _needing_ray(f"distributed.reward_workers={count}", "none"):
+            from covey.distributed import ray_workers as on_ray
+        functions = [] if named else [spec.function for spec in scorer.specs]
+        rewards = Rewards.of(config, on_ray.pickled(functions) if functions else b"")
+        workers = on_ray.Workers(config, "reward_workers", RewardHost, [rewards], on_ray.RayRewards)
+        makers, closing = [workers.make] * count, workers.close
+    scorer.elsewhere = RewardWorkers(
+        makers,
+        unit_size=chosen.groups_per_unit * config.sampling.num_generations,
+        timeout_seconds=max(chosen.timeout_seconds, len(scorer.specs) * config.rewards.reward_timeout + _GRACE_SECONDS),
+        max_restarts=chosen.max_restarts,
+        closing=closing,
+    )
+
+
+def make_worlds(config: GRPOConfig, world: World) -> EnvironmentPool | WorldWorkers:
+    """Where episodes are played: in processes of this machine, or on workers.
+
+    Raises:
+        ConfigError: the world cannot be sent, or the cluster does not do.
+    """
+    chosen, wanted = config.environment, config.distributed
+    limits = {"reset_seconds": chosen.reset_seconds, "step_seconds": chosen.step_seconds}
+    if not wanted.world_workers:
+        return EnvironmentPool(world, chosen.parallel_episodes, **limits)
+    with _needing_ray(f"distributed.world_workers={wanted.world_workers}"):
+        from covey.distributed import ray_workers as on_ray
+    count = min(wanted.world_workers, chosen.parallel_episodes)
+    each = math.ceil(chosen.parallel_episodes / count)
+    sent = Worlds.of(world, each, **limits)
+    workers = on_ray.Workers(config, "world_workers", WorldHost, [sent], on_ray.RayWorlds, calls=each)
+    return WorldWorkers(
+        Seats(workers.make, count),
+        chosen.parallel_episodes,
+        timeout_seconds=max(wanted.timeout_seconds, sum(limits.values()) + _GRACE_SECONDS),
+        max_restarts=wanted.max_restarts,
+        closing=workers.close,
+    )
+
+
 def layout(config: GRPOConfig) -> str:
     """Who samples and who trains, in a sentence; "" for one process."""
     chosen, urls = config.distributed, config.server.urls
     to_servers = config.server.upload_adapters_to_server
-    if chosen.learners == 1 and chosen.samplers is None and not (to_servers and len(urls) > 1):
+    workers = ((chosen.reward_workers, "score"), (chosen.world_workers, "hold worlds"))
+    beside = "".join(f", {count} Ray actors {what}" for count, what in workers if count)
+    if chosen.learners == 1 and chosen.samplers is None and not beside and not (to_servers and len(urls) > 1):
         return ""
     train = "1 process trains" if chosen.learners == 1 else f"{chosen.learners} processes train ({_starter(config)})"
     how = " with vLLM" if chosen.sampler_kind == "vllm" else ""
@@ -51,7 +125,7 @@ def layout(config: GRPOConfig) -> str:
     if not to_servers and not chosen.samplers:
         who = "the same process samples" if chosen.learners == 1 else "the same processes sample"
     size = f"{chosen.groups_per_unit} x {config.sampling.num_generations} completions"
-    return f"{train}, {who}, in units of {size}"
+    return f"{train}, {who}, in units of {size}{beside}"
 
 
 def _starter(config: GRPOConfig) -> str:
@@ -75,25 +149,25 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
             f"distributed.samplers={'none' if samplers is None else samplers}: nothing of this run is placed on a Ray "
             "cluster; set it, such as distributed.samplers=2"
         )
-    with _needing_ray(samplers):
+    with _needing_ray(f"distributed.samplers={samplers}"):
         from covey.distributed.ray_members import look_at_cluster
     return look_at_cluster(config)
 
 
 @contextmanager
-def _needing_ray(samplers: int | None) -> Iterator[None]:
+def _needing_ray(setting: str, instead: str = "0") -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise ConfigError(
-            f"distributed.samplers={samplers}: Ray is not installed; run pip install 'covey[ray]', or set it to 0"
+            f"{setting}: Ray is not installed; run pip install 'covey[ray]', or set it to {instead}"
         ) from error
 
 
 def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
-    with _needing_ray(config.distributed.samplers):
+    with _needing_ray(f"distributed.samplers={config.distributed.samplers}"):
         from covey.distributed.ray_members import Cluster
     cluster = Cluster(config, policy)
     return _fleet(config, [cluster.make] * (config.distributed.samplers or 0), cluster.close)

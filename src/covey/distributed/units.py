@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
+from covey.distributed.pool import Piece
 from covey.types import Completion, Request, SamplingSettings
 
 
@@ -35,26 +36,19 @@ class Unit:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """A unit under way.
+class Job(Piece):
+    """A unit under way; its `result` is the completions.
 
     Attributes:
         requests, settings, version: what is asked for.
         key: in the journal; "" = it is not written.
-        home: number of the member that it is meant for as long as that one lives; None = any.
-        finished: completions that are over, as far as is known.
-        tries: members that have failed at it.
-        result: the completions.
     """
 
     requests: Sequence[Request]
     settings: SamplingSettings
     version: int
     key: str = ""
-    home: int | None = None
-    finished: int = 0
-    tries: int = 0
-    result: list[Completion] | None = None
+    result: list[Completion] | None = field(default=None, kw_only=True)
 
 
 def make_units(requests: Sequence[Request], size: int) -> list[Unit]:

@@ -13,12 +13,13 @@ import pickle
 import select
 import signal
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World
 from covey.errors import ConfigError, EpisodeError
@@ -31,6 +32,38 @@ _SERVE = "import sys; from covey.environments.worker import serve_template; serv
 
 Found = Observation | Outcome | EpisodeError
 """What a place answers: to `reset` an Observation, to `step` an Outcome, to either that it failed."""
+
+
+class Places(Protocol):
+    """Where episodes are played; the methods are documented in `EnvironmentPool`."""
+
+    def __len__(self) -> int: ...
+
+    def reset(self, place: int, task: TaskInstance, seed: int) -> None: ...
+
+    def step(self, place: int, action: str) -> None: ...
+
+    def wait(self, seconds: float | None = None) -> list[tuple[int, Found]]: ...
+
+    def cancel(self, place: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def pickled_world(world: World) -> bytes:
+    """A world on its way to another process.
+
+    Raises:
+        ConfigError: it cannot be sent, or would not be found there.
+    """
+    if type(world).__module__ == "__main__":
+        raise ConfigError(
+            f"{type(world).__name__} is defined in __main__, where other processes cannot find it; move it to a module"
+        )
+    try:
+        return pickle.dumps(world)
+    except Exception as error:
+        raise ConfigError(f"{type(world).__name__} cannot be sent to another process: {error}") from error
 
 
 class EnvironmentPool:
@@ -103,6 +136,31 @@ class EnvironmentPool:
         self._ask(place, {"expert": True}, "step")
         answer = self._places[place].receive_raw(self._limits["step"])
         return None if answer is None or "error" in answer else answer["expert"]
+
+    def prepare(self) -> None:
+        """Import and prepare the world, which the first episode does otherwise.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        self._template.start()
+
+    def answer(self, place: int, message: dict[str, Any], what: str) -> Found:
+        """Ask and wait for the answer; different places may be asked from different threads.
+
+        Args:
+            place: which one; nothing else is asked of it meanwhile.
+            message: `{"task": ..., "seed": ...}` or `{"action": ...}`.
+            what: "reset" or "step", whose time limit holds.
+        """
+        asked = self._places[place]
+        try:
+            asked.send(message, what, self._limits[what])
+        except (OSError, ValueError, TypeError) as error:
+            asked.stop()
+            return EpisodeError(f"the environment could not be asked: {error}")
+        assert asked.channel is not None
+        return asked.receive() if select.select([asked.channel], [], [], asked.limit)[0] else asked.give_up()
 
     def close(self) -> None:
         """End every process; those that are needed again start anew."""
@@ -193,15 +251,8 @@ class _Template:
     """The process that is forked for each place."""
 
     def __init__(self, world: World) -> None:
-        if type(world).__module__ == "__main__":
-            raise ConfigError(
-                f"{type(world).__name__} is defined in __main__, where other processes cannot find it; move it to a "
-                "module"
-            )
-        try:
-            self._world = base64.b64encode(pickle.dumps(world)).decode()
-        except Exception as error:
-            raise ConfigError(f"{type(world).__name__} cannot be sent to another process: {error}") from error
+        self._world = base64.b64encode(pickled_world(world)).decode()
+        self._lock = threading.Lock()
         self._control: socket.socket | None = None
         self._stop: Callable[[], object] = lambda: None
 
@@ -211,11 +262,10 @@ class _Template:
         Raises:
             OSError: the template has ended.
         """
-        if self._control is None:
-            self._start()
-        assert self._control is not None
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, self._lock:
+            self.start()
+            assert self._control is not None
             socket.send_fds(self._control, [b"f"], [theirs.fileno()])
         hello = frames.receive(ours.fileno()) if select.select([ours], [], [], _START_SECONDS)[0] else None
         if hello is None:
@@ -228,7 +278,14 @@ class _Template:
             self._stop()
             self._control = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Import and prepare the world, unless that is done.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        if self._control is not None:
+            return
         process, ours = start_python(_SERVE)
         self._control = ours
         self._stop = partial(end_python, process, ours)

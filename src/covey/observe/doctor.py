@@ -56,6 +56,10 @@ class Thresholds:
     masked_tokens: float = 0.5
     idle_samplers: float = 0.5
     """Share of the sampling time in which a sampler has nothing to do, mean over samplers."""
+    slow_scoring: float = 0.1
+    """Share of a step that reward functions take."""
+    slow_scoring_seconds: float = 0.5
+    """In steps that are over at once nobody waits for them."""
     mask_ratio: tuple[float, float] = (0.7, 0.9)
     """usmle-qa.md, Tips for Success: "Should be 70-90 %"."""
     no_answer: float = 0.1
@@ -131,6 +135,7 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         found += _completions(recent, limits)
         found += _policy(recent, limits)
         found += _samplers(recent, limits)
+        found += _scoring(recent, limits)
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
     return found
 
@@ -356,6 +361,22 @@ def _samplers(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Use fewer distributed.samplers, a smaller distributed.groups_per_unit in a new run, or more "
             "data.prompts_per_step",
         )
+
+
+def _scoring(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    scoring, step = recent.mean("time/scoring") or 0.0, recent.mean("step_time") or 0.0
+    waited = recent.mean("time/waiting_for_samples")  # with samples ahead: reward functions run beside the update
+    slow = min(scoring, scoring if waited is None else waited)
+    if slow <= limits.slow_scoring_seconds or slow <= limits.slow_scoring * step:
+        return
+    there = recent.values("reward_workers/restarts")
+    yield Diagnosis(
+        "scoring_slow",
+        f"reward functions take {scoring:.1f} s of a step of {step:.1f} s (last {len(recent.steps)} steps)",
+        "Use more distributed.reward_workers"
+        if there
+        else "Let other processes or machines score, distributed.reward_workers; or make the slowest one faster",
+    )
 
 
 def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:

@@ -21,7 +21,7 @@ import numpy as np
 from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
 from covey.environments.config import EnvironmentConfig
-from covey.environments.pool import EnvironmentPool
+from covey.environments.pool import Places
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
 from covey.rollout.turns import Session, TurnGenerator
@@ -129,14 +129,15 @@ class Player:
 
     def __init__(
         self,
-        pool: EnvironmentPool,
+        pool: Places,
         template: ConversationTemplate,
         decode: Callable[[Sequence[int]], str],
         tokenizer: Any,
         settings: EnvironmentConfig,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
-        self._pool, self._template, self._decode = pool, template, decode
+        self.pool = self._pool = pool
+        self._template, self._decode = template, decode
         self._tokenizer, self.settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
         self._longest, self._warned = 1 << 31, False
@@ -335,38 +336,35 @@ class _EpisodeLoop:
                 self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
 
     def _take_observations(self) -> None:
-        """Take in what the worlds have answered; wait for one where there is nothing else to do."""
-        idle = self._session is None or not self._session.busy
+        """Take in what the worlds have answered; wait for one where there is nothing else to do, or for all."""
+        while answers := self._answers():
+            for place, found in answers:
+                live = self._at[place]
+                if isinstance(found, EpisodeError):
+                    self._stats.failures += 1
+                    if live.acting:
+                        self._note(live, 0.0, valid=True)
+                    self._end(live, "failed", str(found))
+                elif isinstance(found, Outcome):
+                    self._take_in(live, found)
+                else:
+                    live.seen = found
+                    self._ask(live)
+            if self._session is None or not self._session.in_rounds:
+                break
+
+    def _answers(self) -> list[tuple[int, Any]]:
+        session = self._session
+        # before the first turns: how long all first observations are decides how the cache is laid out
+        all_of_them = session is None or session.in_rounds
+        idle = session is None or not session.busy or all_of_them
         began = time.perf_counter()
         answers = self._pool.wait(None if idle else 0.0)
+        while all_of_them and (more := self._pool.wait(None)):
+            answers += more
         if idle:
             self._stats.waiting_seconds += time.perf_counter() - began
-        if self._session is None and answers:
-            answers += self._gather(len(answers))
-        for place, found in answers:
-            live = self._at[place]
-            if isinstance(found, EpisodeError):
-                self._stats.failures += 1
-                if live.acting:
-                    self._note(live, 0.0, valid=True)
-                self._end(live, "failed", str(found))
-            elif isinstance(found, Outcome):
-                self._take_in(live, found)
-            else:
-                live.seen = found
-                self._ask(live)
-
-    def _gather(self, count: int) -> list[tuple[int, Any]]:
-        """The first observations of all: how long they are decides how the cache is laid out."""
-        answers: list[tuple[int, Any]] = []
-        while count + len(answers) < len(self._at):
-            began = time.perf_counter()
-            more = self._pool.wait(None)
-            self._stats.waiting_seconds += time.perf_counter() - began
-            if not more:
-                break
-            answers += more
-        return answers
+        return sorted(answers, key=lambda pair: pair[0])
 
     def _act(self, row: Any) -> None:
         """A turn is over: read it as an action and do it."""

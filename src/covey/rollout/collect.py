@@ -236,10 +236,14 @@ class AgentCollector:
     Args:
         generator: samples the turns.
         player: plays the episodes.
+
+    Attributes:
+        worlds: where they are played.
     """
 
     def __init__(self, generator: TurnGenerator, player: Player) -> None:
         self._generator, self._player = generator, player
+        self.worlds = player.pool
 
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.

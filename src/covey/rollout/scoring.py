@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,8 @@ class RewardSpec:
         required: names of the arguments without a default, `required_columns` of Covey's own rewards
             included.
         positional: names of arguments that can only be passed by position, in order.
+        whole_batch: it says (`function.whole_batch = True`) that it compares rows of several groups, or remembers
+            calls: it is always called in this process, once, with all rows.
     """
 
     function: RewardFunction
@@ -64,6 +66,43 @@ class RewardSpec:
     accepts: frozenset[str] | None
     required: tuple[str, ...]
     positional: tuple[str, ...] = ()
+    whole_batch: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """What rewards found in some rows, and what they reported meanwhile.
+
+    Attributes:
+        parts: for each function's name its unweighted `[N]` rewards, NaN for None.
+        metrics: name -> values given to `log_metric`, in order.
+        columns: name -> values given to `log_extra`, in order.
+    """
+
+    parts: dict[str, NDArray[np.float64]]
+    metrics: dict[str, list[float]]
+    columns: dict[str, list[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """Rows that are to be scored: prompts, repeated within a group, episodes, and what functions see besides.
+
+    Attributes:
+        completions: in place of `episode.text`: the messages of each episode; None = the texts.
+        columns: names of the dataset columns that functions are given, None where a row lacks one.
+        trainer_state: where the run stands.
+    """
+
+    prompts: Sequence[Prompt]
+    episodes: Sequence[Episode]
+    completions: Sequence[Sequence[Message]] | None
+    columns: tuple[str, ...]
+    trainer_state: Any
+
+
+Elsewhere = Callable[[Asked], Scored]
+"""Scores rows in other processes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +131,7 @@ class Scorer:
         specs: the rewards with their unique names and weights.
         trainer_state: passed on to functions that take `trainer_state`; the trainer sets it.
         runner: the event loop of asynchronous functions.
+        elsewhere: who scores in place of this process, but for functions that need the whole batch; None = nobody.
 
     Raises:
         ConfigError: no reward, something that cannot be called, or weights that do not fit.
@@ -127,6 +167,7 @@ class Scorer:
         self.timeout = timeout
         self.trainer_state: Any = None
         self.runner = AsyncRunner()
+        self.elsewhere: Elsewhere | None = None
         self._warned = False
         self._columns: dict[str, None] = {}  # an ordered set
         self._metrics: dict[str, list[float]] = {}
@@ -194,12 +235,43 @@ class Scorer:
         """
         if len(prompts) != len(episodes):
             raise ValueError(f"{len(prompts)} prompts for {len(episodes)} episodes; pass one prompt for each episode")
-        count = len(episodes)
-        rows = [prompt.uid for prompt in prompts]
         self.check_columns(name for prompt in prompts for name in prompt.columns)
+        asked = Asked(prompts, episodes, completions, tuple(self._columns), self.trainer_state)
+        here = [spec for spec in self.specs if self.elsewhere is None or spec.whole_batch]
+        found = self._score(asked, here)
+        if self.elsewhere is not None and len(here) < len(self.specs):
+            there = self.elsewhere(asked)
+            found |= there.parts
+            for name, values in there.metrics.items():
+                self._metrics.setdefault(name, []).extend(values)
+            for name, values in there.columns.items():
+                self._extras.setdefault(name, []).extend(values)
+        parts = {name: found[name] for name in self.names}
+        rewards = self._total(parts, len(episodes))
+        self._warn_unscored(rewards, prompts, episodes)
+        return rewards, parts
+
+    def score_rows(self, asked: Asked) -> Scored:
+        """Score rows in place of another process: its functions but for those that need the whole batch.
+
+        Raises:
+            RewardError, ConfigError: as `score`.
+        """
+        self.check_columns(asked.columns)
+        metrics, self._metrics = self._metrics, {}
+        extras, self._extras = self._extras, {}
+        try:
+            parts = self._score(asked, [spec for spec in self.specs if not spec.whole_batch])
+            return Scored(parts, self._metrics, self._extras)
+        finally:
+            self._metrics, self._extras = metrics, extras
+
+    def _score(self, asked: Asked, specs: Sequence[RewardSpec]) -> dict[str, NDArray[np.float64]]:
+        """Rewards of some of the functions, by name."""
+        count, rows = len(asked.episodes), [prompt.uid for prompt in asked.prompts]
         shared: dict[str, Any] = {
-            **{name: [prompt.columns.get(name) for prompt in prompts] for name in self._columns},
-            "trainer_state": self.trainer_state,
+            **{name: [prompt.columns.get(name) for prompt in asked.prompts] for name in self._columns},
+            "trainer_state": asked.trainer_state,
             "log_metric": self._log_metric,
             "log_extra": self._log_extra,
         }
@@ -207,8 +279,8 @@ class Scorer:
         pending: list[tuple[RewardSpec, Awaitable[Any]]] = []
         try:
             # Asynchronous functions last: none is under way while a synchronous one may still fail.
-            for spec in sorted(self.specs, key=lambda spec: is_async(spec.function)):
-                positional, named = _arguments(spec, prompts, episodes, completions, shared)
+            for spec in sorted(specs, key=lambda spec: is_async(spec.function)):
+                positional, named = _arguments(spec, asked.prompts, asked.episodes, asked.completions, shared)
                 returned = self._call(spec, count, positional, named)
                 if inspect.isawaitable(returned):
                     pending.append((spec, returned))
@@ -223,10 +295,7 @@ class Scorer:
         for (spec, _), outcome in zip(pending, outcomes, strict=True):
             values = self._materialise(spec, self._unwrap(spec, outcome), count)
             results[spec.name] = read_rewards(spec.name, values, rows)
-        parts = {name: results[name] for name in self.names}
-        rewards = self._total(parts, count)
-        self._warn_unscored(rewards, prompts, episodes)
-        return rewards, parts
+        return results
 
     def take_logged(self) -> Logged:
         """What functions reported through `log_metric` and `log_extra`; afterwards it is forgotten."""
@@ -238,8 +307,11 @@ class Scorer:
         return logged
 
     def close(self) -> None:
-        """Stop the event loop of asynchronous rewards. A later call of `score` starts a new one."""
+        """Stop the event loop of asynchronous rewards and who scores elsewhere. A later `score` starts them anew."""
         self.runner.close()
+        close = getattr(self.elsewhere, "close", None)
+        if close is not None:
+            close()
 
     def _call(self, spec: RewardSpec, count: int, positional: list[Any], named: dict[str, Any]) -> Any:
         def work() -> Any:
@@ -325,6 +397,7 @@ def _unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
+    whole_batch = bool(getattr(function, "whole_batch", getattr(getattr(function, "func", None), "whole_batch", False)))
     if not callable(function) and hasattr(function, "batch_verify"):
         function = _verifier_call(function)
     if isinstance(function, str) or hasattr(function, "state_dict"):
@@ -341,7 +414,7 @@ def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some C functions have no signature
-        return RewardSpec(function, name, weight, None, declared)
+        return RewardSpec(function, name, weight, None, declared, whole_batch=whole_batch)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
@@ -352,6 +425,7 @@ def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
         None if takes_any else frozenset(parameter.name for parameter in named),
         tuple(dict.fromkeys(required + declared)),
         tuple(parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_ONLY),
+        whole_batch,
     )
 
 

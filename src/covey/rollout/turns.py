@@ -149,8 +149,11 @@ class Device:
         whole_tokens: most tokens of a row, prompt and all.
         own_tokens: most tokens of a row after its prompt.
         logits_dtype: what overflows where logits are not finite, for the message.
+        in_rounds: it samples every turn that waits to its end, and is asked when all worlds have answered.
         stats: what it has cost; the scheduler counts the tokens.
     """
+
+    in_rounds = False
 
     def __init__(self, whole_tokens: int, own_tokens: int = NO_LIMIT) -> None:
         self.whole_tokens, self.own_tokens = whole_tokens, own_tokens
@@ -216,6 +219,11 @@ class Session(Generic[D]):
     def busy(self) -> bool:
         """True while some turn is not over, or is over and not yet told of."""
         return bool(self._open or self._finished)
+
+    @property
+    def in_rounds(self) -> bool:
+        """All turns that wait are sampled to their ends at once: `advance` when all worlds have answered."""
+        return self.device.in_rounds
 
     def start(self, request: Request, *, keep: bool = False, settings: SamplingSettings | None = None) -> Row:
         """Begin a completion; `advance` samples it.

@@ -5,7 +5,7 @@ from covey.tasks.base import Task
 from covey.tasks.code import Code
 from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
 from covey.tasks.gsm8k import GSM8K
-from covey.tasks.registry import get_task, register_task, task_names, task_options
+from covey.tasks.registry import configured_task, get_task, register_task, task_names, task_options
 from covey.tasks.usmle import USMLE
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Task",
     "WeightedOrder",
     "build_prompts",
+    "configured_task",
     "get_task",
     "load_rows",
     "register_task",

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from covey.config import GRPOConfig
 from covey.distributed.fleet import Fleet
 from covey.distributed.journal import Journal
+from covey.distributed.pool import Pool
 from covey.errors import CheckpointError, CoveyError, ModelError
 from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
@@ -82,6 +83,8 @@ class Recorder:
         self._notes: list[str] = []
         self._failures: set[tuple[str, str]] = set()
         self._fleet = run.engine if isinstance(run.engine, Fleet) else None
+        parts = (run.engine, run.data.scorer.elsewhere, getattr(run.collect, "worlds", None))
+        self._pools = [each for each in parts if isinstance(each, Pool)]
         self.evaluated_at = -1
 
     # ------------------------------------------------------------------ life of a run
@@ -198,7 +201,7 @@ class Recorder:
         self._observers.on_event(kind, message)
 
     def progress(self, activity: str, done: int, total: int) -> None:
-        """Tell the observers that something long moves on, and what has happened to samplers meanwhile."""
+        """Tell the observers that something long moves on, and what has happened to samplers and workers meanwhile."""
         self._tell_news()
         self._observers.on_progress(activity, done, total)
 
@@ -210,8 +213,8 @@ class Recorder:
             self._folder.append_answers(state.global_step, answers)
         self._unsaved = True
         self._tell_news()
-        if self._fleet is not None:
-            metrics |= self._fleet.take_metrics()
+        for pool in self._pools:
+            metrics |= pool.take_metrics()
         if metrics["phase"] != self._phase:
             if self._phase >= 0 or metrics["phase"] > 0:
                 self.event("phase", f"step {state.global_step}: phase {metrics['phase'] + 1} begins")
@@ -261,8 +264,9 @@ class Recorder:
             state.evaluations_without_improvement += 1
 
     def _tell_news(self) -> None:
-        for sentence in self._fleet.take_news() if self._fleet is not None else ():
-            self.event("sampler", sentence)
+        for pool in self._pools:
+            for sentence in pool.take_news():
+                self.event(pool.noun, sentence)
 
     def _tell_failures(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The first error of each kind that an environment ended an episode with."""

@@ -27,7 +27,7 @@ from covey.processes import total_memory
 from covey.rollout.batching import HasAnswer, estimator_of, has_text
 from covey.rollout.learning import TrainedPolicy
 from covey.rollout.scoring import Scorer
-from covey.tasks import Task, get_task, task_options
+from covey.tasks import Task, configured_task
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
@@ -82,18 +82,7 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
 
 def load_task(config: GRPOConfig) -> Task | None:
     """The task named by `data.task`, or None. `data.dataset` and `data.eval_dataset` are the files that it reads."""
-    data = config.data
-    if data.task is None:
-        return None
-    files = {"path": ("dataset", data.dataset), "eval_path": ("eval_dataset", data.eval_dataset)}
-    known = task_options(data.task)
-    for option, (field, value) in files.items():
-        if value is not None and option not in known:
-            raise ConfigError(
-                f"data.{field}={value!r:.200}: it does not go with data.task={data.task!r}, which brings its own rows; "
-                "remove one of them"
-            )
-    return get_task(data.task, **{name: value for name, (_, value) in files.items() if value is not None})
+    return configured_task(config.data)
 
 
 def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:

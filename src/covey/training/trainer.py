@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
-from covey.distributed.start import make_sampler
+from covey.distributed.start import make_sampler, scale_scoring
 from covey.environments.base import World
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
@@ -132,6 +132,7 @@ class GRPOTrainer(StepByStep):
         stranger = None if type(backend).__module__.startswith("covey.") else backend
         given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, stranger)
         self.world = world = agents.load_world(args) if world is None else world
+        named = reward_funcs is None and task is None
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
         args.algorithm.objective()  # a loss in a file is found and tried
@@ -154,6 +155,8 @@ class GRPOTrainer(StepByStep):
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
         self.engine = make_sampler(args, backend, self.policy)
+        if world is None:
+            scale_scoring(args, self.data.scorer, named=named)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
         self.learner = backend.make_learner(args, self.policy)
