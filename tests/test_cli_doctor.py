@@ -127,7 +127,8 @@ def test_a_plan_of_several_processes_measures_one(recipe_folder: Path, covey: Co
     several = ("distributed.samplers=3", "distributed.learners=2", "distributed.groups_per_unit=1")
     status, shown, told = covey("plan", recipe_folder, *several)
     assert status == 0, told
-    assert "layout: 2 processes train, 3 Ray actors sample, in units of 1 x 4 completions" in shown
+    assert "layout: 2 processes train (started by " in shown
+    assert "), 3 Ray actors sample, in units of 1 x 4 completions" in shown
     assert shown.index("each of 3 samplers") < shown.index("one step of one process")
     assert "a sync: 0.0 MB to each of 3" in shown
     assert "the run as it is laid out: 6 steps" in shown

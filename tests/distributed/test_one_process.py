@@ -125,7 +125,7 @@ def few_vowels(completions: list[Any], **columns: Any) -> list[float]:
     [
         ({"learners": 0}, "distributed.learners=0"),
         ({"samplers": -1}, "distributed.samplers=-1"),
-        ({"gpus_per_sampler": 2.0}, "distributed.gpus_per_sampler=2.0"),
+        ({"gpus_per_sampler": 2.0}, "distributed.gpus_per_sampler=2: Covey"),
         ({"sampler_kind": "sglang"}, "distributed.sampler_kind='sglang'"),
         ({"samplers": 2, "upload_adapters_to_server": True}, "either actors sample or servers do"),
         ({"samplers": 2, "backend": "jax"}, "actors sample with PyTorch"),

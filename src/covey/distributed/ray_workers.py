@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 
@@ -67,7 +67,7 @@ class RayWorlds(RayWorker):
         return answer_of(self.actor.play.remote, place, script)
 
 
-class Workers:
+class Workers(Generic[M]):
     """Starts actors of one kind in the cluster.
 
     Args:

@@ -202,6 +202,7 @@ class VLLMServer:
     def _keeper_ends(self, seconds: float) -> bool:
         """Whether it has ended, or does within some seconds."""
         assert self._process is not None
+        assert self._process.stdout is not None
         return bool(select.select([self._process.stdout], [], [], seconds)[0])
 
     def check(self) -> None:

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def calibrate(trainer: GRPOTrainer, all_reduce: float | None = None) -> Constant
         raise ConfigError(f"model.model={trainer.args.model.model!r:.200}: its context is too short to measure with")
     prompts = [Prompt(rng.integers(0, policy.vocabulary, PROMPT), "") for _ in range(ROWS)]
     one, several = (
-        max(best(lambda r=rows: sample(r, length)) - best(lambda r=rows: sample(r, SHORT)), 1e-9) / (length - SHORT)
+        max(best(partial(sample, rows, length)) - best(partial(sample, rows, SHORT)), 1e-9) / (length - SHORT)
         for rows in (1, ROWS)
     )
     bandwidth = model.bytes_each * model.parameters / one

@@ -197,11 +197,10 @@ def _engine(trainer: GRPOTrainer, config: GRPOConfig, weights: int) -> tuple[Par
 def kv_bytes(model: Any) -> int:
     """Bytes of keys and values of a token of context; 0 where the model's config does not say."""
     told = model.config.get_text_config()
-    heads = getattr(told, "num_key_value_heads", None) or getattr(told, "num_attention_heads", 0)
-    width = getattr(told, "head_dim", None) or getattr(told, "hidden_size", 0) // max(
-        getattr(told, "num_attention_heads", 1), 1
-    )
-    return 2 * getattr(told, "num_hidden_layers", 0) * heads * width * next(model.parameters()).element_size()
+    heads = int(getattr(told, "num_attention_heads", 0))
+    kept = int(getattr(told, "num_key_value_heads", None) or heads)
+    width = int(getattr(told, "head_dim", None) or getattr(told, "hidden_size", 0) // max(heads, 1))
+    return 2 * int(getattr(told, "num_hidden_layers", 0)) * kept * width * int(next(model.parameters()).element_size())
 
 
 def _activations(policy: Any, config: GRPOConfig) -> float:

@@ -35,7 +35,7 @@ from covey.training.checkpoint import (
 from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, completion_rows
 from covey.training.restoring import changed_settings, checked_state, damage_explained, find_checkpoint, lost_lines
 from covey.training.schedule import PhasePlan
-from covey.training.setup import RunLength, require_measured
+from covey.training.setup import Data, RunLength, require_measured
 from covey.training.state import Callbacks, TrainerState
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,8 @@ class Run(Protocol):
     length: RunLength
     best_metric: str
     only_in_memory: bool
+    data: Data
+    collect: Any
 
     def publish(self) -> None: ...
 

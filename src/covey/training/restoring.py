@@ -147,8 +147,10 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
 
 _FREE = ("output_dir", "run_name", "report_to", "progress", "logging_steps", "num_completions_to_print")
 """Settings of [run] that change nothing in what is learned."""
-_FREE_HERE = ("learners", "ray_address", "gpus_per_sampler", "timeout_seconds", "max_restarts", "keep_units")
-_FREE_HERE += ("reward_workers", "world_workers", "vllm_python", "vllm_arguments")
+_FREE_HERE = (
+    *("learners", "ray_address", "gpus_per_sampler", "timeout_seconds", "max_restarts", "keep_units"),
+    *("reward_workers", "world_workers", "vllm_python", "vllm_arguments"),
+)
 """The same of [distributed]."""
 _SHAPE = ("model", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
 """Settings of [model] that say what the weights of a checkpoint are the weights of."""
