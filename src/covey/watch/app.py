@@ -11,10 +11,11 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import Field
@@ -36,6 +37,29 @@ Place = Annotated[int, Field(ge=0, le=1 << 53)]
 Step = Annotated[int, Field(ge=0, le=10**12)]
 Short = Annotated[str, Query(max_length=300)]
 Kind = Literal["step", "eval"]
+Bound = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+@dataclass
+class _Wanted:
+    """Which completions are asked for; see `covey.watch.tables.Wanted`."""
+
+    search: Short = ""
+    shown: Short = "all"
+    uid: Short = ""
+    ended: Short = ""
+    reward_from: Bound = None
+    reward_to: Bound = None
+    length_from: Bound = None
+    length_to: Bound = None
+
+    def told(self) -> dict[str, Any]:
+        least = {"reward": self.reward_from, "length": self.length_from}
+        most = {"reward": self.reward_to, "length": self.length_to}
+        return {name: getattr(self, name) for name in ("search", "shown", "uid", "ended")} | {
+            "least": {name: bound for name, bound in least.items() if bound is not None},
+            "most": {name: bound for name, bound in most.items() if bound is not None},
+        }
 
 
 def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
@@ -98,17 +122,26 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     def tables(number: int) -> Response:
         return _json(run(number).tables())
 
+    @app.get("/api/{number}/overview")
+    def overview(number: int) -> Response:
+        return _json(run(number).overview())
+
     @app.get("/api/{number}/completions")
     def completions(
-        number: int,
-        step: Step,
-        kind: Kind = "step",
-        search: Short = "",
-        shown: Short = "all",
-        uid: Short = "",
-        offset: Place = 0,
+        number: int, step: Step, wanted: Annotated[_Wanted, Depends()], kind: Kind = "step", offset: Place = 0
     ) -> Response:
-        return _json(run(number).completions(kind, step, search=search, shown=shown, uid=uid, offset=offset))
+        return _json(run(number).completions(kind, step, wanted.told(), offset))
+
+    @app.get("/api/{number}/search")
+    def search(
+        number: int,
+        wanted: Annotated[_Wanted, Depends()],
+        kind: Kind = "step",
+        first: Step = 0,
+        last: Step = 10**12,
+        before: Step | None = None,
+    ) -> Response:
+        return _json(run(number).search(kind, wanted.told(), first, last, before))
 
     @app.get("/api/{number}/completion")
     def completion(number: int, step: Step, row: Place, kind: Kind = "step") -> Response:
