@@ -8,7 +8,6 @@ import random
 import shutil
 from pathlib import Path
 
-from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 
 _NAMES = (
@@ -34,7 +33,7 @@ def make_large_run(folder: Path, steps: int = 10_000, tables: int = 10_000) -> R
     draw = random.Random(0)
     with RunFolder.create(folder) as run:
         run.append_metrics(0, {"eval/reward": 0.1, "eval/accuracy": 0.1})
-        run.write_config("[model]\nmodel = \"made-up\"\n\n[schedule]\nmax_steps = 10000\n")
+        run.write_config('[model]\nmodel = "made-up"\n\n[schedule]\nmax_steps = 10000\n')
         run.append_event("run", "started")
         for step in range(1, min(20, tables) + 1):
             run.write_completions(step, [_completion(draw, step, row) for row in range(64)])

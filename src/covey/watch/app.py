@@ -21,7 +21,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from covey.errors import RunFolderError
-from covey.watch.run import WatchedRun, describe
+from covey.watch.run import WatchedRun, describe, labels
 
 _PAGE = Path(__file__).parent / "page"
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
@@ -71,7 +71,7 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     """
     app = FastAPI(title="covey watch", docs_url=None, redoc_url=None, openapi_url=None)
     files = {path.name: path for path in _PAGE.iterdir() if path.suffix in _KINDS}
-    names = _labels(runs)
+    names = labels(runs)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -119,8 +119,9 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         return _json(run(number).doctor())
 
     @app.get("/api/{number}/tables")
-    def tables(number: int) -> Response:
-        return _json(run(number).tables())
+    def tables(number: int, mark: Short = "") -> Response:
+        found = run(number).tables()
+        return _json({"mark": mark} if found["mark"] == mark else found)
 
     @app.get("/api/{number}/overview")
     def overview(number: int) -> Response:
@@ -131,6 +132,10 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         number: int, step: Step, wanted: Annotated[_Wanted, Depends()], kind: Kind = "step", offset: Place = 0
     ) -> Response:
         return _json(run(number).completions(kind, step, wanted.told(), offset))
+
+    @app.get("/api/{number}/episodes")
+    def episodes(number: int, step: Step, kind: Kind = "step", group: Place | None = None) -> Response:
+        return _json(run(number).episodes(kind, step, group))
 
     @app.get("/api/{number}/search")
     def search(
@@ -172,12 +177,6 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         return _json({"error": "; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())}, 422)
 
     return app
-
-
-def _labels(runs: Sequence[WatchedRun]) -> list[str]:
-    """Names of the runs; where two folders have one name, their paths."""
-    names = [run.folder.path.name for run in runs]
-    return [str(run.folder.path) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
 def _json(value: Any, status: int = 200) -> Response:

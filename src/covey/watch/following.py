@@ -20,8 +20,8 @@ from covey.observe.records import Record
 PIECE = 4 << 20
 """Bytes that one reading takes."""
 _TRACE = 64
-_SAMPLED, _MOST_LINES, _LONGEST = 500, 1_000_000, 1 << 20
-"""Lines of a sample, lines that are passed over for it, and bytes of one line."""
+_MOST_LINES, _LONGEST = 1_000_000, 1 << 20
+"""Lines that are passed over for it, and bytes of one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ def follow(
         return Piece(records, start + end, _trace(file, start + end), restarted, damaged, full)
 
 
-def sample(path: Path, is_record: Callable[[Record], bool], always: bytes) -> list[Record]:
-    """Some records of a long file, evenly spread, and some of the lines that hold `always`; none of a short one.
+def sample(path: Path, is_record: Callable[[Record], bool], always: bytes, count: int = 500) -> list[Record]:
+    """About `count` records of a long file, evenly spread, and some of those that hold `always`; none of a short one.
 
     Raises:
         RunFolderError: it cannot be read.
@@ -101,7 +101,7 @@ def sample(path: Path, is_record: Callable[[Record], bool], always: bytes) -> li
     with explained(path, "read"), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         begin = file.read(1 << 16)
-        stride = size * begin.count(b"\n") // (_SAMPLED * max(len(begin), 1))
+        stride = size * begin.count(b"\n") // (count * max(len(begin), 1))
         if stride < 2:
             return []
         file.seek(0)
@@ -109,11 +109,11 @@ def sample(path: Path, is_record: Callable[[Record], bool], always: bytes) -> li
         marked: list[bytes] = []
         for number in range(_MOST_LINES):
             line = file.readline(_LONGEST)
-            if not line or len(lines) > 4 * _SAMPLED:
+            if not line or len(lines) > 4 * count:
                 break
             if number % stride == 0:
                 lines.append(line)
-            elif always in line and len(marked) < _SAMPLED:
+            elif always in line and len(marked) < count:
                 lines.append(line)
                 marked.append(line)
     return _records(b"".join(lines), is_record)[0]

@@ -15,7 +15,17 @@ from covey.errors import RunFolderError
 from covey.observe.records import Record
 from covey.rewards.parallel import ItemTimeout, WorkerPool
 from covey.watch.ledger import ledger_completion, ledger_completions
-from covey.watch.tables import PROMPT_AND_COMPLETION, WHOLE, Wanted, compare, found_in, groups, messages, read_rows
+from covey.watch.tables import (
+    PROMPT_AND_COMPLETION,
+    WHOLE,
+    Wanted,
+    compare,
+    episodes,
+    found_in,
+    groups,
+    messages,
+    read_rows,
+)
 from covey.watch.tables import shortened as shortened_row
 
 MEMORY_MB = 2048
@@ -147,6 +157,7 @@ def _search(folder: Path, names: Sequence[str], wanted: Record) -> Record:
 ANSWERS: dict[str, Callable[..., Record]] = {
     "completions": _completions,
     "completion": _completion,
+    "episodes": lambda path, group: episodes(_rows(path), group),
     "compare": _compare,
     "search": _search,
     "ledger": lambda path: {"completions": ledger_completions(_rows(path))},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import threading
 import time
 import tomllib
+import zlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from covey.watch.tables import LISTED, numbers
 _MOST_ENTRIES = 200_000
 _MOST_CONFIG = 256 << 10
 _LONG_LINE = 1000
+_THINNED = 2000
+"""Steps of a long run in a file that is sent."""
 _MOST_SEARCHED = 2000
 """Tables in one search."""
 _TABLE = re.compile(r"(step|eval)_(\d{6,12})\.parquet")
@@ -81,6 +86,27 @@ class WatchedRun:
         """Some lines of a long `metrics.jsonl`, evenly spread, and its evaluations; no rows of a short one."""
         return _table_of(sample(self.folder.metrics_path, is_metrics, b'"eval/reward"'))
 
+    def thinned(self) -> Record:
+        """All of `metrics.jsonl` as one piece; of a long one some lines, each with the seconds until then."""
+        seconds, places, begin = 0.0, {}, Piece([])
+        few = sample(self.folder.metrics_path, is_metrics, b'"eval/reward"', _THINNED)
+        records: list[Record] = []
+        damaged = 0
+        while True:
+            piece = follow(self.folder.metrics_path, begin.end, begin.mark, is_metrics)
+            damaged += piece.damaged
+            for record in piece.records:
+                known = dict(numbers(record))
+                seconds += known.get("step_time", 0.0) + known.get("eval/seconds", 0.0)
+                places[record["step"]] = seconds
+                if not few:
+                    records.append(record)
+            begin = piece
+            if not piece.more:
+                break
+        rows = [record | {"_seconds": places.get(record["step"], seconds)} for record in few] or records
+        return _piece(begin) | _table_of(rows) | {"restarted": False, "damaged": damaged}
+
     def questions(self, start: int = 0, mark: str = "") -> Record:
         """New lines of `questions.jsonl`: `[step, {uid: [right, all]}]`."""
         piece = follow(self.folder.questions_path, start, mark, is_answers)
@@ -101,12 +127,16 @@ class WatchedRun:
             return self._doctor.report()
 
     def tables(self) -> Record:
-        """Steps and evaluations that have a table of completions, and steps that have a ledger."""
-        return {
+        """Steps and evaluations that have a table of completions, and steps that have a ledger; `mark` stays until they
+        change.
+        """
+        found: Record = {
             "step": _numbered(self.folder.completions, "step"),
             "eval": _numbered(self.folder.completions, "eval"),
             "ledger": _numbered(self.folder.path / LEDGER, "step"),
         }
+        text = json.dumps(found)
+        return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
 
     def completions(self, kind: str, step: int, wanted: Record | None = None, offset: int = 0) -> Record:
         """The groups of one table that are wanted (`covey.watch.tables.Wanted`), from the group `offset` on."""
@@ -115,6 +145,10 @@ class WatchedRun:
     def completion(self, kind: str, step: int, row: int) -> Record:
         """One completion, whole."""
         return self._reader.ask("completion", self._table(kind, step), row)
+
+    def episodes(self, kind: str, step: int, group: int | None = None) -> Record:
+        """Agents' episodes of a group, turn by turn; see `covey.watch.tables.episodes`."""
+        return self._reader.ask("episodes", self._table(kind, step), group)
 
     def search(self, kind: str, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
         """Completions of all steps from `first` to `last`, the newest first; bounded in time.
@@ -195,6 +229,16 @@ def _moderate(record: Record) -> Record:
 
 def _said(record: Record, found: list[Any]) -> list[Record]:
     return [{"step": record["step"], "code": d.code, "message": d.message, "fix": d.fix} for d in found]
+
+
+def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:
+    """Names of the runs; where two folders have one name, their paths, or with `full=False` their places."""
+    names = [run.folder.path.name for run in runs]
+    other = [
+        str(run.folder.path) if full else f"{name} ({n})"
+        for n, (run, name) in enumerate(zip(runs, names, strict=True), 1)
+    ]
+    return [long if names.count(name) > 1 else name for name, long in zip(names, other, strict=True)]
 
 
 def describe(names: list[str]) -> Record:

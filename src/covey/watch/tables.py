@@ -197,7 +197,7 @@ def shortened(index: int, row: Record, most: int = LISTED) -> Record:
         "correct": row.get("correct") if isinstance(row.get("correct"), bool) else None,
         **{name: _integer(row.get(name)) for name in ("sample", "length", "policy_version", "turns", "no_actions")},
         **{name: _text(row.get(name), 500) for name in ("masked_by", "finish_reason", "ended", "error")},
-        "play": _play(row.get("play")),
+        "has_turns": isinstance(row.get("play"), str),
         "parts": {name[8:]: _number(value) for name, value in row.items() if name.startswith("rewards/")},
         "others": {
             _text(name, 200): _text(value, 500)
@@ -207,24 +207,63 @@ def shortened(index: int, row: Record, most: int = LISTED) -> Record:
     }
 
 
-_TURN_TEXTS = {"seen": 4_000, "said": 4_000, "action": 500, "masked_by": 200}
+_MOST_TURNS, _MOST_EPISODES, _MOST_CHARACTERS = 200, 64, 1_000_000
+_LEAST_OF_A_TURN = 40
 
 
-def _play(value: Any) -> list[Record] | None:
-    """The turns of an agent's episode, as `covey.training.evaluate.completion_rows` writes them; None of another."""
-    try:
-        turns = json.loads(value) if isinstance(value, str) else None
-    except (ValueError, RecursionError):
-        turns = None
-    if not isinstance(turns, list):
-        return None
-    return [
-        {name: _text(turn.get(name), most) for name, most in _TURN_TEXTS.items()}
-        | {name: _number(turn.get(name)) for name in ("reward", "advantage", "tokens", "row")}
-        | {"valid": turn.get("valid") is True}
-        for turn in turns[:200]
-        if isinstance(turn, dict)
+def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
+    """The agents' episodes of a group, turn by turn, and which groups there are.
+
+    Args:
+        rows: of a table.
+        wanted: number of the group; None, or one that is not there = the first.
+
+    Returns:
+        `groups` with `group`, `uid` and `mean`; and `group`, `uid` and `rows` of the one that is wanted, each a row as
+        in `shortened` with its turns as `play`.
+    """
+    found = {
+        plain(number): members
+        for number, members, _ in _grouped(rows, Wanted())
+        if any(isinstance(row.get("play"), str) for _, row in members)
+    }
+    told = [
+        {"group": number, "uid": _text(members[0][1].get("uid"), 200), "mean": fmean(_rewards(members) or [0.0])}
+        for number, members in found.items()
     ]
+    if not found:
+        return {"groups": []}
+    chosen = wanted if wanted in found else next(iter(found))
+    members = found[chosen][:_MOST_EPISODES]
+    plays = [_turns(row.get("play")) for _, row in members]
+    most = max(_LEAST_OF_A_TURN, _MOST_CHARACTERS // max(1, 2 * sum(map(len, plays))))
+    return {
+        "groups": told,
+        "group": chosen,
+        "uid": _text(members[0][1].get("uid"), 200),
+        "rows": [
+            shortened(index, row, 0) | {"play": [_turn(turn, most) for turn in play]}
+            for (index, row), play in zip(members, plays, strict=True)
+        ],
+    }
+
+
+def _turns(value: Any) -> list[Record]:
+    """What `covey.training.evaluate.completion_rows` wrote of an episode."""
+    try:
+        turns = json.loads(value) if isinstance(value, str) else []
+    except (ValueError, RecursionError):
+        turns = []
+    return [turn for turn in turns[:_MOST_TURNS] if isinstance(turn, dict)] if isinstance(turns, list) else []
+
+
+def _turn(turn: Record, most: int) -> Record:
+    return {
+        **{name: _text(turn.get(name), min(most, LISTED)) for name in ("seen", "said")},
+        **{name: _text(turn.get(name), 200) for name in ("action", "masked_by")},
+        **{name: _number(turn.get(name)) for name in ("reward", "advantage", "tokens", "row")},
+        "valid": turn.get("valid") is True,
+    }
 
 
 def compare(before: Iterable[Record], after: Iterable[Record], shown: str = "changed") -> tuple[Record, list[Record]]:
