@@ -87,10 +87,23 @@ class Visit:
         """Wait for a text."""
         self.page.get_by_text(text).first.wait_for()
 
-    def violations(self) -> list[str]:
-        """What axe-core finds wrong with the page as it is."""
+    def settle(self) -> None:
+        """Wait until the view has something to show, and a moment more."""
+        self.until("document.querySelector('main').childElementCount > 0")
+        self.page.wait_for_timeout(150)
+
+    def heap(self) -> float:
+        """Memory of the page's JavaScript, in MB."""
+        session = self.context.new_cdp_session(self.page)
+        session.send("Performance.enable")
+        found = session.send("Performance.getMetrics")["metrics"]
+        return next(each["value"] for each in found if each["name"] == "JSHeapUsedSize") / 1e6
+
+    def violations(self, rules: list[str] | None = None) -> list[str]:
+        """What axe-core finds wrong with the page as it is, by these rules or all."""
         self.page.evaluate(_AXE.read_text())
-        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        options = {"resultTypes": ["violations"]} | ({} if rules is None else {"runOnly": rules})
+        found = self.page.evaluate("options => axe.run(document, options)", options)
         return [
             f"{each['id']}: {node['html'][:200]} {node.get('failureSummary', '')[:300]}"
             for each in found["violations"]

@@ -28,17 +28,17 @@ def make_large_run(folder: Path, steps: int = 10_000, tables: int = 10_000) -> R
     Args:
         folder: to be made.
         steps: lines of metrics and answers.
-        tables: steps that have a table of completions; all but the first 20 are the same file again.
+        tables: steps that have a table of completions; all but the last 20 are the same file again.
     """
     draw = random.Random(0)
     with RunFolder.create(folder) as run:
         run.append_metrics(0, {"eval/reward": 0.1, "eval/accuracy": 0.1})
         run.write_config('[model]\nmodel = "made-up"\n\n[schedule]\nmax_steps = 10000\n')
         run.append_event("run", "started")
-        for step in range(1, min(20, tables) + 1):
+        for step in range(max(1, tables - 20), tables + 1):
             run.write_completions(step, [_completion(draw, step, row) for row in range(64)])
-    first = run.completions / "step_000001.parquet"
-    for step in range(21, tables + 1):
+    first = run.completions / f"step_{max(1, tables - 20):06d}.parquet"
+    for step in range(1, tables - 20):
         (run.completions / f"step_{step:06d}.parquet").hardlink_to(first)
     with run.metrics_path.open("a") as lines, run.questions_path.open("a") as answers:
         for step in range(1, steps + 1):

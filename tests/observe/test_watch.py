@@ -27,7 +27,7 @@ from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 from covey.serving.connections import ConnectionLimits
 from covey.serving.listening import listen, uvicorn_server
-from covey.watch import following, tables
+from covey.watch import following, reader, tables
 from covey.watch.app import create_app
 from covey.watch.following import follow
 from covey.watch.run import WatchedRun
@@ -118,7 +118,10 @@ def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -
     answers = page.ask("0/questions")["lines"]
     assert answers == [[line["step"], line["answers"]] for line in run.read_answers()]
     assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
-    assert page.ask("0/tables") == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4]}
+    tables_of = page.ask("0/tables")
+    mark = tables_of.pop("mark")
+    assert tables_of == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4]}
+    assert page.ask("0/tables", mark=mark) == {"mark": mark}
 
     rows = run.read_completions(3)
     told = page.ask("0/completions", step=3)
@@ -429,3 +432,71 @@ def test_the_command_serves_until_it_is_told_to_stop(finished: Path) -> None:
         assert len(token) > 20
         process.send_signal(signal.SIGINT)
         assert process.wait(20) in (0, 130, -signal.SIGINT)
+
+
+def test_a_small_file_that_unfolds_to_gigabytes_costs_a_process(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_completions(1, [{"group": 0, "completion": "x", "reward": 1.0}])
+    bomb = run.completions / "step_000002.parquet"
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array(["a" * 8_000_000]))
+    pq.write_table(pa.table({"completion": values, "group": pa.array([0] * 4000)}), bomb, compression="zstd")
+    assert bomb.stat().st_size < 100_000
+    page = open_page(run.path)
+    answer = page.get("/api/0/completions", step=2)
+    assert answer.status_code == 404
+    assert "look at it with pyarrow" in answer.json()["error"]
+    assert page.ask("0/completions", step=1)["completions"] == 1  # the next one is read as ever
+
+
+def test_all_steps_are_searched_the_newest_first(
+    tmp_path: Path, open_page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        for step in range(1, 8):
+            rows = [
+                {"group": 0, "uid": "q", "prompt": "count", "completion": f"{'so ' * 60}step {step} has {word}!",
+                 "reward": reward, "length": step, "finish_reason": "stop", "correct": None}
+                for word, reward in (("Apples", 1.0), ("pears", 0.25 * step))
+            ]  # fmt: skip
+            run.write_completions(step, rows)
+        (run.completions / "step_000004.parquet").write_bytes(b"damaged")
+    page = open_page(run.path)
+    found = page.ask("0/search", search="HAS apples")
+    assert [hit["step"] for hit in found["hits"]] == [7, 6, 5, 3, 2, 1]
+    assert (found["looked"], found["left"], found["unread"]) == (7, 0, 1)
+    assert found["hits"][0]["excerpt"].startswith("…")
+    assert found["hits"][0]["excerpt"].endswith("step 7 has Apples!")
+    assert [hit["step"] for hit in page.ask("0/search", search="pears", first=2, last=3)["hits"]] == [3, 2]
+    assert [hit["step"] for hit in page.ask("0/search", before=3)["hits"]] == [2, 2, 1, 1]
+    steps = [hit["step"] for hit in page.ask("0/search", reward_from=0.3, reward_to=0.8, length_to=3)["hits"]]
+    assert steps == [3, 2]
+    assert page.ask("0/search", shown="tied")["hits"] == []
+    assert page.ask("0/search", ended="length")["hits"] == []
+    assert page.get("/api/0/search", reward_from="nan").status_code == 422
+
+    # without time to look on, each portion is one table; together they find the same
+    monkeypatch.setattr(reader, "SEARCH_SECONDS", 0.0)
+    watched, steps, before = WatchedRun(run.path), [], None
+    monkeypatch.setattr(watched._reader, "ask", lambda what, path, *rest: reader.ANSWERS[what](path, *rest))
+    while (part := watched.search("step", {"search": "apples"}, 0, 99, before))["looked"]:
+        assert part["looked"] == 1
+        steps += [hit["step"] for hit in part["hits"]]
+        before = part["before"]
+    assert steps == [7, 6, 5, 3, 2, 1]
+
+
+def test_a_long_run_is_told_in_outline_first(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        lines = [{"step": n, "reward": n / 5000, "step_time": 2.0} for n in range(5000)]
+        lines[777] |= {"eval/reward": 1.0}
+        run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = open_page(run.path)
+    found = page.ask("0/overview")
+    rows = [dict(zip(found["names"], row, strict=True)) for row in found["rows"]]
+    assert 300 < len(rows) < 1000
+    assert any(row["step"] == 777 for row in rows)
+    assert all(row["reward"] == row["step"] / 5000 for row in rows)
+    assert max(row["step"] for row in rows) > 4950
+    short = WatchedRun(run.path).thinned()
+    at = short["names"].index("_seconds")
+    assert all(row[at] == 2.0 * (row[0] + 1) for row in short["rows"])

@@ -3,6 +3,7 @@
 import { download, h, number } from "./dom.js";
 
 const { uPlot } = window;
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** Centred moving average; near the ends the window shrinks on both sides alike. */
@@ -31,7 +32,7 @@ export class Chart {
     this.card = h(
       "section",
       { class: "card", "aria-label": title },
-      h("header", {}, h("h3", { title: hint }, title), h("span", { class: "tools" }, png, " ", table, " ", ...tools)),
+      h("header", {}, h("h2", { title: hint }, title), h("span", { class: "tools" }, png, " ", table, " ", ...tools)),
       this.readout,
       this.box,
     );
@@ -88,7 +89,7 @@ export class Chart {
         cursor: { y: false, drag: { x: true, y: false }, sync: { key: "covey" }, points: { size: 6 } },
         scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : range },
         axes: [
-          { ...axis, size: 30, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+          { ...axis, size: 30, ...(xLabel === "step" ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
           { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
         ],
         series,

@@ -170,7 +170,7 @@ function group(each) {
     h("span", {}, "mean reward ", h("b", {}, number(each.mean))), each.size > 1 ? h("span", {}, `spread ${number(each.std)}`) : null,
     each.tied ? h("span", { class: "tag warn" }, "tied: equal rewards") : null,
     each.rows.length < each.size ? h("span", {}, `${each.rows.length} of ${each.size} shown`) : null,
-    h("span", { class: "soft" }, each.uid));
+    each.uid ? h("span", { class: "soft" }, `question ${each.uid}`) : null);
   return h("section", { class: "card group" }, question(each.prompt, facts), h("div", { class: "side" }, each.rows.map((row) => one(row, state.step, state.kind, each.group))));
 }
 

@@ -67,7 +67,7 @@ async function make(name) {
   charts.set(name, chart);
   list.append(chart.card);
   const meaning = (await ask("describe", { name }))[name];
-  if (meaning) chart.card.querySelector("h3").title = meaning.filter(Boolean).join(": ");
+  if (meaning) chart.card.querySelector("h2").title = meaning.filter(Boolean).join(": ");
 }
 
 function draw() {

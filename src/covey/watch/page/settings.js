@@ -10,7 +10,7 @@ export function show(root) {
   const differ = names.filter((name) => new Set(settings.map((each) => each.get(name))).size > 1);
   root.replaceChildren(
     runs.length > 1 ? h("div", {}, h("h2", {}, "Settings that differ"), h("div", { class: "scroll" }, h("table", {},
-      h("thead", {}, h("tr", {}, h("th", {}, ""), runs.map((run) => h("th", {}, run.label)))),
+      h("thead", {}, h("tr", {}, h("th", {}, "setting"), runs.map((run) => h("th", {}, run.label)))),
       h("tbody", {}, differ.map((name) => h("tr", {}, h("td", {}, name), settings.map((each) => h("td", { class: "text" }, each.get(name) ?? "–")))))))) : "",
     ...runs.flatMap((run) => [h("h2", {}, `${run.label}: config.toml`), h("pre", { class: "card" }, run.about.config || "There is none.")]));
 }
