@@ -196,7 +196,7 @@ def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any,
     assert plays[0][0]["said"].strip() in told
     assert plays[0][0]["seen"].split("\n")[0] in told
     if SCREENSHOTS:  # a group that did not do the same
-        mixed = next((r for r in RunFolder.read(agents_run).read_completions(2) if 0 < abs(_credit(r))), rows[0])
+        mixed = next((r for r in RunFolder.read(agents_run).read_completions(2) if abs(_credit(r)) > 0), rows[0])
         page.page.get_by_label("step", exact=True).select_option("2")
         page.page.get_by_label("task", exact=True).select_option(str(mixed["group"]))
         page.settle()

@@ -27,7 +27,7 @@ from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 from covey.serving.connections import ConnectionLimits
 from covey.serving.listening import listen, uvicorn_server
-from covey.watch import following, reader, tables
+from covey.watch import export, following, reader, tables
 from covey.watch.app import create_app
 from covey.watch.following import follow
 from covey.watch.run import WatchedRun
@@ -500,3 +500,54 @@ def test_a_long_run_is_told_in_outline_first(tmp_path: Path, open_page: Any) -> 
     short = WatchedRun(run.path).thinned()
     at = short["names"].index("_seconds")
     assert all(row[at] == 2.0 * (row[0] + 1) for row in short["rows"])
+
+
+def test_a_file_to_send_is_whole_and_bounded(
+    finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sent.html"
+    status, printed, _ = covey("watch", finished, "--export", path)
+    assert status == 0
+    assert "MB" in printed
+    text = path.read_text()
+    assert "default-src 'none'; script-src 'sha256-" in text
+    assert "unsafe" not in text.split("<body>")[0]
+    assert not re.search(r"(?:src|href)=\"(?!data:)", text)
+    assert str(finished.parent) not in json.dumps(json.loads(_archive(text))["answers"]["runs"][0]["path"])
+    found = json.loads(_archive(text))["answers"]
+    rows = RunFolder.read(finished).read_completions(4)
+    told = [row["completion"] for group in found["0/completions kind=step step=4"]["groups"] for row in group["rows"]]
+    assert told == [row["completion"] for row in rows]
+    assert found["0/tables"]["ledger"] == [2, 4]
+
+    monkeypatch.setattr(export, "MOST_BYTES", 30_000)
+    left_out = export.export_runs([WatchedRun(finished)], path)
+    assert any("tables of completions" in sentence for sentence in left_out)
+    assert len(_archive(path.read_text())) < 60_000
+    for name, words in (("sent.pdf", "ends in .html"), ("no/such/folder.html", "does not exist")):
+        status, _, said = covey("watch", finished, "--export", tmp_path / name)
+        assert status == 2
+        assert words in said
+
+
+def _archive(text: str) -> str:
+    (found,) = re.findall(r'<script type="application/json" id="archive">(.*?)</script>', text)
+    return str(found)
+
+
+def test_the_modules_of_the_page_become_one_script() -> None:
+    text = export.bundled("main")
+    assert not re.search(r"^(import|export) ", text, re.MULTILINE)
+    assert "</script" not in text
+    names = re.findall(r"^modules\.(\w+) = ", text, re.MULTILINE)
+    assert sorted(names) == sorted(path.stem for path in PAGE.glob("*.js") if "uPlot" not in path.name)
+    for name in names:  # each comes after what it takes from
+        assert all(
+            names.index(taken) < names.index(name) for taken in re.findall(r"= modules\.(\w+);", _module(text, name))
+        )
+    assert export.spread(list(range(100)), 4) == [0, 33, 66, 99]
+    assert export.spread([1, 2], 4) == [1, 2]
+
+
+def _module(text: str, name: str) -> str:
+    return text.split(f"\nmodules.{name} = ")[1].split("\nmodules.")[0]
