@@ -23,7 +23,7 @@ FLAGS = [
     *("--disable-component-update", "--disable-sync"),
 ]
 _AXE = Path(__file__).parent / "axe" / "axe.min.js"
-WAIT = 60_000
+WAIT = 240_000
 """Milliseconds that anything may take on a busy machine."""
 
 
@@ -47,6 +47,7 @@ def serving(*folders: Path) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+        listening.close()
         reader.close()
 
 
