@@ -108,8 +108,9 @@ def _completions(path: Path, wanted: Record, offset: int) -> Record:
     page: list[Record] = []
     count = size = 0
     for group in found[offset:]:
+        group["rows"] = group["rows"][:_PAGE_ROWS]
         count += len(group["rows"])
-        size += sum(len(row["completion"]) for row in group["rows"])
+        size += sum(len(row["completion"]) for row in group["rows"]) + sum(len(m["content"]) for m in group["prompt"])
         if page and (count > _PAGE_ROWS or size > _PAGE_CHARACTERS):
             break
         page.append(group)
