@@ -90,7 +90,7 @@ class Visit:
 
     def settle(self) -> None:
         """Wait until the view has something to show, and a moment more."""
-        self.until("document.querySelector('main').childElementCount > 0")
+        self.until("document.querySelector('main > div')?.childElementCount > 0")
         self.page.wait_for_timeout(150)
 
     def heap(self) -> float:

@@ -212,6 +212,23 @@ def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any,
     page.page.locator(".episodes").wait_for()
 
 
+def test_a_late_answer_does_not_take_the_place_of_another_view(short_run: Path, visit: Any, serve: Any) -> None:
+    page = visit(f"{serve(short_run)}#token={TOKEN}")
+    page.sees("finished")
+    waiting: list[Any] = []
+    page.page.route("**/api/0/ledger**", lambda route: waiting.append(route))
+    page.go("Tokens")
+    page.page.wait_for_timeout(300)
+    page.go("Completions")
+    page.page.locator(".one").first.wait_for()
+    page.page.unroute("**/api/0/ledger**")
+    assert len(waiting) == 1
+    with page.page.expect_response("**/api/0/ledger/**"):  # the view goes on to ask for a completion's tokens
+        waiting[0].continue_()
+    page.page.wait_for_timeout(500)
+    assert page.page.locator(".one").count() == 8
+
+
 def _credit(row: dict[str, Any]) -> float:
     return sum(abs(turn["advantage"]) for turn in json.loads(row["play"]))
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +117,9 @@ def _hold_episodes(held: _Held, number: int, run: WatchedRun, kind: str, step: i
     """Agents' episodes, group by group."""
     key = f"{number}/episodes kind={kind} step={step}"
     first = held.take(key, lambda: run.episodes(kind, step))
-    for group in [each["group"] for each in first["groups"]][:20] if first else ():
-        held.take(
-            f"{number}/episodes group={group} kind={kind} step={step}", lambda g=group: run.episodes(kind, step, g)
-        )  # type: ignore[misc]
+    for each in first["groups"][:20] if first else ():
+        group = each["group"]
+        held.take(f"{number}/episodes group={group} kind={kind} step={step}", partial(run.episodes, kind, step, group))
 
 
 def _hold_ledger(held: _Held, number: int, run: WatchedRun, step: int) -> bool:

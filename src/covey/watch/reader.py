@@ -126,7 +126,8 @@ def _completion(path: Path, row: int) -> Record:
 
 def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
     counts, pairs = compare(_rows(before), _rows(Path(after)), shown)
-    page, size = [], 0
+    page: list[Record] = []
+    size = 0
     for pair in pairs[offset : offset + _PAGE_ROWS // 2]:
         size += len(pair["before"]["completion"]) + len(pair["after"]["completion"])
         if page and size > _PAGE_CHARACTERS:

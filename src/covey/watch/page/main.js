@@ -26,7 +26,10 @@ export function go(name, where) {
     if (button.textContent === name) button.setAttribute("aria-current", "page");
     else button.removeAttribute("aria-current");
   }
-  VIEWS[name].show(at("view"), where, go);
+  // A place of its own: an answer that comes after the reader has left is drawn where nobody looks.
+  const place = h("div");
+  at("view").replaceChildren(place);
+  VIEWS[name].show(place, where, go);
 }
 
 function drawHead() {
