@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-ray test-worlds test-vllm wheel site docs check lint bench clean
+.PHONY: demo test test-browser screenshots test-ray test-worlds test-vllm wheel site docs check lint bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -39,6 +39,14 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray" -n 2 --dist loadfile --ignore tests/rewards
 	$(BIN)/python -m pytest tests/rewards
+
+# `covey watch` in a real browser, with Chromium from the system (COVEY_CHROMIUM names another one); `make test` has it too.
+test-browser: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/browser
+
+# The pictures of docs/watch.md.
+screenshots: $(VENV)/.dev
+	COVEY_SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/browser -k "every_view or turn_by_turn"
 
 # TextWorld and ALFWorld are extras, two of whose needs build from source (3 minutes): their tests are skipped elsewhere.
 test-worlds: $(VENV)/.dev

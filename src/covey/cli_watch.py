@@ -26,12 +26,21 @@ def watch(
     token: Annotated[
         str | None, typer.Option(envvar="COVEY_WATCH_TOKEN", help="Token that the page asks with; default: a new one.")
     ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the page with these runs to one .html file to send, instead; some steps of long runs."
+        ),
+    ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
 ) -> None:
     """Show runs in the browser, live while they train: curves, completions, tokens, questions, seconds, the doctor.
 
     It reads the run folders and nothing else; no request leaves this machine.
     """
+    if export is not None:
+        _export(runs, export)
+        return
     missing = [name for name in _WANTED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"covey watch needs {', '.join(missing)}; pip install 'covey[serve]'")
@@ -39,11 +48,13 @@ def watch(
     from covey.serving.connections import ConnectionLimits
     from covey.serving.listening import listen, uvicorn_server
     from covey.watch.app import create_app
+    from covey.watch.reader import TableReader
     from covey.watch.run import WatchedRun
 
     check_token(token or None)
     secret = token or secrets.token_urlsafe(16)
-    app = create_app([WatchedRun(run) for run in runs], secret)
+    reader = TableReader()
+    app = create_app([WatchedRun(run, reader) for run in runs], secret)
     listening = listen(host, port)
     listening.listen(128)
     address, bound = listening.getsockname()[:2]
@@ -52,3 +63,22 @@ def watch(
     if not no_browser:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     uvicorn_server(app, ConnectionLimits()).run(sockets=[listening])
+
+
+def _export(runs: list[Path], path: Path) -> None:
+    from covey.watch.export import export_runs
+    from covey.watch.reader import TableReader
+    from covey.watch.run import WatchedRun
+
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--export {path}: the file is a page; give it a name that ends in .html")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--export {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
+    reader = TableReader()
+    try:
+        left_out = export_runs([WatchedRun(run, reader) for run in runs], path)
+    finally:
+        reader.close()
+    out.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", markup=False, highlight=False, soft_wrap=True)
+    for sentence in left_out:
+        out.print(sentence, markup=False, highlight=False, soft_wrap=True)

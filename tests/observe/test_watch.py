@@ -27,7 +27,7 @@ from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 from covey.serving.connections import ConnectionLimits
 from covey.serving.listening import listen, uvicorn_server
-from covey.watch import following, tables
+from covey.watch import export, following, reader, tables
 from covey.watch.app import create_app
 from covey.watch.following import follow
 from covey.watch.run import WatchedRun
@@ -118,7 +118,10 @@ def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -
     answers = page.ask("0/questions")["lines"]
     assert answers == [[line["step"], line["answers"]] for line in run.read_answers()]
     assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
-    assert page.ask("0/tables") == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4]}
+    tables_of = page.ask("0/tables")
+    mark = tables_of.pop("mark")
+    assert tables_of == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4]}
+    assert page.ask("0/tables", mark=mark) == {"mark": mark}
 
     rows = run.read_completions(3)
     told = page.ask("0/completions", step=3)
@@ -136,7 +139,7 @@ def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -
     pairs = page.ask("0/compare", before=0, after=4, shown="all")
     assert len(pairs["pairs"]) == sum(pairs["counts"].values()) == 2
     assert page.ask("describe", name="reward")["reward"][1].startswith("mean over completions")
-    assert page.ask("0/doctor") == {"said": []}  # too few steps for it to say anything
+    assert page.ask("0/doctor") == {"said": [], "more": False}  # too few steps for it to say anything
 
 
 def test_a_ledger_is_told_token_by_token_and_adds_up(finished: Path, open_page: Any) -> None:
@@ -353,7 +356,7 @@ def test_hostile_completions_are_text_and_long_ones_are_cut(tmp_path: Path, open
     assert told["completion"].startswith("</script><script>alert(1)</script>")
     assert told["characters"] > 2_000_000 > 4_000 == len(told["completion"])
     assert told["reward"] is None
-    assert len(page.ask("0/completion", step=1, row=0)["completion"]) == 1_000_000
+    assert len(page.ask("0/completion", step=1, row=0)["completion"]) == 500_000
     policy = page.get("/").headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self';" in policy
@@ -429,3 +432,122 @@ def test_the_command_serves_until_it_is_told_to_stop(finished: Path) -> None:
         assert len(token) > 20
         process.send_signal(signal.SIGINT)
         assert process.wait(20) in (0, 130, -signal.SIGINT)
+
+
+def test_a_small_file_that_unfolds_to_gigabytes_costs_a_process(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_completions(1, [{"group": 0, "completion": "x", "reward": 1.0}])
+    bomb = run.completions / "step_000002.parquet"
+    values = pa.DictionaryArray.from_arrays(pa.array([0] * 4000, pa.int32()), pa.array(["a" * 8_000_000]))
+    pq.write_table(pa.table({"completion": values, "group": pa.array([0] * 4000)}), bomb, compression="zstd")
+    assert bomb.stat().st_size < 100_000
+    page = open_page(run.path)
+    answer = page.get("/api/0/completions", step=2)
+    assert answer.status_code == 404
+    assert "look at it with pyarrow" in answer.json()["error"]
+    assert page.ask("0/completions", step=1)["completions"] == 1  # the next one is read as ever
+
+
+def test_all_steps_are_searched_the_newest_first(
+    tmp_path: Path, open_page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        for step in range(1, 8):
+            rows = [
+                {"group": 0, "uid": "q", "prompt": "count", "completion": f"{'so ' * 60}step {step} has {word}!",
+                 "reward": reward, "length": step, "finish_reason": "stop", "correct": None}
+                for word, reward in (("Apples", 1.0), ("pears", 0.25 * step))
+            ]  # fmt: skip
+            run.write_completions(step, rows)
+        (run.completions / "step_000004.parquet").write_bytes(b"damaged")
+    page = open_page(run.path)
+    found = page.ask("0/search", search="HAS apples")
+    assert [hit["step"] for hit in found["hits"]] == [7, 6, 5, 3, 2, 1]
+    assert (found["looked"], found["left"], found["unread"]) == (7, 0, 1)
+    assert found["hits"][0]["excerpt"].startswith("…")
+    assert found["hits"][0]["excerpt"].endswith("step 7 has Apples!")
+    assert [hit["step"] for hit in page.ask("0/search", search="pears", first=2, last=3)["hits"]] == [3, 2]
+    assert [hit["step"] for hit in page.ask("0/search", before=3)["hits"]] == [2, 2, 1, 1]
+    steps = [hit["step"] for hit in page.ask("0/search", reward_from=0.3, reward_to=0.8, length_to=3)["hits"]]
+    assert steps == [3, 2]
+    assert page.ask("0/search", shown="tied")["hits"] == []
+    assert page.ask("0/search", ended="length")["hits"] == []
+    assert page.get("/api/0/search", reward_from="nan").status_code == 422
+
+    # without time to look on, each portion is one table; together they find the same
+    monkeypatch.setattr(reader, "SEARCH_SECONDS", 0.0)
+    watched, steps, before = WatchedRun(run.path), [], None
+    monkeypatch.setattr(watched._reader, "ask", lambda what, path, *rest: reader.ANSWERS[what](path, *rest))
+    while (part := watched.search("step", {"search": "apples"}, 0, 99, before))["looked"]:
+        assert part["looked"] == 1
+        steps += [hit["step"] for hit in part["hits"]]
+        before = part["before"]
+    assert steps == [7, 6, 5, 3, 2, 1]
+
+
+def test_a_long_run_is_told_in_outline_first(tmp_path: Path, open_page: Any) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        lines = [{"step": n, "reward": n / 5000, "step_time": 2.0} for n in range(5000)]
+        lines[777] |= {"eval/reward": 1.0}
+        run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = open_page(run.path)
+    found = page.ask("0/overview")
+    rows = [dict(zip(found["names"], row, strict=True)) for row in found["rows"]]
+    assert 300 < len(rows) < 1000
+    assert any(row["step"] == 777 for row in rows)
+    assert all(row["reward"] == row["step"] / 5000 for row in rows)
+    assert max(row["step"] for row in rows) > 4950
+    short = WatchedRun(run.path).thinned()
+    at = short["names"].index("_seconds")
+    assert all(row[at] == 2.0 * (row[0] + 1) for row in short["rows"])
+
+
+def test_a_file_to_send_is_whole_and_bounded(
+    finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sent.html"
+    status, printed, _ = covey("watch", finished, "--export", path)
+    assert status == 0
+    assert "MB" in printed
+    text = path.read_text()
+    assert "default-src 'none'; script-src 'sha256-" in text
+    assert "unsafe" not in text.split("<body>")[0]
+    assert not re.search(r"(?:src|href)=\"(?!data:)", text)
+    assert str(finished.parent) not in json.dumps(json.loads(_archive(text))["answers"]["runs"][0]["path"])
+    found = json.loads(_archive(text))["answers"]
+    rows = RunFolder.read(finished).read_completions(4)
+    told = [row["completion"] for group in found["0/completions kind=step step=4"]["groups"] for row in group["rows"]]
+    assert told == [row["completion"] for row in rows]
+    assert found["0/tables"]["ledger"] == [2, 4]
+
+    monkeypatch.setattr(export, "MOST_BYTES", 30_000)
+    left_out = export.export_runs([WatchedRun(finished)], path)
+    assert any("tables of completions" in sentence for sentence in left_out)
+    assert len(_archive(path.read_text())) < 60_000
+    for name, words in (("sent.pdf", "ends in .html"), ("no/such/folder.html", "does not exist")):
+        status, _, said = covey("watch", finished, "--export", tmp_path / name)
+        assert status == 2
+        assert words in said
+
+
+def _archive(text: str) -> str:
+    (found,) = re.findall(r'<script type="application/json" id="archive">(.*?)</script>', text)
+    return str(found)
+
+
+def test_the_modules_of_the_page_become_one_script() -> None:
+    text = export.bundled("main")
+    assert not re.search(r"^(import|export) ", text, re.MULTILINE)
+    assert "</script" not in text
+    names = re.findall(r"^modules\.(\w+) = ", text, re.MULTILINE)
+    assert sorted(names) == sorted(path.stem for path in PAGE.glob("*.js") if "uPlot" not in path.name)
+    for name in names:  # each comes after what it takes from
+        assert all(
+            names.index(taken) < names.index(name) for taken in re.findall(r"= modules\.(\w+);", _module(text, name))
+        )
+    assert export.spread(list(range(100)), 4) == [0, 33, 66, 99]
+    assert export.spread([1, 2], 4) == [1, 2]
+
+
+def _module(text: str, name: str) -> str:
+    return text.split(f"\nmodules.{name} = ")[1].split("\nmodules.")[0]

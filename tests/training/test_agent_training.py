@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.environments import EnvironmentPool, House
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
+from covey.observe.records import read_table
 from covey.observe.run_folder import RunFolder
 from covey.training.agents import make_collector
 from covey.types import SamplingSettings
@@ -65,6 +67,13 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
     assert "Find the" in rows[0]["prompt"]
     assert "\n> " in rows[0]["completion"]
     assert {row["ended"] for row in rows} <= {"done", "turns", "context"}
+    for row in rows:
+        play = json.loads(row["play"])
+        assert len(play) == row["turns"]
+        assert sum(turn["tokens"] for turn in play) == row["length"]
+        assert sum(not turn["valid"] for turn in play) == row["no_actions"]
+        assert sum(turn["reward"] for turn in play) == pytest.approx(row["reward"])
+        assert all(f"\n> {turn['said'].strip()}" in row["completion"] for turn in play)
     evaluations = [record for record in folder.read_metrics() if "eval/accuracy" in record]
     assert evaluations[0]["eval/num_completions"] == 3
     assert evaluations[0]["eval/agent/turns"] >= 1
@@ -72,6 +81,24 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
         assert steps[0]["completions/no_answer_ratio"] > 0.9  # random letters
     else:
         assert steps[0]["completions/no_answer_ratio"] == 0.0
+
+
+@pytest.mark.parametrize("mode", ["conversation", "steps"])
+def test_each_turn_is_recorded_with_the_credit_of_its_tokens(playing: dict[str, Any], mode: str) -> None:
+    changes = {"adv_estimator": "gigpo", "context_mode": mode, "ledger_steps": 1, "max_steps": 1, "beta": 0.01}
+    GRPOTrainer(args=GRPOConfig(**(playing | changes))).train()
+    folder = RunFolder.read(playing["output_dir"])
+    tokens: dict[int, list[float]] = {}
+    for token in read_table(folder.path / "ledger" / "step_000001.parquet"):
+        tokens.setdefault(token["row"], []).append(token["advantage"])
+    plays = [json.loads(row["play"]) for row in folder.read_completions(1)]
+    assert len({turn["row"] for play in plays for turn in play}) == (
+        8 if mode == "conversation" else sum(map(len, plays))
+    )
+    for turn in (turn for play in plays for turn in play):
+        own, tokens[turn["row"]] = tokens[turn["row"]][: turn["tokens"]], tokens[turn["row"]][turn["tokens"] :]
+        assert turn["advantage"] == pytest.approx(sum(own) / len(own))
+    assert not any(tokens.values())
 
 
 def test_the_tool_is_shown_as_the_template_shows_tools(playing: dict[str, Any]) -> None:

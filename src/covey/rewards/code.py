@@ -20,7 +20,7 @@ from covey.rewards.extract import completion_text
 from covey.rewards.harness import TestHarness
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult, Tests
 from covey.rewards.jail.sandbox import Limits
-from covey.rewards.text import column_of
+from covey.rewards.text import column_of, say
 from covey.types import Message
 
 _KINDS = ("call", "assert", "program")
@@ -76,7 +76,9 @@ class CodeReward:
         Raises:
             RewardError: the column is absent, or a row's tests are none; `sample` names it.
         """
-        return [None if result is None else self.score(result) for result in self.results(completions, **columns)]
+        results = self.results(completions, **columns)
+        say(columns, self.__name__, results)
+        return [None if result is None else self.score(result) for result in results]
 
     def results(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[TestResult | None]:
         """What each completion's tests did; a text that was run lately is not run again."""

@@ -13,6 +13,7 @@ from typing import Any
 from covey.errors import ConfigError, RewardError
 from covey.rewards.extract import completion_text
 from covey.rewards.parallel import ItemTimeout, WorkerPool
+from covey.rewards.text import found_word, say
 from covey.types import Message
 
 _MAX_TEXT = 20_000
@@ -41,7 +42,7 @@ class MathReward:
             raise ConfigError("math answers are compared by math-verify; pip install 'covey[math]'") from None
         self.required_columns = (column,)
         self._column = column
-        self._pool = WorkerPool(equal_answers, workers=workers, time_limit=time_limit, prepare=load)
+        self._pool = WorkerPool(compared, workers=workers, time_limit=time_limit, prepare=load)
         self.timeouts = 0
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
@@ -61,28 +62,31 @@ class MathReward:
             if reference is not None
         ]
         found = iter(self._pool.map(items))
-        return [None if reference is None else self._score(next(found), i) for i, reference in enumerate(references)]
+        results = [None if reference is None else self._score(next(found), i) for i, reference in enumerate(references)]
+        say(columns, self.__name__, [None if result is None else result[1] for result in results])
+        return [None if result is None else result[0] for result in results]
 
     def close(self) -> None:
         """Ends the processes; the next call starts them anew."""
         self._pool.close()
 
-    def _score(self, found: Any, index: int) -> float:
+    def _score(self, found: Any, index: int) -> tuple[float, str]:
         if isinstance(found, ItemTimeout):
             self.timeouts += 1
-            return 0.0
+            return 0.0, "took too long to compare"
         if isinstance(found, Exception):
             raise RewardError(str(found), function="math", sample=index)
-        return float(found)
+        score, word = found
+        return float(score), str(word)
 
 
 def load() -> None:
     """Import what takes seconds, in a worker, before an answer's time begins."""
-    equal_answers("1", "1")
+    compared("1", "1")
 
 
-def equal_answers(reference: str, text: str) -> float:
-    """Runs in a worker. 1.0 if the last answer in `text` equals the reference.
+def compared(reference: str, text: str) -> tuple[float, str]:
+    """Runs in a worker. 1.0 if the last answer in `text` equals the reference, and what was found in it.
 
     Raises:
         ValueError: the reference holds no answer.
@@ -97,6 +101,10 @@ def equal_answers(reference: str, text: str) -> float:
         raise ValueError(f"the reference {reference!r:.80} holds no answer that math-verify can read")
     try:
         answer = parse(text, parsing_timeout=None)
-        return float(bool(answer) and verify(expected, answer, timeout_seconds=None))
+        # the last one is the text that was read; an expression may take for ever to be written out
+        word = found_word(
+            next((each for each in reversed(answer) if isinstance(each, str)), "an answer") if answer else None
+        )
+        return float(bool(answer) and verify(expected, answer, timeout_seconds=None)), word
     except Exception:  # text that breaks the parser is no answer
-        return 0.0
+        return 0.0, found_word(None)

@@ -10,6 +10,7 @@ from covey.errors import ConfigError, RewardError
 from covey.rewards.extract import Marker, as_number, completion_text, final_number, parse_number
 from covey.types import Message
 
+_LONGEST_WORD = 200
 TextReward = Callable[..., list[float | None]]
 """A reward function whose `required_columns` names the dataset columns that it reads."""
 
@@ -20,9 +21,9 @@ def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextRew
     A row whose reference is None is not scored (None).
     """
 
-    def compare(text: str, reference: Any) -> bool:
+    def compare(text: str, reference: Any) -> tuple[bool, None]:
         left, right = text.strip(), str(reference).strip()
-        return left.casefold() == right.casefold() if ignore_case else left == right
+        return (left.casefold() == right.casefold() if ignore_case else left == right), None
 
     return _against_column("exact_match", column, compare)
 
@@ -41,14 +42,15 @@ def numeric_match(
     """
     chosen = tuple(markers)
 
-    def compare(text: str, reference: Any) -> bool:
+    def compare(text: str, reference: Any) -> tuple[bool, str]:
         expected = as_number(reference)
         if expected is None:
             raise ValueError(
                 f"{column}={reference!r} is not a number, so nothing can be compared with it; "
                 "correct the dataset, or use exact_match"
             )
-        return expected == (parse_number(text) if strict else final_number(text, chosen))
+        number = parse_number(text) if strict else final_number(text, chosen)
+        return expected == number, found_word(number)
 
     return _against_column("strict_numeric_match" if strict else "numeric_match", column, compare)
 
@@ -80,19 +82,46 @@ def format_reward(
     return named(reward, name, ())
 
 
-def _against_column(name: str, column: str, compare: Callable[[str, Any], bool]) -> TextReward:
+def _against_column(name: str, column: str, compare: Callable[[str, Any], tuple[bool, str | None]]) -> TextReward:
+    """`compare` says of text and reference whether they agree, and what was found in the text, if that is a word."""
+
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         advice = "; pass the name of the column that holds the answer"
         references = column_of(columns, column, f"{name} compares with", advice, function=name)
         rewards: list[float | None] = []
+        found: list[str | None] = []
         for index, (completion, reference) in enumerate(zip(completions, references, strict=True)):
-            try:
-                rewards.append(None if reference is None else float(compare(completion_text(completion), reference)))
-            except ValueError as error:
-                raise RewardError(str(error), function=name, sample=index) from None
+            right, word = None, None
+            if reference is not None:
+                try:
+                    right, word = compare(completion_text(completion), reference)
+                except ValueError as error:
+                    raise RewardError(str(error), function=name, sample=index) from None
+            rewards.append(None if right is None else float(right))
+            found.append(word)
+        if any(word is not None for word in found):
+            say(columns, name, found)
         return rewards
 
     return named(reward, name, (column,))
+
+
+def say(columns: Mapping[str, Any], name: str, words: Sequence[Any]) -> None:
+    """Record a short word about each completion beside the rewards, where the caller of the reward keeps such words.
+
+    Args:
+        columns: what the reward function was called with; `log_extra` in it keeps them (see `Scorer.score`).
+        name: of the reward; the words are the column `verdict/<name>` of the table of completions.
+        words: one for each completion, such as the answer that was found in it; None where there is none to tell.
+    """
+    keep = columns.get("log_extra")
+    if callable(keep):
+        keep(f"verdict/{name}", [None if word is None else str(word)[:_LONGEST_WORD] for word in words])
+
+
+def found_word(answer: Any) -> str:
+    """What is said of the answer that was found in a completion."""
+    return "found no answer" if answer is None else f"found {str(answer)[:100]}"
 
 
 def column_of(columns: Mapping[str, Any], name: str, use: str, advice: str = "", *, function: str) -> Any:

@@ -22,6 +22,7 @@ from covey.rewards.extract import (
     final_number,
     parse_number,
 )
+from covey.rewards.text import found_word, say
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import Task, as_prompt
 from covey.tasks.dataset import Row
@@ -251,8 +252,9 @@ class Arithmetic(Task):
         def correct_number(
             completions: Sequence[str | list[Message]], answer: Sequence[str], kind: Sequence[str], **columns: Any
         ) -> list[float]:
-            rows = zip(completions, answer, kind, strict=True)
-            return [float(self._is_right(completion_text(text), *expected)) for text, *expected in rows]
+            found = [self._number(completion_text(text), own) for text, own in zip(completions, kind, strict=True)]
+            say(columns, "correct_number", [found_word(number) for number in found])
+            return [float(number == int(right)) for number, right in zip(found, answer, strict=True)]
 
         return [correct_number]
 
@@ -273,8 +275,10 @@ class Arithmetic(Task):
         return re.search("[0-9]", text) is not None
 
     def _is_right(self, text: str, answer: str, kind: str) -> bool:
-        found = parse_number(text) if self.strict else read_answer(text, kind)
-        return found == int(answer)
+        return self._number(text, kind) == int(answer)
+
+    def _number(self, text: str, kind: str) -> Fraction | None:
+        return parse_number(text) if self.strict else read_answer(text, kind)
 
     def _draw(self, rng: random.Random, count: int, *, held_out: bool) -> list[Row]:
         rows: dict[str, Row] = {}

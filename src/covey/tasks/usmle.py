@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, cast
 from covey.errors import ConfigError, DataError
 from covey.rewards.extract import completion_text
 from covey.rewards.option_letter import extract_choice
+from covey.rewards.text import found_word, say
 from covey.rewards.verifier import RewardFunction
 from covey.tasks.base import as_prompt
 from covey.tasks.dataset import Row, load_rows
@@ -137,6 +138,7 @@ class USMLERewardModel:
     ) -> list[float]:
         """Score as a reward function does."""
         questions = ({"answer": right, "options": given} for right, given in zip(answer, options, strict=True))
+        _say_letters(columns, self.__name__, completions, options)
         return [self.compute_reward(q, completion_text(c)) for q, c in zip(questions, completions, strict=True)]
 
 
@@ -167,7 +169,14 @@ def _correct_letter(
     **columns: Any,
 ) -> list[float]:
     questions = ({"answer": right, "options": given} for right, given in zip(answer, options, strict=True))
+    _say_letters(columns, "correct_letter", completions, options)
     return [compute_reward(q, completion_text(c))[0] for q, c in zip(questions, completions, strict=True)]
+
+
+def _say_letters(columns: Mapping[str, Any], name: str, completions: Sequence[Any], options: Sequence[Any]) -> None:
+    """Record which letter each completion chooses."""
+    chosen = [extract_answer(completion_text(c), sorted(given)) for c, given in zip(completions, options, strict=True)]
+    say(columns, name, [found_word(letter) for letter in chosen])
 
 
 _correct_letter.__name__ = "correct_letter"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator
 from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
-from covey.rollout.batching import HasAnswer, has_text
+from covey.rollout.batching import HasAnswer, has_text, segment_of_token
 from covey.rollout.collect import Collector, Rollout
 from covey.types import Batch, BoolArray, FloatArray, Group, Progress, Prompt, SamplingSettings, Trajectory
 
@@ -243,7 +243,8 @@ def completion_rows(
     row = 0
     for number, group in enumerate(groups):
         if group.trajectories:
-            rows += _trajectory_rows(number, group)
+            rows += _trajectory_rows(number, group, row, batch)
+            row += len(group.episodes)
             continue
         prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
         for sample, episode in enumerate(group.episodes):
@@ -275,27 +276,60 @@ def completion_rows(
     return rows
 
 
-def _trajectory_rows(number: int, group: Group) -> list[dict[str, Any]]:
-    """One row for each trajectory, with all of it to read."""
-    return [
-        {
-            "group": number,
-            "sample": sample,
-            "uid": group.prompt.uid,
-            "type": str(group.prompt.columns.get("type", "")),
-            "prompt": trajectory.turns[0].observation if trajectory.turns else "",
-            "completion": transcript(trajectory),
-            "reward": float(group.rewards[sample]),
-            "correct": trajectory.success,
-            "turns": len(trajectory.turns),
-            "no_actions": sum(not turn.valid for turn in trajectory.turns),
-            "length": sum(episode.num_sampled for episode in trajectory.episodes),
-            "ended": trajectory.ended,
-            "error": trajectory.error,
-            "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
+def _trajectory_rows(number: int, group: Group, first: int, batch: Batch | None) -> list[dict[str, Any]]:
+    """One row for each trajectory, with all of it to read; `first` is the batch's row of the first of its episodes."""
+    rows = []
+    for sample, trajectory in enumerate(group.trajectories):
+        rows.append(
+            {
+                "group": number,
+                "sample": sample,
+                "uid": group.prompt.uid,
+                "type": str(group.prompt.columns.get("type", "")),
+                "prompt": trajectory.turns[0].observation if trajectory.turns else "",
+                "completion": transcript(trajectory),
+                "reward": float(group.rewards[sample]),
+                "correct": trajectory.success,
+                "turns": len(trajectory.turns),
+                "no_actions": sum(not turn.valid for turn in trajectory.turns),
+                "length": sum(episode.num_sampled for episode in trajectory.episodes),
+                "ended": trajectory.ended,
+                "error": trajectory.error,
+                "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
+                "play": json.dumps(_play(trajectory, first, batch)),
+            }
+        )
+        first += len(trajectory.episodes)
+    return rows
+
+
+_MOST_TURNS, _LONGEST_TEXT = 200, 4_000
+
+
+def _play(trajectory: Trajectory, first: int, batch: Batch | None) -> list[dict[str, Any]]:
+    """Each turn with its credit, for who reads along: texts are cut, and turns beyond 200 left out.
+
+    `advantage` is the mean over the turn's tokens, `masked_by` names the masks that took any of them, and `row` is the
+    batch's row that has them.
+    """
+    segments = [segment_of_token(episode.sampled) for episode in trajectory.episodes]
+    turns = []
+    for turn in trajectory.turns[:_MOST_TURNS]:
+        row, own = first + turn.row, np.flatnonzero(segments[turn.row] == turn.segment)
+        told: dict[str, Any] = {
+            "seen": turn.observation[:_LONGEST_TEXT],
+            "said": turn.said[:_LONGEST_TEXT],
+            "action": None if turn.action is None else turn.action[:_LONGEST_TEXT],
+            "reward": float(turn.reward),
+            "valid": turn.valid,
+            "tokens": len(own),
         }
-        for sample, trajectory in enumerate(group.trajectories)
-    ]
+        if batch is not None:
+            told["row"] = row
+            told["advantage"] = float(batch.advantages[row, own].mean()) if len(own) else 0.0
+            told["masked_by"] = ", ".join(name for name, out in batch.excluded.items() if out[row, own].any())
+        turns.append(told)
+    return turns
 
 
 def transcript(trajectory: Trajectory) -> str:

@@ -11,16 +11,17 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import Field
 
 from covey.errors import RunFolderError
-from covey.watch.run import WatchedRun, describe
+from covey.watch.run import WatchedRun, describe, labels
 
 _PAGE = Path(__file__).parent / "page"
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".txt": "text/plain"}
@@ -36,6 +37,29 @@ Place = Annotated[int, Field(ge=0, le=1 << 53)]
 Step = Annotated[int, Field(ge=0, le=10**12)]
 Short = Annotated[str, Query(max_length=300)]
 Kind = Literal["step", "eval"]
+Bound = Annotated[float | None, Query(allow_inf_nan=False)]
+
+
+@dataclass
+class _Wanted:
+    """Which completions are asked for; see `covey.watch.tables.Wanted`."""
+
+    search: Short = ""
+    shown: Short = "all"
+    uid: Short = ""
+    ended: Short = ""
+    reward_from: Bound = None
+    reward_to: Bound = None
+    length_from: Bound = None
+    length_to: Bound = None
+
+    def told(self) -> dict[str, Any]:
+        least = {"reward": self.reward_from, "length": self.length_from}
+        most = {"reward": self.reward_to, "length": self.length_to}
+        return {name: getattr(self, name) for name in ("search", "shown", "uid", "ended")} | {
+            "least": {name: bound for name, bound in least.items() if bound is not None},
+            "most": {name: bound for name, bound in most.items() if bound is not None},
+        }
 
 
 def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
@@ -47,7 +71,7 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     """
     app = FastAPI(title="covey watch", docs_url=None, redoc_url=None, openapi_url=None)
     files = {path.name: path for path in _PAGE.iterdir() if path.suffix in _KINDS}
-    names = _labels(runs)
+    names = labels(runs)
 
     @app.middleware("http")
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -95,20 +119,34 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         return _json(run(number).doctor())
 
     @app.get("/api/{number}/tables")
-    def tables(number: int) -> Response:
-        return _json(run(number).tables())
+    def tables(number: int, mark: Short = "") -> Response:
+        found = run(number).tables()
+        return _json({"mark": mark} if found["mark"] == mark else found)
+
+    @app.get("/api/{number}/overview")
+    def overview(number: int) -> Response:
+        return _json(run(number).overview())
 
     @app.get("/api/{number}/completions")
     def completions(
-        number: int,
-        step: Step,
-        kind: Kind = "step",
-        search: Short = "",
-        shown: Short = "all",
-        uid: Short = "",
-        offset: Place = 0,
+        number: int, step: Step, wanted: Annotated[_Wanted, Depends()], kind: Kind = "step", offset: Place = 0
     ) -> Response:
-        return _json(run(number).completions(kind, step, search=search, shown=shown, uid=uid, offset=offset))
+        return _json(run(number).completions(kind, step, wanted.told(), offset))
+
+    @app.get("/api/{number}/episodes")
+    def episodes(number: int, step: Step, kind: Kind = "step", group: Place | None = None) -> Response:
+        return _json(run(number).episodes(kind, step, group))
+
+    @app.get("/api/{number}/search")
+    def search(
+        number: int,
+        wanted: Annotated[_Wanted, Depends()],
+        kind: Kind = "step",
+        first: Step = 0,
+        last: Step = 10**12,
+        before: Step | None = None,
+    ) -> Response:
+        return _json(run(number).search(kind, wanted.told(), first, last, before))
 
     @app.get("/api/{number}/completion")
     def completion(number: int, step: Step, row: Place, kind: Kind = "step") -> Response:
@@ -139,12 +177,6 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
         return _json({"error": "; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())}, 422)
 
     return app
-
-
-def _labels(runs: Sequence[WatchedRun]) -> list[str]:
-    """Names of the runs; where two folders have one name, their paths."""
-    names = [run.folder.path.name for run in runs]
-    return [str(run.folder.path) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -19,6 +19,8 @@ from covey.observe.records import Record
 PIECE = 4 << 20
 """Bytes that one reading takes."""
 _TRACE = 64
+_MOST_LINES, _LONGEST = 1_000_000, 1 << 20
+"""Lines that are passed over for it, and bytes of one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,35 @@ def follow(
             end = len(content)
         records, damaged = _records(content[:end], is_record)
         return Piece(records, start + end, _trace(file, start + end), restarted, damaged, full)
+
+
+def sample(path: Path, is_record: Callable[[Record], bool], always: bytes, count: int = 500) -> list[Record]:
+    """About `count` records of a long file, evenly spread, and some of those that hold `always`; none of a short one.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    if not path.exists():
+        return []
+    with explained(path, "read"), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = file.read(1 << 16)
+        stride = size * begin.count(b"\n") // (count * max(len(begin), 1))
+        if stride < 2:
+            return []
+        file.seek(0)
+        lines: list[bytes] = []
+        marked: list[bytes] = []
+        for number in range(_MOST_LINES):
+            line = file.readline(_LONGEST)
+            if not line or len(lines) > 4 * count:
+                break
+            if number % stride == 0:
+                lines.append(line)
+            elif always in line and len(marked) < count:
+                lines.append(line)
+                marked.append(line)
+    return _records(b"".join(lines), is_record)[0]
 
 
 def _trace(file: BinaryIO, end: int) -> str:

@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import threading
 import time
 import tomllib
+import zlib
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.observe.completions import messages
 from covey.observe.doctor import Doctor, Thresholds, diagnose
 from covey.observe.metric_names import describe_metric
 from covey.observe.records import Record, is_answers, is_metrics
 from covey.observe.run_folder import RunFolder
-from covey.watch.following import Piece, follow
-from covey.watch.ledger import LEDGER, ledger_completion, ledger_completions
-from covey.watch.tables import LISTED, WHOLE, compare, groups, numbers, read_rows, shortened
+from covey.watch.following import Piece, follow, sample
+from covey.watch.ledger import LEDGER
+from covey.watch.reader import TableReader
+from covey.watch.tables import LISTED, numbers
 
 _MOST_ENTRIES = 200_000
 _MOST_CONFIG = 256 << 10
 _LONG_LINE = 1000
-_PAGE = 400
-"""Completions in one answer."""
+_THINNED = 2000
+"""Steps of a long run in a file that is sent."""
+_MOST_SEARCHED = 2000
+"""Tables in one search."""
 _TABLE = re.compile(r"(step|eval)_(\d{6,12})\.parquet")
 
 
 class WatchedRun:
-    """Reads a run folder; holds no lock, writes nothing, and keeps only what the doctor needs and the last tables."""
+    """Reads a run folder; holds no lock, writes nothing, and keeps only what the doctor needs."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], reader: TableReader | None = None) -> None:
         """Take a run.
+
+        Args:
+            path: of the run folder.
+            reader: of its tables; runs that are shown together share one.
 
         Raises:
             RunFolderError: there is none.
@@ -43,7 +52,7 @@ class WatchedRun:
         self.folder = RunFolder.read(path)
         self.folder.versions()
         self._doctor = _FollowingDoctor(self.folder.metrics_path)
-        self._tables: dict[Path, tuple[tuple[int, int], list[Record]]] = {}
+        self._reader = TableReader() if reader is None else reader
         self._lock = threading.Lock()
 
     def about(self) -> Record:
@@ -71,9 +80,32 @@ class WatchedRun:
     def metrics(self, start: int = 0, mark: str = "") -> Record:
         """New lines of `metrics.jsonl`, as names and rows of numbers; see `follow`."""
         piece = follow(self.folder.metrics_path, start, mark, is_metrics)
-        rows = [dict(numbers(record)) for record in piece.records]
-        names = list(dict.fromkeys(name for row in rows for name in row))[:5000]
-        return _piece(piece) | {"names": names, "rows": [[row.get(name) for name in names] for row in rows]}
+        return _piece(piece) | _table_of(piece.records)
+
+    def overview(self) -> Record:
+        """Some lines of a long `metrics.jsonl`, evenly spread, and its evaluations; no rows of a short one."""
+        return _table_of(sample(self.folder.metrics_path, is_metrics, b'"eval/reward"'))
+
+    def thinned(self) -> Record:
+        """All of `metrics.jsonl` as one piece; of a long one some lines, each with the seconds until then."""
+        seconds, places, begin = 0.0, {}, Piece([])
+        few = sample(self.folder.metrics_path, is_metrics, b'"eval/reward"', _THINNED)
+        records: list[Record] = []
+        damaged = 0
+        while True:
+            piece = follow(self.folder.metrics_path, begin.end, begin.mark, is_metrics)
+            damaged += piece.damaged
+            for record in piece.records:
+                known = dict(numbers(record))
+                seconds += known.get("step_time", 0.0) + known.get("eval/seconds", 0.0)
+                places[record["step"]] = seconds
+                if not few:
+                    records.append(record)
+            begin = piece
+            if not piece.more:
+                break
+        rows = [record | {"_seconds": places.get(record["step"], seconds)} for record in few] or records
+        return _piece(begin) | _table_of(rows) | {"restarted": False, "damaged": damaged}
 
     def questions(self, start: int = 0, mark: str = "") -> Record:
         """New lines of `questions.jsonl`: `[step, {uid: [right, all]}]`."""
@@ -90,70 +122,79 @@ class WatchedRun:
         return _piece(piece) | {"lines": lines}
 
     def doctor(self) -> Record:
-        """What the doctor says: since which step, and what still holds."""
+        """What the doctor says: since which step, and what still holds; of a long run after `more` questions."""
         with self._lock:
             return self._doctor.report()
 
     def tables(self) -> Record:
-        """Steps and evaluations that have a table of completions, and steps that have a ledger."""
-        return {
+        """Steps and evaluations that have a table of completions, and steps that have a ledger; `mark` stays until they
+        change.
+        """
+        found: Record = {
             "step": _numbered(self.folder.completions, "step"),
             "eval": _numbered(self.folder.completions, "eval"),
             "ledger": _numbered(self.folder.path / LEDGER, "step"),
         }
+        text = json.dumps(found)
+        return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
 
-    def completions(
-        self, kind: str, step: int, *, search: str = "", shown: str = "all", uid: str = "", offset: int = 0
-    ) -> Record:
-        """The groups of one table (see `covey.watch.tables.groups`), from the group `offset` on."""
-        rows = self._rows(kind, step)
-        found = groups(rows, search=search, shown=shown, uid=uid)
-        page: list[Record] = []
-        size = 0
-        for group in found[offset:]:
-            size += len(group["rows"])
-            if page and size > _PAGE:
-                break
-            page.append(group)
-        return {"completions": len(rows), "found": len(found), "groups": page}
+    def completions(self, kind: str, step: int, wanted: Record | None = None, offset: int = 0) -> Record:
+        """The groups of one table that are wanted (`covey.watch.tables.Wanted`), from the group `offset` on."""
+        return self._reader.ask("completions", self._table(kind, step), wanted or {}, offset)
 
     def completion(self, kind: str, step: int, row: int) -> Record:
         """One completion, whole."""
-        rows = self._rows(kind, step)
-        if not 0 <= row < len(rows):
-            raise RunFolderError(f"row {row}: {kind} {step} has {len(rows)} rows")
-        return shortened(row, rows[row], WHOLE) | {"prompt": messages(rows[row].get("prompt"))}
+        return self._reader.ask("completion", self._table(kind, step), row)
+
+    def episodes(self, kind: str, step: int, group: int | None = None) -> Record:
+        """Agents' episodes of a group, turn by turn; see `covey.watch.tables.episodes`."""
+        return self._reader.ask("episodes", self._table(kind, step), group)
+
+    def search(self, kind: str, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
+        """Completions of all steps from `first` to `last`, the newest first; bounded in time.
+
+        Args:
+            kind: "step" or "eval".
+            wanted: as `covey.watch.tables.Wanted`.
+            first: step.
+            last: step.
+            before: step that an earlier search ended at.
+
+        Returns:
+            `hits`, steps that were `looked` through and those that are `left`, where the next search begins
+            (`before`), and tables that could not be read (`unread`).
+        """
+        last = last if before is None else min(last, before - 1)
+        steps = [step for step in reversed(_numbered(self.folder.completions, kind)) if first <= step <= last]
+        if not steps:
+            return {"hits": [], "looked": 0, "left": 0, "before": None, "unread": 0}
+        names = {f"{kind}_{step:06d}.parquet": step for step in steps[:_MOST_SEARCHED]}
+        found = self._reader.ask("search", self.folder.completions, list(names), wanted)
+        hits = [hit | {"step": names[hit.pop("table")]} for hit in found.pop("hits")]
+        return found | {"hits": hits, "left": len(steps) - found["looked"], "before": steps[found["looked"] - 1]}
 
     def compare(self, before: int, after: int, *, shown: str = "changed", offset: int = 0) -> Record:
         """Two evaluations, question by question; see `covey.watch.tables.compare`."""
-        counts, pairs = compare(self._rows("eval", before), self._rows("eval", after), shown)
-        return {"counts": counts, "found": len(pairs), "pairs": pairs[offset : offset + _PAGE // 2]}
+        other = str(self._table("eval", after))
+        return self._reader.ask("compare", self._table("eval", before), other, shown, offset)
 
     def ledger(self, step: int) -> Record:
         """The completions of a step that have a ledger, with their sums."""
-        return {"completions": ledger_completions(self._ledger(step))}
+        return self._reader.ask("ledger", self._ledger(step))
 
     def ledger_of(self, step: int, row: int, turn: int = 0) -> Record:
         """A completion's tokens in a pass, each with all that is known of it."""
-        return ledger_completion(self._ledger(step), row, turn)
+        return self._reader.ask("ledger_of", self._ledger(step), row, turn)
 
-    def _ledger(self, step: int) -> list[Record]:
-        return self._read(self.folder.path / LEDGER / f"step_{step:06d}.parquet")
+    def close(self) -> None:
+        """End the processes that read tables."""
+        self._reader.close()
 
-    def _rows(self, kind: str, step: int) -> list[Record]:
-        return self._read(self.folder.completions / f"{'eval' if kind == 'eval' else 'step'}_{step:06d}.parquet")
+    def _ledger(self, step: int) -> Path:
+        return self.folder.path / LEDGER / f"step_{step:06d}.parquet"
 
-    def _read(self, path: Path) -> list[Record]:
-        """A table; the last ones are kept."""
-        with explained(path, "read"):
-            found = path.stat()
-        state = (found.st_mtime_ns, found.st_size)
-        with self._lock:
-            if path not in self._tables or self._tables[path][0] != state:
-                self._tables[path] = (state, read_rows(path))
-                while len(self._tables) > 3:
-                    del self._tables[next(iter(self._tables))]
-            return self._tables[path][1]
+    def _table(self, kind: str, step: int) -> Path:
+        return self.folder.completions / f"{'eval' if kind == 'eval' else 'step'}_{step:06d}.parquet"
 
 
 class _FollowingDoctor:
@@ -170,17 +211,15 @@ class _FollowingDoctor:
         self._said: deque[Record] = deque(maxlen=500)
 
     def report(self) -> Record:
-        more = True
-        while more:
-            piece = follow(self._path, self._end, self._mark, is_metrics)
-            if piece.restarted:
-                self._begin()
-            self._end, self._mark, more = piece.end, piece.mark, piece.more
-            for record in map(_moderate, piece.records):
-                self._last.append(record)
-                self._said.extend(_said(record, self._doctor.check(record)))
+        piece = follow(self._path, self._end, self._mark, is_metrics)
+        if piece.restarted:
+            self._begin()
+        self._end, self._mark = piece.end, piece.mark
+        for record in map(_moderate, piece.records):
+            self._last.append(record)
+            self._said.extend(_said(record, self._doctor.check(record)))
         now = [diagnosis.code for diagnosis in diagnose(list(self._last))]
-        return {"said": [said | {"now": said["code"] in now} for said in self._said]}
+        return {"said": [said | {"now": said["code"] in now} for said in self._said], "more": piece.more}
 
 
 def _moderate(record: Record) -> Record:
@@ -192,10 +231,27 @@ def _said(record: Record, found: list[Any]) -> list[Record]:
     return [{"step": record["step"], "code": d.code, "message": d.message, "fix": d.fix} for d in found]
 
 
+def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:
+    """Names of the runs; where two folders have one name, their paths, or with `full=False` their places."""
+    names = [run.folder.path.name for run in runs]
+    other = [
+        str(run.folder.path) if full else f"{name} ({n})"
+        for n, (run, name) in enumerate(zip(runs, names, strict=True), 1)
+    ]
+    return [long if names.count(name) > 1 else name for name, long in zip(names, other, strict=True)]
+
+
 def describe(names: list[str]) -> Record:
     """Unit and meaning of metrics, by name; of those that are Covey's."""
     found = {name: describe_metric(name) for name in names[:2000]}
     return {name: [definition.unit, definition.meaning] for name, definition in found.items() if definition}
+
+
+def _table_of(records: list[Record]) -> Record:
+    """Numbers of metrics as `names` of columns and `rows`."""
+    rows = [dict(numbers(record)) for record in records]
+    names = list(dict.fromkeys(name for row in rows for name in row))[:5000]
+    return {"names": names, "rows": [[row.get(name) for name in names] for row in rows]}
 
 
 def _piece(piece: Piece) -> Record:

@@ -1,12 +1,14 @@
 """Tables of completions for the page: groups with their statistics, and evaluations side by side.
 
-Memory is bounded by what a table says that it holds: one that is larger is refused. Long texts are cut, and said to be.
+A table that says it holds too much is refused; one that lies meets the limits of `covey.watch.reader`. Long texts are
+cut, and said to be.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -17,17 +19,66 @@ from covey.observe.completions import messages
 from covey.observe.records import Record, plain
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
-LISTED, WHOLE = 4_000, 1_000_000
+LISTED, WHOLE = 4_000, 500_000
 """Characters of a text in a list, and where it is asked for by itself."""
 _OWN = {
     *("group", "sample", "uid", "prompt", "completion", "reward", "correct", "advantage", "masked_by"),
-    *("length", "finish_reason", "policy_version", "kind", "type", "turns", "no_actions", "ended", "error"),
+    *("length", "finish_reason", "policy_version", "kind", "type", "turns", "no_actions", "ended", "error", "play"),
 }
+PROMPT_AND_COMPLETION = (
+    *("group", "uid", "prompt", "completion", "reward", "correct", "masked_by", "finish_reason", "ended", "length"),
+)
+"""Columns that a search needs."""
 SHOWN = ("all", "right", "wrong", "truncated", "masked", "tied", "mixed")
 
 
-def read_rows(path: Path) -> list[Record]:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which completions are wanted.
+
+    Attributes:
+        search: text that prompt or completion contain, in any case.
+        shown: one of `SHOWN`; `tied` and `mixed` are about the group, the others about the completion.
+        uid: of the question; "" = any.
+        ended: how it ended, as its finish reason says; "" = however.
+        least: lowest value of "reward" and "length".
+        most: highest value of them.
+    """
+
+    search: str = ""
+    shown: str = "all"
+    uid: str = ""
+    ended: str = ""
+    least: Mapping[str, float] = field(default_factory=dict)
+    most: Mapping[str, float] = field(default_factory=dict)
+
+    def holds(self, row: Record) -> bool:
+        """A completion is wanted, as far as it goes without its group."""
+        search = self.search.casefold()
+        if search and not any(search in str(row.get(name) or "").casefold() for name in ("prompt", "completion")):
+            return False
+        if self.ended and self.ended not in (row.get("finish_reason"), row.get("ended")):
+            return False
+        for bounds, sign in ((self.least, 1), (self.most, -1)):
+            for name, bound in bounds.items():
+                value = _number(row.get(name))
+                if value is None or sign * (value - bound) < 0:
+                    return False
+        correct = row.get("correct")
+        return {
+            "right": correct is True,
+            "wrong": correct is False,
+            "truncated": row.get("finish_reason") == "length" or row.get("ended") in ("turns", "context"),
+            "masked": bool(row.get("masked_by")),
+        }.get(self.shown, True)
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Record]:
     """The rows of a table that may be anybody's.
+
+    Args:
+        path: the table.
+        columns: that are wanted, as far as it has them; None = all.
 
     Raises:
         RunFolderError: there is none, it is damaged, or too large to be looked at.
@@ -48,7 +99,8 @@ def read_rows(path: Path) -> list[Record]:
             nested = [field.name for field in table.schema_arrow if pa.types.is_nested(field.type)]
             if nested:
                 raise RunFolderError(f"{path}: {nested[0][:100]!r} holds lists, which no run writes; delete the file")
-            rows: list[Record] = table.read().to_pylist()
+            names = None if columns is None else [name for name in columns if name in table.schema_arrow.names]
+            rows: list[Record] = table.read(columns=names, use_threads=False).to_pylist()
         except RunFolderError:
             raise
         except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
@@ -56,53 +108,80 @@ def read_rows(path: Path) -> list[Record]:
     return rows
 
 
-def groups(rows: Sequence[Record], *, search: str = "", shown: str = "all", uid: str = "") -> list[Record]:
-    """The groups of a step with mean, spread and whether they are tied, each with the completions that are wanted.
-
-    Args:
-        rows: of the table.
-        search: text that prompt or completion contain, in any case.
-        shown: one of `SHOWN`; `tied` and `mixed` are about the group, the others about the completion.
-        uid: of the question; "" = any.
-    """
-    found: dict[Any, list[tuple[int, Record]]] = {}
-    for index, row in enumerate(rows):
-        found.setdefault(row.get("group"), []).append((index, row))
+def groups(rows: Sequence[Record], which: Wanted) -> list[Record]:
+    """The groups of a step with mean, spread and whether they are tied, each with the completions that are wanted."""
     wanted = []
-    for number, members in found.items():
-        rewards = [value for _, row in members if (value := _number(row.get("reward"))) is not None]
-        tied = len(members) > 1 and len(set(rewards)) < 2
+    for number, members, left in _grouped(rows, which):
+        rewards = _rewards(members)
         first = members[0][1]
-        if (uid and first.get("uid") != uid) or (shown == "tied" and not tied) or (shown == "mixed" and tied):
-            continue
-        left = [(index, row) for index, row in members if _is_wanted(row, search.casefold(), shown)]
-        if left:
-            wanted.append(
-                {
-                    "group": plain(number),
-                    "uid": _text(first.get("uid"), 200),
-                    "kind": _text(first.get("kind") or first.get("type"), 200),
-                    "prompt": messages(first.get("prompt")),
-                    "size": len(members),
-                    "mean": fmean(rewards) if rewards else None,
-                    "std": pstdev(rewards) if rewards else None,
-                    "tied": tied,
-                    "rows": [shortened(index, row) for index, row in left],
-                }
-            )
+        wanted.append(
+            {
+                "group": plain(number),
+                "uid": _text(first.get("uid"), 200),
+                "kind": _text(first.get("kind") or first.get("type"), 200),
+                "prompt": messages(first.get("prompt")),
+                "size": len(members),
+                "mean": fmean(rewards) if rewards else None,
+                "std": pstdev(rewards) if rewards else None,
+                "tied": _is_tied(members),
+                "rows": [shortened(index, row) for index, row in left],
+            }
+        )
     return wanted
 
 
-def _is_wanted(row: Record, search: str, shown: str) -> bool:
-    if search and not any(search in str(row.get(name) or "").casefold() for name in ("prompt", "completion")):
-        return False
-    correct = row.get("correct")
-    return {
-        "right": correct is True,
-        "wrong": correct is False,
-        "truncated": row.get("finish_reason") == "length" or row.get("ended") in ("turns", "context"),
-        "masked": bool(row.get("masked_by")),
-    }.get(shown, True)
+def found_in(rows: Sequence[Record], wanted: Record) -> list[Record]:
+    """The completions that are wanted (see `Wanted`), each with a few words around what was searched for."""
+    which = Wanted(**wanted)
+    return [
+        {
+            "group": plain(number),
+            "row": index,
+            "uid": _text(row.get("uid"), 200),
+            "reward": _number(row.get("reward")),
+            "correct": row.get("correct") if isinstance(row.get("correct"), bool) else None,
+            "ended": _text(row.get("finish_reason") or row.get("ended"), 100),
+            "length": _integer(row.get("length")),
+            "excerpt": _excerpt(row, which.search.casefold()),
+        }
+        for number, _, left in _grouped(rows, which)
+        for index, row in left
+    ]
+
+
+def _excerpt(row: Record, search: str, around: int = 80) -> str:
+    for name in ("completion", "prompt"):
+        text = str(row.get(name) or "")
+        at = text.casefold().find(search)
+        if at >= 0:
+            return ("…" if at > around else "") + text[max(0, at - around) : at + len(search) + around]
+    return ""
+
+
+_Members = list[tuple[int, Record]]
+
+
+def _grouped(rows: Sequence[Record], which: Wanted) -> Iterator[tuple[Any, _Members, _Members]]:
+    """Each group with its rows and those of them that are wanted, if there are any."""
+    found: dict[Any, _Members] = {}
+    for index, row in enumerate(rows):
+        found.setdefault(row.get("group"), []).append((index, row))
+    for number, members in found.items():
+        tied = _is_tied(members)
+        other = which.uid and members[0][1].get("uid") != which.uid
+        if other or (which.shown == "tied" and not tied) or (which.shown == "mixed" and tied):
+            continue
+        left = [(index, row) for index, row in members if which.holds(row)]
+        if left:
+            yield number, members, left
+
+
+def _rewards(members: _Members) -> list[float]:
+    return [value for _, row in members if (value := _number(row.get("reward"))) is not None]
+
+
+def _is_tied(members: _Members) -> bool:
+    return len(members) > 1 and len(set(_rewards(members))) < 2
 
 
 def shortened(index: int, row: Record, most: int = LISTED) -> Record:
@@ -117,12 +196,72 @@ def shortened(index: int, row: Record, most: int = LISTED) -> Record:
         "correct": row.get("correct") if isinstance(row.get("correct"), bool) else None,
         **{name: _integer(row.get(name)) for name in ("sample", "length", "policy_version", "turns", "no_actions")},
         **{name: _text(row.get(name), 500) for name in ("masked_by", "finish_reason", "ended", "error")},
+        "has_turns": isinstance(row.get("play"), str),
         "parts": {name[8:]: _number(value) for name, value in row.items() if name.startswith("rewards/")},
         "others": {
             _text(name, 200): _text(value, 500)
             for name, value in row.items()
             if name not in _OWN and not name.startswith("rewards/") and value is not None
         },
+    }
+
+
+_MOST_TURNS, _MOST_EPISODES, _MOST_CHARACTERS = 200, 64, 1_000_000
+_LEAST_OF_A_TURN = 40
+
+
+def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
+    """The agents' episodes of a group, turn by turn, and which groups there are.
+
+    Args:
+        rows: of a table.
+        wanted: number of the group; None, or one that is not there = the first.
+
+    Returns:
+        `groups` with `group`, `uid` and `mean`; and `group`, `uid` and `rows` of the one that is wanted, each a row as
+        in `shortened` with its turns as `play`.
+    """
+    found = {
+        plain(number): members
+        for number, members, _ in _grouped(rows, Wanted())
+        if any(isinstance(row.get("play"), str) for _, row in members)
+    }
+    told = [
+        {"group": number, "uid": _text(members[0][1].get("uid"), 200), "mean": fmean(_rewards(members) or [0.0])}
+        for number, members in found.items()
+    ]
+    if not found:
+        return {"groups": []}
+    chosen = wanted if wanted in found else next(iter(found))
+    members = found[chosen][:_MOST_EPISODES]
+    plays = [_turns(row.get("play")) for _, row in members]
+    most = max(_LEAST_OF_A_TURN, _MOST_CHARACTERS // max(1, 2 * sum(map(len, plays))))
+    return {
+        "groups": told,
+        "group": chosen,
+        "uid": _text(members[0][1].get("uid"), 200),
+        "rows": [
+            shortened(index, row, 0) | {"play": [_turn(turn, most) for turn in play]}
+            for (index, row), play in zip(members, plays, strict=True)
+        ],
+    }
+
+
+def _turns(value: Any) -> list[Record]:
+    """What `covey.training.evaluate.completion_rows` wrote of an episode."""
+    try:
+        turns = json.loads(value) if isinstance(value, str) else []
+    except (ValueError, RecursionError):
+        turns = []
+    return [turn for turn in turns[:_MOST_TURNS] if isinstance(turn, dict)] if isinstance(turns, list) else []
+
+
+def _turn(turn: Record, most: int) -> Record:
+    return {
+        **{name: _text(turn.get(name), min(most, LISTED)) for name in ("seen", "said")},
+        **{name: _text(turn.get(name), 200) for name in ("action", "masked_by")},
+        **{name: _number(turn.get(name)) for name in ("reward", "advantage", "tokens", "row")},
+        "valid": turn.get("valid") is True,
     }
 
 

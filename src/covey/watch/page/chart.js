@@ -3,6 +3,7 @@
 import { download, h, number } from "./dom.js";
 
 const { uPlot } = window;
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** Centred moving average; near the ends the window shrinks on both sides alike. */
@@ -31,7 +32,7 @@ export class Chart {
     this.card = h(
       "section",
       { class: "card", "aria-label": title },
-      h("header", {}, h("h3", { title: hint }, title), h("span", { class: "tools" }, png, " ", table, " ", ...tools)),
+      h("header", {}, h("h2", { title: hint }, title), h("span", { class: "tools" }, png, " ", table, " ", ...tools)),
       this.readout,
       this.box,
     );
@@ -39,8 +40,9 @@ export class Chart {
     this.observer.observe(this.box);
   }
 
-  draw(lines, { xLabel = "step", log = false, marks = [], zero = false } = {}) {
-    const usable = lines.filter((line) => line.xs.length).map((line) => (log ? positive(line) : line));
+  draw(lines, { xLabel = "step", log = false, logX = false, marks = [], zero = false } = {}) {
+    const usable = lines.filter((line) => line.xs.length).map((line) => (log || logX ? positive(line, log, logX) : line))
+      .filter((line) => line.xs.length);
     const tables = [];
     const series = [{ label: xLabel }];
     const bands = [];
@@ -59,6 +61,7 @@ export class Chart {
         stroke: line.thin ? `${line.colour}66` : line.colour,
         fill: line.fill,
         width,
+        dash: line.dash,
         spanGaps: true,
         points: { show: Boolean(line.points) || line.xs.length === 1, size: 6 },
         thin: line.thin,
@@ -67,7 +70,7 @@ export class Chart {
     }
     this.lines = usable;
     const data = tables.length ? uPlot.join(tables) : [[]];
-    const shape = JSON.stringify([series, bands, xLabel, log, zero]);
+    const shape = JSON.stringify([series, bands, xLabel, log, logX, zero]);
     this.marks = marks;
     if (this.plot && shape === this.shape) {
       plotted(series, this.plot);
@@ -84,9 +87,9 @@ export class Chart {
         height: this.height,
         legend: { show: false },
         cursor: { y: false, drag: { x: true, y: false }, sync: { key: "covey" }, points: { size: 6 } },
-        scales: { x: { time: false }, y: log ? { distr: 3 } : range },
+        scales: { x: { time: false, ...(logX ? { distr: 3 } : {}) }, y: log ? { distr: 3 } : range },
         axes: [
-          { ...axis, size: 30, values: (_, ticks) => ticks.map(number) },
+          { ...axis, size: 30, ...(xLabel === "step" ? { incrs: WHOLE } : {}), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
           { ...axis, size: 58, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
         ],
         series,
@@ -176,8 +179,8 @@ function plotted(series, plot) {
 }
 
 /** What a logarithmic axis can show. */
-function positive(line) {
-  const keep = line.ys.map((value, at) => value > 0 && (!line.low || line.low[at] > 0));
+function positive(line, log, logX) {
+  const keep = line.ys.map((value, at) => (!log || (value > 0 && (!line.low || line.low[at] > 0))) && (!logX || line.xs[at] > 0));
   const left = (values) => values?.filter((_, at) => keep[at]);
-  return { ...line, xs: left(line.xs), ys: left(line.ys), low: left(line.low), high: left(line.high) };
+  return { ...line, told: left(line.told), xs: left(line.xs), ys: left(line.ys), low: left(line.low), high: left(line.high) };
 }

@@ -1,11 +1,12 @@
 // What was sampled: groups side by side, and evaluations before and after.
 
 import { ask, runs, shownRuns } from "./data.js";
-import { choice, h, number } from "./dom.js";
+import { choice, h, number, tick } from "./dom.js";
 
-const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", before: null, after: null, changed: "changed" };
+const state = { run: 0, kind: "step", step: null, search: "", shown: "all", uid: "", ended: "", reward_from: "", reward_to: "", length_from: "", length_to: "", everywhere: false, before: null, after: null, changed: "changed" };
 const SHOWN = [["all", "all"], ["right", "right ones"], ["wrong", "wrong ones"], ["truncated", "truncated"],
   ["masked", "masked"], ["tied", "of tied groups"], ["mixed", "of groups that teach"]];
+const FILTERS = ["ended", "reward_from", "reward_to", "length_from", "length_to"];
 const CHANGED = [["changed", "changed"], ["gained", "gained"], ["lost", "lost"], ["all", "all"]];
 let root, bar, body, visit = 0, goTo, newest = true;
 
@@ -53,6 +54,17 @@ function controls() {
       onchange: () => set("step", Number)(steps[Number(slider.value)]) });
     parts.push(h("label", {}, h("span", { class: "soft" }, "step"), move(-1), field, move(1)), slider,
       choice("show", SHOWN, state.shown, set("shown")), search);
+    const bound = (name, label) => {
+      const input = h("input", { type: "number", step: "any", value: state[name], style: { width: "5.5rem" }, "aria-label": label,
+        onchange: () => set(name)(input.value) });
+      return input;
+    };
+    parts.push(h("details", { class: "more", open: FILTERS.some((name) => state[name] !== "") }, h("summary", {}, "more filters"),
+      h("div", { class: "bar" },
+        h("span", {}, "reward ", bound("reward_from", "Least reward"), " to ", bound("reward_to", "Highest reward")),
+        h("span", {}, "tokens ", bound("length_from", "Fewest tokens"), " to ", bound("length_to", "Most tokens")),
+        choice("ended by", [["", "anything"], "stop", "length", "eos", "done", "turns", "context", "failed"], state.ended, set("ended")))));
+    if (state.kind === "step") parts.push(tick("in all steps", state.everywhere, set("everywhere", Boolean)));
     if (state.uid) parts.push(h("button", { onclick: () => set("uid")("") }, `question ${state.uid} ×`));
   }
   bar.replaceChildren(...parts);
@@ -60,7 +72,50 @@ function controls() {
 
 const nearest = (steps, wanted) => steps.reduce((best, step) => (Math.abs(step - wanted) < Math.abs(best - wanted) ? step : best), steps[0]);
 
+/** What is asked for, without what is not set. */
+function asked() {
+  const found = { search: state.search, shown: state.shown, uid: state.uid };
+  for (const name of FILTERS) if (state[name] !== "") found[name] = state[name];
+  return found;
+}
+
+/** Through the steps, the newest first, in portions that take a second or two. */
+async function searchAll(before = null, looked = 0) {
+  const run = runs[state.run];
+  const mine = ++visit;
+  if (before === null) controls();
+  try {
+    const found = await ask(`${run.index}/search`, { kind: state.kind, ...asked(), ...(before === null ? {} : { before }) });
+    if (mine !== visit) return;
+    looked += found.looked;
+    const open = (hit) => () => {
+      Object.assign(state, { everywhere: false, step: hit.step, uid: hit.uid });
+      load();
+    };
+    const rows = found.hits.map((hit) => h("tr", {},
+      h("td", {}, h("button", { class: "link", onclick: open(hit) }, `step ${number(hit.step)}`)), h("td", {}, hit.uid),
+      h("td", { class: `number ${hit.correct === null ? "" : hit.correct ? "good" : "bad"}` }, number(hit.reward)), h("td", { class: "number" }, number(hit.length)),
+      h("td", {}, hit.ended), h("td", { class: "text" }, hit.excerpt)));
+    if (before === null) {
+      body.replaceChildren(h("p", { class: "note", role: "status" }), h("div", { class: "scroll" }, h("table", {},
+        h("thead", {}, h("tr", {}, ["step", "question", "reward", "tokens", "ended by", "found"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}))), "");
+    }
+    body.querySelector("tbody").append(...rows);
+    const hits = body.querySelectorAll("tbody tr").length;
+    body.firstChild.textContent = `${number(hits)} completions in ${number(looked)} steps${found.left ? `; ${number(found.left)} older steps are left` : ""}${found.unread ? `; ${number(found.unread)} tables cannot be read` : ""}.`;
+    body.lastChild.remove();
+    body.append(found.left ? h("button", { onclick: () => searchAll(found.before, looked) }, "search older steps") : "");
+    if (found.left && hits < 20 && looked < 20_000) searchAll(found.before, looked);
+  } catch (error) {
+    if (mine === visit) body.replaceChildren(h("p", { class: "failed" }, error.message));
+  }
+}
+
 async function load(offset = 0) {
+  if (state.everywhere && state.kind === "step") {
+    searchAll();
+    return;
+  }
   const run = runs[state.run];
   const mine = ++visit;
   const evals = run.tables.eval;
@@ -78,8 +133,7 @@ async function load(offset = 0) {
     const compares = state.kind === "compare";
     const found = compares
       ? await ask(`${run.index}/compare`, { before: state.before, after: state.after, shown: state.changed, offset })
-      : await ask(`${run.index}/completions`, { kind: state.kind, step: state.step, search: state.search, shown: state.shown,
-        uid: state.uid, offset });
+      : await ask(`${run.index}/completions`, { kind: state.kind, step: state.step, ...asked(), offset });
     if (mine !== visit) return;
     const page = compares ? found.pairs : found.groups;
     const head = compares ? counted(found.counts)
@@ -116,8 +170,8 @@ function group(each) {
     h("span", {}, "mean reward ", h("b", {}, number(each.mean))), each.size > 1 ? h("span", {}, `spread ${number(each.std)}`) : null,
     each.tied ? h("span", { class: "tag warn" }, "tied: equal rewards") : null,
     each.rows.length < each.size ? h("span", {}, `${each.rows.length} of ${each.size} shown`) : null,
-    h("span", { class: "soft" }, each.uid));
-  return h("section", { class: "card group" }, question(each.prompt, facts), h("div", { class: "side" }, each.rows.map((row) => one(row, state.step, state.kind))));
+    each.uid ? h("span", { class: "soft" }, `question ${each.uid}`) : null);
+  return h("section", { class: "card group" }, question(each.prompt, facts), h("div", { class: "side" }, each.rows.map((row) => one(row, state.step, state.kind, each.group))));
 }
 
 function pair({ uid, prompt, what, before, after }) {
@@ -128,7 +182,7 @@ function pair({ uid, prompt, what, before, after }) {
 }
 
 /** One completion with what it got. */
-function one(row, step, kind) {
+function one(row, step, kind, group = null) {
   const mark = row.correct === null ? "" : row.correct ? "good" : "bad";
   const text = h("pre", {}, row.turns === null ? row.completion : conversation(row.completion));
   const ends = row.finish_reason || row.ended;
@@ -141,21 +195,28 @@ function one(row, step, kind) {
     row.turns === null ? null : h("span", {}, `${row.turns} turns, ${row.no_actions} without an action`),
     ends ? h("span", { class: ["length", "failed", "turns", "context"].includes(ends) ? "tag warn" : "" }, ends) : null,
     row.masked_by ? h("span", { class: "tag bad" }, `masked: ${row.masked_by}`) : null,
-    parts.length > 1 ? h("span", {}, parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null,
+    parts.length > 1 ? h("span", {}, "= ", parts.map(([name, value]) => `${name} ${number(value)}`).join(", ")) : null,
     kind === "eval" && state.kind === "compare" ? h("span", {}, `step ${step}`) : null,
   ];
-  const others = Object.entries(row.others);
+  const verdicts = Object.entries(row.others).filter(([name]) => name.startsWith("verdict/"));
+  const others = Object.entries(row.others).filter(([name]) => !name.startsWith("verdict/"));
   const card = h("article", { class: `one ${mark}` }, h("div", { class: "facts" }, facts), text,
+    verdicts.map(([name, said]) => h("div", { class: "verdict text" }, h("span", { class: "soft" }, `${name.slice(8)}: `), said)),
     row.error ? h("div", { class: "bad text" }, row.error) : null,
     others.length ? h("div", { class: "note text" }, others.map(([name, value]) => `${name}: ${value}`).join("\n")) : null);
   if (row.characters > row.completion.length) {
     const more = h("button", { class: "small", onclick: async () => {
-      const whole = await ask(`${state.run}/completion`, { kind, step, row: row.row });
-      text.textContent = whole.completion;
-      more.replaceWith(whole.characters > whole.completion.length ? `cut at ${number(whole.completion.length)} characters` : "");
+      try {
+        const whole = await ask(`${state.run}/completion`, { kind, step, row: row.row });
+        text.textContent = whole.completion;
+        more.replaceWith(whole.characters > whole.completion.length ? `cut at ${number(whole.completion.length)} characters` : "");
+      } catch (error) {
+        more.replaceWith(h("span", { class: "failed" }, error.message));
+      }
     } }, `all ${number(row.characters)} characters`);
     card.append(more);
   }
+  if (row.has_turns) card.append(h("button", { class: "small", onclick: () => goTo("Agents", { run: state.run, kind, step, group }) }, "turn by turn"));
   if (kind === "step" && row.turns === null && runs[state.run].tables.ledger.includes(step)) {
     card.append(h("button", { class: "small", onclick: () => goTo("Tokens", { run: state.run, step, row: row.row }) }, "tokens"));
   }

@@ -4,9 +4,11 @@ import { Chart, smooth } from "./chart.js";
 import { ask, runs, shownRuns } from "./data.js";
 import { choice, h, tick } from "./dom.js";
 
-const FIRST = ["reward", "eval/accuracy", "completions/mean_length", "entropy", "kl", "grad_norm", "frac_reward_zero_std",
+const FIRST = ["reward", "eval/accuracy", "eval/accuracy by kind", "completions/mean_length", "entropy", "kl", "grad_norm", "frac_reward_zero_std",
   "loss", "completions/clipped_ratio", "agent/success", "accuracy"];
-const settings = { x: "step", smoothing: "auto", log: false, marks: true, names: null };
+const KINDS = "eval/accuracy by kind"; // of several curves one plot
+const PALETTE = ["#1f77c9", "#e07b1a", "#2b9a5d", "#9552b5", "#c23b52", "#7a8793", "#0f9aa8", "#a58a00"];
+const settings = { x: "step", smoothing: "auto", axes: "linear", marks: true, names: null };
 const charts = new Map();
 let root, list, adding, marksBelow;
 
@@ -25,7 +27,7 @@ export function show(into) {
       choice("over", [["step", "steps"], ["tokens", "tokens"], ["minutes", "minutes"]], settings.x, redraw("x")),
       choice("smoothing", [["auto", "by length"], [0, "none"], [2, "5 steps"], [5, "11 steps"], [10, "21 steps"],
         [25, "51 steps"], [100, "201 steps"]], settings.smoothing, redraw("smoothing")),
-      tick("logarithmic", settings.log, redraw("log")),
+      choice("axes", [["linear", "linear"], ["y", "y logarithmic"], ["x", "x logarithmic"], ["both", "both logarithmic"]], settings.axes, redraw("axes")),
       tick("phases and doctor", settings.marks, redraw("marks")),
       h("label", {}, h("span", { class: "soft" }, "add"), adding)),
     list,
@@ -35,6 +37,7 @@ export function show(into) {
 
 export function update() {
   const known = new Set(runs.flatMap((run) => [...run.series.keys()]));
+  if (runs.some((run) => kindsOf(run).length > 1)) known.add(KINDS);
   settings.names ??= known.size ? FIRST.filter((name) => known.has(name)).slice(0, 8) : null;
   const names = [...known].filter((name) => !settings.names?.includes(name)).sort();
   if (adding.options.length !== names.length + 1 && document.activeElement !== adding) {
@@ -64,7 +67,7 @@ async function make(name) {
   charts.set(name, chart);
   list.append(chart.card);
   const meaning = (await ask("describe", { name }))[name];
-  if (meaning) chart.card.querySelector("h3").title = meaning.filter(Boolean).join(": ");
+  if (meaning) chart.card.querySelector("h2").title = meaning.filter(Boolean).join(": ");
 }
 
 function draw() {
@@ -75,7 +78,8 @@ function draw() {
   for (const name of settings.names) {
     if (!charts.has(name)) make(name);
     charts.get(name).draw(shownRuns().flatMap((run) => linesOf(run, name)), {
-      xLabel: settings.x, log: settings.log, marks: named, zero: name === "eval/accuracy",
+      xLabel: settings.x, log: ["y", "both"].includes(settings.axes), logX: ["x", "both"].includes(settings.axes), marks: named,
+      zero: name.startsWith("eval/accuracy"),
     });
   }
   marksBelow.replaceChildren(...named.map((mark) =>
@@ -83,10 +87,23 @@ function draw() {
       ` ${mark.kind}: ${mark.text}`)));
 }
 
+const kindsOf = (run) => [...run.series.keys()].filter((name) => name.startsWith("eval/accuracy/")).map((name) => name.slice(14)).sort();
+
+/** The held-out accuracy of one kind of question; with its interval where that leaves the lines readable. */
+function ofKind(run, kind, at, count) {
+  const { xs, ys } = run.points(`eval/accuracy/${kind}`, settings.x);
+  const [low, high] = ["low", "high"].map((edge) => run.points(`eval/accuracy_${edge}/${kind}`).ys);
+  const several = shownRuns().length > 1;
+  const line = { label: several ? `${run.label}: ${kind}` : kind, colour: PALETTE[at % PALETTE.length], xs, ys, points: true };
+  const dash = several ? [[], [6, 4], [2, 3], [10, 3, 2, 3]][shownRuns().indexOf(run) % 4] : [];
+  return { ...line, dash, ...(count <= 3 && !several && low.length === ys.length && high.length === ys.length ? { low, high } : {}) };
+}
+
 /** Steps on either side: as in `covey curve` up to a thousand steps, a hundredth of what is longer. */
 const automatic = (steps) => Math.max(1, Math.min(10, Math.floor(steps / 10)), Math.floor(steps / 100));
 
 function linesOf(run, name) {
+  if (name === KINDS) return kindsOf(run).flatMap((kind, at, all) => ofKind(run, kind, at, all.length));
   const { xs, ys } = run.points(name, settings.x);
   const line = { label: run.label, colour: run.colour, xs, ys };
   if (name === "eval/accuracy") {
@@ -103,9 +120,11 @@ function linesOf(run, name) {
 function csv(name) {
   const lines = ["run,step,tokens,minutes,value"];
   const quoted = (text) => `"${text.replace(/^[=+\-@\t\r]/, "'$&").replaceAll('"', '""')}"`;
-  for (const run of shownRuns()) {
-    const { ys, steps } = run.points(name);
-    steps.forEach((step, at) => lines.push([quoted(run.label), step, run.tokens.get(step) ?? "", run.minutes.get(step), ys[at]].join()));
+  const curves = shownRuns().flatMap((run) => (name === KINDS ? kindsOf(run).map((kind) => [run, `eval/accuracy/${kind}`]) : [[run, name]]));
+  for (const [run, metric] of curves) {
+    const { ys, steps } = run.points(metric);
+    const label = name === KINDS ? `${run.label}: ${metric}` : run.label;
+    steps.forEach((step, at) => lines.push([quoted(label), step, run.tokens.get(step) ?? "", run.minutes.get(step) ?? "", ys[at]].join()));
   }
   return `${lines.join("\n")}\n`;
 }

@@ -1,6 +1,8 @@
 // What the page knows of each run, and how it keeps up with the run folders: each file is asked for from the byte on
 // up to which it is known.
 
+import { archive, fromArchive } from "./archive.js";
+
 const COLOURS = ["#1f77c9", "#e07b1a", "#2b9a5d", "#9552b5", "#c23b52", "#7a8793", "#0f9aa8", "#a58a00"];
 const KEY = "covey-watch-token";
 
@@ -17,6 +19,7 @@ const secret = token();
 
 /** Ask the server; throws an Error with its sentence. */
 export async function ask(path, parameters = {}) {
+  if (archive) return fromArchive(path, parameters);
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
     for (const each of Array.isArray(value) ? value : [value]) query.append(name, each);
@@ -25,6 +28,44 @@ export async function ask(path, parameters = {}) {
   const found = await response.json();
   if (!response.ok) throw new Error(found.error ?? response.statusText);
   return found;
+}
+
+/** The numbers of `metrics.jsonl`, as far as they are read. */
+class Metrics {
+  constructor() {
+    this.series = new Map(); // name -> {steps, values}
+    this.tokens = new Map(); // step -> tokens so far
+    this.minutes = new Map();
+    this.seconds = 0;
+    this.step = 0;
+  }
+
+  take({ names, rows }) {
+    const columns = names.map((name) => {
+      if (name !== "step" && name !== "_seconds" && !this.series.has(name)) this.series.set(name, { steps: [], values: [] });
+      return this.series.get(name);
+    });
+    const place = Object.fromEntries(["step", "step_time", "eval/seconds", "num_tokens", "_seconds"].map((name) => [name, names.indexOf(name)]));
+    for (const row of rows) {
+      const value = (name) => (place[name] < 0 ? null : row[place[name]]);
+      const step = value("step");
+      // Where not all steps are here, each says what came before it.
+      this.seconds = value("_seconds") ?? this.seconds + (value("step_time") ?? 0) + (value("eval/seconds") ?? 0);
+      if (value("step_time") !== null || !this.minutes.has(step)) this.minutes.set(step, this.seconds / 60);
+      if (value("num_tokens") !== null) this.tokens.set(step, value("num_tokens"));
+      this.step = Math.max(this.step, step);
+      for (let column = 0; column < row.length; column++) {
+        const series = columns[column];
+        if (!series || row[column] === null) continue;
+        const last = series.steps.length - 1;
+        if (last < 0 || series.steps[last] < step) {
+          series.steps.push(step);
+          series.values.push(row[column]);
+        } else if (series.steps[last] === step) series.values[last] = row[column]; // of two lines the later counts
+        // Steps that go back are those of a damaged file.
+      }
+    }
+  }
 }
 
 class Run {
@@ -40,43 +81,34 @@ class Run {
     this.doctor = [];
     this.damaged = 0;
     this.places = {};
-    this.forget("metrics");
+    this.metrics = this.reading = new Metrics();
+  }
+
+  get series() { return this.metrics.series; }
+  get tokens() { return this.metrics.tokens; }
+  get minutes() { return this.metrics.minutes; }
+  get seconds() { return this.metrics.seconds; }
+  get step() { return this.metrics.step; }
+
+  /** Of a long run some steps at first; all of them take their place when they are read. */
+  async look() {
+    const found = await ask(`${this.index}/overview`);
+    if (!found.rows.length) return false;
+    this.metrics = new Metrics();
+    this.metrics.take(found);
+    return true;
   }
 
   /** The file is another one by now: what was read of it goes. */
   forget(file) {
-    if (file === "metrics") {
-      this.series = new Map(); // name -> {steps, values}
-      this.tokens = new Map(); // step -> tokens so far
-      this.minutes = new Map();
-      this.seconds = 0;
-      this.step = 0;
-    } else if (file === "questions") this.questions = new Map();
+    if (file === "metrics") this.metrics = this.reading = new Metrics();
+    else if (file === "questions") this.questions = new Map();
     else this.events = [];
   }
 
-  takeMetrics({ names, rows }) {
-    const at = new Map(names.map((name, column) => [name, column]));
-    for (const row of rows) {
-      const value = (name) => (at.has(name) ? row[at.get(name)] : null);
-      const step = value("step");
-      this.seconds += (value("step_time") ?? 0) + (value("eval/seconds") ?? 0);
-      if (value("step_time") !== null || !this.minutes.has(step)) this.minutes.set(step, this.seconds / 60);
-      if (value("num_tokens") !== null) this.tokens.set(step, value("num_tokens"));
-      this.step = Math.max(this.step, step);
-      names.forEach((name, column) => {
-        if (row[column] === null || name === "step") return;
-        if (!this.series.has(name)) this.series.set(name, { steps: [], values: [] });
-        const { steps, values } = this.series.get(name);
-        if (steps.length && steps.at(-1) >= step) {
-          // Of two lines for one step the later counts; steps that go back are those of a damaged file.
-          if (steps.at(-1) === step) values[values.length - 1] = row[column];
-          return;
-        }
-        steps.push(step);
-        values.push(row[column]);
-      });
-    }
+  takeMetrics(piece) {
+    this.reading.take(piece);
+    if (!piece.more) this.metrics = this.reading;
   }
 
   takeQuestions({ lines }) {
@@ -108,21 +140,24 @@ class Run {
     return changed;
   }
 
-  /** Read on; returns what changed. */
-  async update() {
-    const changed = new Set();
-    if (await this.read("metrics", this.takeMetrics)) changed.add("metrics");
-    if (await this.read("events", this.takeEvents)) changed.add("events");
-    if (await this.read("questions", this.takeQuestions)) changed.add("questions");
-    const tables = await ask(`${this.index}/tables`);
-    if (JSON.stringify(tables) !== JSON.stringify(this.tables)) changed.add("tables");
-    this.tables = tables;
-    return changed;
+  /** Read on; `tell` is called with the name of what changed. */
+  async update(tell) {
+    if (await this.read("metrics", this.takeMetrics)) tell("metrics");
+    if (await this.read("events", this.takeEvents)) tell("events");
+    const tables = await ask(`${this.index}/tables`, { mark: this.tables.mark ?? "" });
+    if (tables.mark !== this.tables.mark) {
+      this.tables = tables;
+      tell("tables");
+    }
+    if (await this.read("questions", this.takeQuestions)) tell("questions");
   }
 
   /** Asked for by itself: of a long run the doctor reads for a while. */
   async askDoctor() {
-    this.doctor = (await ask(`${this.index}/doctor`)).said;
+    for (let more = true; more; ) {
+      const found = await ask(`${this.index}/doctor`);
+      [this.doctor, more] = [found.said, found.more];
+    }
   }
 
   status() {

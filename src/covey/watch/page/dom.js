@@ -48,3 +48,16 @@ export function download(name, blob) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
+
+/** `section.name -> value` of a config.toml that Covey wrote: one setting on each line. */
+export function settingsOf(text) {
+  const found = new Map();
+  let section = "";
+  for (const line of text.split("\n")) {
+    const head = /^\[(.+)\]$/.exec(line);
+    const setting = /^([^=\s]+) = (.*)$/.exec(line);
+    if (head) section = `${head[1]}.`;
+    else if (setting) found.set(section + setting[1], setting[2]);
+  }
+  return found;
+}

@@ -1,9 +1,9 @@
 // The token ledger: what each token of a completion got, and what it added to the loss of its step.
 
 import { ask, runs, shownRuns } from "./data.js";
-import { choice, h, number } from "./dom.js";
+import { choice, h, number, percent } from "./dom.js";
 
-const COLUMNS = { loss: "contribution to the loss", gradient: "d loss / d log-prob", advantage: "advantage", weight: "weight in the loss", ratio: "ratio",
+const COLUMNS = { loss: "contribution to the loss", gradient: "d loss / d log-prob", share: "share of the gradient", advantage: "advantage", weight: "weight in the loss", ratio: "ratio",
   difference: "trainer – sampler", logp: "log-prob of the trainer", sampler_logp: "log-prob of the sampler", entropy: "entropy", kl: "KL", clipped: "clipped" };
 const state = { run: 0, step: null, row: null, column: "loss", turn: 0 };
 let root, visit = 0;
@@ -59,9 +59,18 @@ function draw(run, steps, turns, completions, tokens) {
   const most = Math.max(1e-12, ...values.filter((value) => value !== undefined).map((value) => Math.abs(value - middle)));
   const facts = h("div", {});
   const spans = tokens.map((token, at) => h("span", {
-    class: token.masked_by ? "masked" : "", style: { background: shade(values[at], middle, most) }, tabindex: 0,
-    onmouseenter: () => tell(at), onfocus: () => tell(at),
+    class: token.masked_by ? "masked" : "", style: { background: shade(values[at], middle, most) }, tabindex: at ? -1 : 0,
+    onmouseenter: () => tell(at), onfocus: () => tell(at), onkeydown: (event) => step(event, at),
   }, visible(token.token)));
+  // One stop for the Tab key; arrows go from token to token.
+  const step = (event, at) => {
+    const next = spans[at + ({ ArrowRight: 1, ArrowLeft: -1 }[event.key] ?? 0)];
+    if (!next || next === spans[at]) return;
+    event.preventDefault();
+    spans[at].tabIndex = -1;
+    next.tabIndex = 0;
+    next.focus();
+  };
   const tell = (at) => {
     spans.forEach((span, other) => span.classList.toggle("chosen", other === at));
     const token = tokens[at];
@@ -73,6 +82,8 @@ function draw(run, steps, turns, completions, tokens) {
   const whole = completions.reduce((sum, { loss }) => sum + loss, 0);
   const { steps: logSteps, ys: losses } = run.points("loss");
   const logged = losses[logSteps.indexOf(state.step)];
+  const phase = run.points("phase");
+  const at = phase.steps.indexOf(state.step);
   const mine = completions.find(({ row }) => row === state.row);
   root.replaceChildren(
     h("div", { class: "bar" },
@@ -81,7 +92,7 @@ function draw(run, steps, turns, completions, tokens) {
       turns.length > 1 ? choice("pass", turns.map((turn) => [turn, String(turn + 1)]), state.turn, set("turn", Number)) : null,
       choice("completion", completions.map(({ row, group, tokens: count }) => [row, `${row} (group ${group}, ${count} tokens)`]), state.row, set("row", Number)),
       choice("colour", known.map((name) => [name, COLUMNS[name]]), state.column, set("column", String))),
-    h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss; the ${completions.length} in the ledger add up to ${number(whole)}; the step's loss is ${number(logged)}${turns.length > 1 ? " (mean of its passes)" : ""}. `
+    h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss and has ${percent(mine.share)} of the gradient; the ${completions.length} in the ledger add up to ${number(whole)}; the step's loss is ${number(logged)}${turns.length > 1 ? " (mean of its passes)" : ""}${at >= 0 ? `, in phase ${phase.ys[at] + 1}` : ""}. `
       + "Those that are not in it had no gradient, or were too many. Blue is above, red below zero (of ratios: one). Crossed out is masked."),
     h("div", { class: "card tokens" }, spans), h("h2", {}, "Under the pointer"), facts);
   if (tokens.length) tell(0);

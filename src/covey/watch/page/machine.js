@@ -2,13 +2,16 @@
 
 import { Chart } from "./chart.js";
 import { runs, shownRuns } from "./data.js";
-import { choice, h, number, percent } from "./dom.js";
+import { choice, h, number, percent, settingsOf } from "./dom.js";
 
 const PARTS = ["time/sampling", "time/scoring", "time/waiting_for_samples", "time/reference", "time/update", "time/publish"];
+const SECTIONS = ["distributed", "vllm", "serving", "schedule"];
 const COLOURS = ["#1f77c9", "#e07b1a", "#7a8793", "#9552b5", "#2b9a5d", "#c23b52"];
 const OTHERS = [["Memory, GB", ["memory/peak_gb", "memory/peak_cuda_gb"]], ["Staleness, optimiser steps", ["staleness/mean", "staleness/max"]],
-  ["Agents: share of time that waits", ["agent/waiting_share"]]];
-let root, chosen = 0, charts = {}, tiles;
+  ["Agents: share of time that waits", ["agent/waiting_share"]],
+  ["Samplers: seconds with nothing to sample", ["time/samplers_waiting"]], ["Samplers: restarts, units asked for again", ["samplers/restarts", "samplers/reissued_units"]],
+  ["Version of the weights that sampled", ["policy_version"]]];
+let root, chosen = 0, charts = {}, tiles, samplers;
 
 export function show(into) {
   root = into;
@@ -22,12 +25,13 @@ export function show(into) {
     panels.append(charts[title].card);
   }
   tiles = h("div", { class: "tiles" });
+  samplers = h("div", {});
   root.replaceChildren(
     h("div", { class: "bar" }, runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), chosen, (value) => {
       chosen = Number(value);
       show(root);
     }) : null),
-    tiles, panels, h("h2", {}, "Versions and machine"),
+    tiles, panels, samplers, h("h2", {}, "Versions and machine"),
     h("table", {}, h("tbody", {}, Object.entries(run.about.versions).map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", {}, value))))));
   update();
 }
@@ -37,8 +41,22 @@ function median(values) {
   return sorted.length ? sorted[Math.floor(sorted.length / 2)] : null;
 }
 
+/** What samples: as it is set, and what the run said of it. */
+function drawSamplers(run) {
+  const set = [...settingsOf(run.about.config)].filter(([name]) => SECTIONS.slice(0, 3).some((section) => name.startsWith(`${section}.`)) || name === "schedule.max_staleness");
+  const events = run.events.filter(([, kind]) => kind === "sampler").slice(-50).reverse();
+  const version = run.last("policy_version");
+  samplers.replaceChildren(
+    h("h2", {}, "Samplers and servers"),
+    h("p", { class: "note" }, `Newest completions: sampled from version ${number(version)} of the weights${run.series.has("staleness/max") ? `, at most ${number(run.last("staleness/max"))} optimiser steps old` : ""}.`),
+    set.length ? h("details", {}, h("summary", {}, "settings"), h("table", {}, h("tbody", {}, set.map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", { class: "text" }, value)))))) : "",
+    events.length ? h("ul", {}, events.map(([time, , message]) => h("li", {}, time === null ? "" : `${new Date(1000 * time).toLocaleString("sv")}  `, message)))
+      : h("p", { class: "note" }, "No sampler or server has failed, been replaced, or had anything else to tell."));
+}
+
 export function update() {
   const run = runs[chosen];
+  drawSamplers(run);
   const whole = run.points("step_time");
   const total = new Map(whole.steps.map((step, at) => [step, whole.ys[at]]));
   const parts = PARTS.filter((name) => run.series.has(name));
@@ -56,7 +74,7 @@ export function update() {
   // The highest is drawn first, so that each shows above the one before.
   charts.parts.draw([{ label: "whole step", colour: "#59626e", xs: whole.steps, ys: whole.ys }, ...stacked.reverse()], { zero: true });
   const { steps, ys } = run.points("num_tokens");
-  const speed = steps.map((step, at) => [step, (ys[at] - (at ? ys[at - 1] : 0)) / (total.get(step) || NaN)]).filter(([, value]) => Number.isFinite(value));
+  const speed = steps.map((step, at) => [step, (ys[at] - (at ? ys[at - 1] : 0)) / (step - (at ? steps[at - 1] : step - 1)) / (total.get(step) || NaN)]).filter(([, value]) => Number.isFinite(value));
   charts.speed.draw([{ label: "tokens/s", colour: COLOURS[0], xs: speed.map(([x]) => x), ys: speed.map(([, y]) => y) }], { zero: true });
   for (const [title, names] of OTHERS) {
     charts[title]?.draw(names.map((name, at) => ({ label: name, colour: COLOURS[at], ...run.points(name) })), { zero: true });

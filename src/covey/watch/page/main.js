@@ -1,6 +1,8 @@
 // The page: which runs, which view, and the clock that keeps it up to date.
 
 import { load, runs } from "./data.js";
+import * as agents from "./agents.js";
+import { archive } from "./archive.js";
 import * as completions from "./completions.js";
 import * as curves from "./curves.js";
 import * as doctor from "./doctor.js";
@@ -10,7 +12,7 @@ import * as machine from "./machine.js";
 import * as questions from "./questions.js";
 import * as settings from "./settings.js";
 
-const VIEWS = { Curves: curves, Completions: completions, Tokens: ledger, Questions: questions, Machine: machine,
+const VIEWS = { Curves: curves, Completions: completions, Agents: agents, Tokens: ledger, Questions: questions, Machine: machine,
   Doctor: doctor, Settings: settings };
 const EVERY = 2000;
 let current = Object.hasOwn(VIEWS, location.hash.slice(1)) ? location.hash.slice(1) : "Curves";
@@ -24,7 +26,10 @@ export function go(name, where) {
     if (button.textContent === name) button.setAttribute("aria-current", "page");
     else button.removeAttribute("aria-current");
   }
-  VIEWS[name].show(at("view"), where, go);
+  // A place of its own: an answer that comes after the reader has left is drawn where nobody looks.
+  const place = h("div");
+  at("view").replaceChildren(place);
+  VIEWS[name].show(place, where, go);
 }
 
 function drawHead() {
@@ -43,17 +48,23 @@ function tell(problem = "") {
     const damaged = run.damaged ? `, ${run.damaged} damaged lines left out` : "";
     return `${runs.length > 1 ? `${run.label}: ` : ""}step ${number(run.step)}${most}, ${run.status()}${damaged}`;
   });
-  at("state").textContent = problem || said.join("  ·  ");
+  at("state").textContent = problem || [...said, archive?.note ?? ""].filter(Boolean).join("  ·  ");
   at("state").classList.toggle("failed", Boolean(problem));
 }
 
 async function keepUp(run) {
-  const changed = await run.update();
+  const changed = new Set();
+  const draw = (what) => {
+    changed.add(what);
+    tell();
+    VIEWS[current].update?.(new Set([what]));
+  };
+  if (!run.places.metrics && await run.look()) draw("metrics");
+  await run.update(draw);
   tell();
-  if (changed.size) VIEWS[current].update?.(changed);
   if (!changed.has("metrics")) return;
   await run.askDoctor();
-  VIEWS[current].update?.(new Set(["doctor"]));
+  draw("doctor");
 }
 
 async function follow() {
@@ -62,6 +73,7 @@ async function follow() {
   } catch (error) {
     tell(error instanceof TypeError ? "covey watch has ended, or cannot be reached." : error.message);
   }
+  if (archive) return;
   while (document.hidden) await new Promise((wake) => document.addEventListener("visibilitychange", wake, { once: true }));
   setTimeout(follow, EVERY);
 }

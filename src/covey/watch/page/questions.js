@@ -1,7 +1,7 @@
 // How each training question was answered over the run.
 
 import { runs, shownRuns } from "./data.js";
-import { choice, h, number, percent } from "./dom.js";
+import { choice, h, number, percent, settingsOf } from "./dom.js";
 
 const MOST = 300;
 const VISITS = 60;
@@ -24,7 +24,19 @@ function summed(visits) {
   const [right, all] = sum(visits);
   const [firstRight, firstAll] = sum(visits.slice(0, 1));
   const [lastRight, lastAll] = sum(visits.slice(-1));
-  return { share: all ? right / all : null, first: firstAll ? firstRight / firstAll : null, last: lastAll ? lastRight / lastAll : null };
+  return { weight: weight(visits), share: all ? right / all : null, first: firstAll ? firstRight / firstAll : null, last: lastAll ? lastRight / lastAll : null };
+}
+
+/**
+ * How much a question can teach, by what was seen of it: six times the expected p (1 - p) with p ~ Beta(1 + right,
+ * 1 + wrong), where each visit halves what earlier ones count; as data.prompt_weighting = "difficulty" draws questions
+ * with estimators that compare within a group.
+ */
+function weight(visits) {
+  let [a, b] = [0, 0];
+  for (const [, right, all] of visits) [a, b] = [a / 2 + right, b / 2 + all - right];
+  [a, b] = [a + 1, b + 1];
+  return (6 * a * b) / ((a + b) * (a + b + 1));
 }
 
 function draw() {
@@ -33,7 +45,7 @@ function draw() {
   const kinds = { never: all.filter((q) => q.share === 0), always: all.filter((q) => q.share === 1) };
   kinds.sometimes = all.filter((q) => q.share > 0 && q.share < 1);
   const orders = {
-    hardest: (a, b) => a.share - b.share, easiest: (a, b) => b.share - a.share, visits: (a, b) => b.visits.length - a.visits.length,
+    hardest: (a, b) => a.share - b.share, easiest: (a, b) => b.share - a.share, weight: (a, b) => b.weight - a.weight, visits: (a, b) => b.visits.length - a.visits.length,
     gained: (a, b) => b.last - b.first - (a.last - a.first), lost: (a, b) => a.last - a.first - (b.last - b.first),
   };
   const wanted = (kinds[state.shown] ?? all).filter((q) => q.uid.toLowerCase().includes(state.search.toLowerCase()));
@@ -44,30 +56,32 @@ function draw() {
   };
   const search = h("input", { type: "search", value: state.search, placeholder: "name of a question", "aria-label": "Search",
     onchange: () => set("search")(search.value) });
+  const weighted = settingsOf(run.about.config).get("data.prompt_weighting") === '"difficulty"';
   root.replaceChildren(
     h("div", { class: "bar" },
       runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)) : null,
       choice("show", [["all", `all (${all.length})`], ["never", `never right (${kinds.never.length})`],
         ["sometimes", `sometimes right (${kinds.sometimes.length})`], ["always", `always right (${kinds.always.length})`]], state.shown, set("shown")),
-      choice("first", [["hardest", "the hardest"], ["easiest", "the easiest"], ["visits", "the most asked"], ["gained", "what was gained"],
+      choice("first", [["hardest", "the hardest"], ["easiest", "the easiest"], ["weight", "the most to learn from"], ["visits", "the most asked"], ["gained", "what was gained"],
         ["lost", "what was lost"]], state.order, set("order")),
       search),
     h("p", { class: "note" }, all.length
-      ? "Each column of a bar is one visit: the share of its completions that were right. Click on a question to read its last completions."
+      ? "Each column of a bar is one visit: the share of its completions that were right. Click on a question to read its last completions. "
+        + (weighted ? "Questions are drawn by their weight (data.prompt_weighting)." : "The weight is that of data.prompt_weighting = \"difficulty\", which this run does not use.")
       : "No questions yet, or nothing says which completions are right."),
     h("div", { class: "scroll" }, wanted.length ? h("table", {},
-      h("thead", {}, h("tr", {}, ["question", "right", "asked", "first", "last", "over the run"].map((text) => h("th", {}, text)))),
+      h("thead", {}, h("tr", {}, ["question", "right", "asked", "first", "last", "weight", "over the run"].map((text) => h("th", {}, text)))),
       h("tbody", {}, wanted.slice(0, MOST).map((question) => line(question, run)))) : null),
     wanted.length > MOST ? h("p", { class: "note" }, `${number(wanted.length - MOST)} more are not listed.`) : "");
 }
 
-function line({ uid, visits, share, first, last }, run) {
+function line({ uid, visits, share, first, last, weight: teaches }, run) {
   const tables = new Set(run.tables.step);
   const recorded = visits.map(([step]) => step).filter((step) => tables.has(step)).at(-1);
   const name = recorded === undefined ? uid
     : h("button", { class: "link", onclick: () => goTo("Completions", { run: state.run, kind: "step", step: recorded, uid, shown: "all", search: "" }) }, uid);
   return h("tr", {}, h("td", {}, name), h("td", { class: "number" }, percent(share)), h("td", { class: "number" }, `${visits.length}×`),
-    h("td", { class: "number" }, percent(first)), h("td", { class: "number" }, percent(last)),
+    h("td", { class: "number" }, percent(first)), h("td", { class: "number" }, percent(last)), h("td", { class: "number" }, number(Number(teaches.toFixed(2)))),
     h("td", {}, h("div", { class: "visits" }, visits.slice(-VISITS).map(([step, right, all]) =>
       h("i", { title: `step ${step}: ${right} of ${all}` }, h("span", { style: { height: `${all ? (100 * right) / all : 0}%` } }))))));
 }

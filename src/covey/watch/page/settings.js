@@ -1,29 +1,16 @@
 // The settings of each run, as its config.toml has them; of several runs first those that differ.
 
 import { shownRuns } from "./data.js";
-import { h } from "./dom.js";
-
-/** `section.name -> value` of a config.toml that Covey wrote: one setting on each line. */
-function read(text) {
-  const found = new Map();
-  let section = "";
-  for (const line of text.split("\n")) {
-    const head = /^\[(.+)\]$/.exec(line);
-    const setting = /^([^=\s]+) = (.*)$/.exec(line);
-    if (head) section = `${head[1]}.`;
-    else if (setting) found.set(section + setting[1], setting[2]);
-  }
-  return found;
-}
+import { h, settingsOf } from "./dom.js";
 
 export function show(root) {
   const runs = shownRuns();
-  const settings = runs.map((run) => read(run.about.config));
+  const settings = runs.map((run) => settingsOf(run.about.config));
   const names = [...new Set(settings.flatMap((each) => [...each.keys()]))];
   const differ = names.filter((name) => new Set(settings.map((each) => each.get(name))).size > 1);
   root.replaceChildren(
     runs.length > 1 ? h("div", {}, h("h2", {}, "Settings that differ"), h("div", { class: "scroll" }, h("table", {},
-      h("thead", {}, h("tr", {}, h("th", {}, ""), runs.map((run) => h("th", {}, run.label)))),
+      h("thead", {}, h("tr", {}, h("th", {}, "setting"), runs.map((run) => h("th", {}, run.label)))),
       h("tbody", {}, differ.map((name) => h("tr", {}, h("td", {}, name), settings.map((each) => h("td", { class: "text" }, each.get(name) ?? "–")))))))) : "",
     ...runs.flatMap((run) => [h("h2", {}, `${run.label}: config.toml`), h("pre", { class: "card" }, run.about.config || "There is none.")]));
 }
