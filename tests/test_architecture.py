@@ -39,6 +39,7 @@ LEVELS = {
             "cli",
             "cli_export",
             "cli_play",
+            "cli_replay",
             "cli_reports",
             "cli_serve",
             "cli_watch",

@@ -1,5 +1,5 @@
 """The command line: `covey train`, `resume`, `plan`, `eval`, `sample`, `questions`, `play`, `export`, `serve`,
-`watch`, `config`, `curve`.
+`watch`, `replay`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from covey import __version__
 from covey.cli_export import export
+from covey.cli_replay import replay
 from covey.cli_reports import (
     PER_KIND,
     group_seeds,
@@ -380,6 +381,7 @@ def play(
 app.command()(export)
 app.command()(serve)
 app.command()(watch)
+app.command()(replay)
 
 
 @app.command()

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator
 from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
-from covey.rollout.batching import HasAnswer, has_text
+from covey.rollout.batching import HasAnswer, has_text, segment_of_token
 from covey.rollout.collect import Collector, Rollout
-from covey.types import Batch, BoolArray, FloatArray, Group, Progress, Prompt, SamplingSettings, Trajectory
+from covey.types import Batch, BoolArray, Episode, FloatArray, Group, Progress, Prompt, SamplingSettings, Trajectory
 
 IsCorrect = Callable[[Prompt, str], bool] | str
 """The definition of `accuracy`: does this completion solve this prompt? Or the name of the reward that says so by 0
@@ -231,43 +231,39 @@ def completion_rows(
     batch: Batch | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
     correct: BoolArray | None = None,
+    penalty: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """One row for each completion: what was asked, answered and given for it, and why tokens were masked.
+    """A row for each completion, or trajectory: what was asked, answered and given for it, and why tokens were masked.
 
-    `correct` has one entry for each completion.
-
-    `columns` are what reward functions logged beside their rewards; one with another number of entries is left out
-    (with dynamic sampling, entries of discarded groups are among them).
+    Args:
+        groups: of a step or an evaluation.
+        batch: that the step trained on; None = nothing was trained on them.
+        columns: what reward functions logged beside their rewards; one with another number of entries is left out
+            (with dynamic sampling, entries of discarded groups are among them).
+        correct: one entry for each completion.
+        penalty: for an agent's turn without a valid action, which its rewards have in them.
     """
-    rows = []
-    row = 0
+    rows: list[dict[str, Any]] = []
+    first = 0
     for number, group in enumerate(groups):
-        if group.trajectories:
-            rows += _trajectory_rows(number, group)
-            continue
-        prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
-        for sample, episode in enumerate(group.episodes):
-            entry: dict[str, Any] = {
-                "group": number,
-                "sample": sample,
-                "uid": group.prompt.uid,
-                "prompt": prompt,
-                "completion": episode.text,
-                "reward": float(group.rewards[sample]),
-                "length": episode.num_sampled,
-                "finish_reason": episode.finish_reason,
-                "policy_version": episode.policy_version,
-            }
-            entry |= {f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()}
-            if "kind" in group.prompt.columns:
-                entry["kind"] = str(group.prompt.columns["kind"])
-            if correct is not None:
-                entry["correct"] = bool(correct[row])
+        own = _trajectory_rows(group, penalty) if group.trajectories else _answer_rows(group)
+        scored = group.rewards[~np.isnan(group.rewards)]
+        for sample, entry in enumerate(own):
+            episodes = group.trajectories[sample].episodes if group.trajectories else (group.episodes[sample],)
+            entry |= {"group": number, "sample": sample, "reward": float(group.rewards[sample])}
+            if correct is not None and not group.trajectories:
+                entry["correct"] = bool(correct[len(rows)])
             if batch is not None:
-                entry["advantage"] = float(batch.advantages[row, 0])
-                entry["masked_by"] = ", ".join(name for name, tokens in batch.excluded.items() if tokens[row].any())
+                entry |= _trained(batch, first, episodes)
+                if group.trajectories:
+                    entry |= _turns_trained(group.trajectories[sample], batch, first)
+                entry |= {
+                    "group_mean": float(scored.mean()) if len(scored) else float("nan"),
+                    "group_std": float(scored.std()) if len(scored) else float("nan"),
+                    "group_tied": group.is_tied,
+                }
+            first += len(episodes)
             rows.append(entry)
-            row += 1
     for name, values in (columns or {}).items():
         if len(values) == len(rows):
             for entry, value in zip(rows, values, strict=True):
@@ -275,27 +271,81 @@ def completion_rows(
     return rows
 
 
-def _trajectory_rows(number: int, group: Group) -> list[dict[str, Any]]:
-    """One row for each trajectory, with all of it to read."""
+def _answer_rows(group: Group) -> list[dict[str, Any]]:
+    prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
+    kind = {"kind": str(group.prompt.columns["kind"])} if "kind" in group.prompt.columns else {}
     return [
         {
-            "group": number,
+            "group": 0,
             "sample": sample,
             "uid": group.prompt.uid,
-            "type": str(group.prompt.columns.get("type", "")),
-            "prompt": trajectory.turns[0].observation if trajectory.turns else "",
-            "completion": transcript(trajectory),
-            "reward": float(group.rewards[sample]),
-            "correct": trajectory.success,
-            "turns": len(trajectory.turns),
-            "no_actions": sum(not turn.valid for turn in trajectory.turns),
-            "length": sum(episode.num_sampled for episode in trajectory.episodes),
-            "ended": trajectory.ended,
-            "error": trajectory.error,
-            "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
+            "prompt": prompt,
+            "completion": episode.text,
+            "reward": 0.0,
+            "length": episode.num_sampled,
+            "finish_reason": episode.finish_reason,
+            "policy_version": episode.policy_version,
+            **{f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()},
+            **kind,
         }
-        for sample, trajectory in enumerate(group.trajectories)
+        for sample, episode in enumerate(group.episodes)
     ]
+
+
+def _trajectory_rows(group: Group, penalty: float) -> list[dict[str, Any]]:
+    """All of each trajectory to read; its reward in two parts, what the world gave and what words without an action
+    cost.
+    """
+    rows = []
+    for trajectory in group.trajectories:
+        invalid = sum(not turn.valid for turn in trajectory.turns)
+        rows.append(
+            {
+                "group": 0,
+                "sample": 0,
+                "uid": group.prompt.uid,
+                "type": str(group.prompt.columns.get("type", "")),
+                "prompt": trajectory.turns[0].observation if trajectory.turns else "",
+                "completion": transcript(trajectory),
+                "reward": 0.0,
+                "correct": trajectory.success,
+                "turns": len(trajectory.turns),
+                "no_actions": invalid,
+                "length": sum(episode.num_sampled for episode in trajectory.episodes),
+                "ended": trajectory.ended,
+                "error": trajectory.error,
+                "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
+                "rewards/world": trajectory.reward + penalty * invalid,
+                "rewards/invalid_actions": -penalty * invalid,
+            }
+        )
+    return rows
+
+
+def _trained(batch: Batch, first: int, episodes: Sequence[Episode]) -> dict[str, Any]:
+    """What the tokens of a completion got, whose episodes are the batch's rows from `first` on."""
+    rows = slice(first, first + len(episodes))
+    exists = batch.sampled[rows]
+    given = batch.advantages[rows][exists].astype(np.float64)
+    return {
+        "row": first,
+        "advantage": float(given[0] if (given == given[:1]).all() else given.mean()) if len(given) else 0.0,
+        "masked_by": ", ".join(name for name, tokens in batch.excluded.items() if tokens[rows].any()),
+        "logp": float(batch.old_logprobs[rows][exists].sum(dtype=np.float64)),
+    }
+
+
+def _turns_trained(trajectory: Trajectory, batch: Batch, first: int) -> dict[str, Any]:
+    """Reward and advantage of each turn, whose tokens all have the same one unless an estimator says otherwise."""
+    places = [segment_of_token(episode.sampled) for episode in trajectory.episodes]
+    begins = [int(np.argmax(places[turn.row] == turn.segment)) for turn in trajectory.turns]
+    return {
+        "turn_rewards": [turn.reward for turn in trajectory.turns],
+        "turn_advantages": [
+            float(batch.advantages[first + turn.row, begin])
+            for turn, begin in zip(trajectory.turns, begins, strict=True)
+        ],
+    }
 
 
 def transcript(trajectory: Trajectory) -> str:

@@ -227,6 +227,11 @@ class Recorder:
         assert self._folder is not None
         self._folder.write_ledger(self._run.state.global_step, rows)
 
+    def batch(self, content: bytes) -> None:
+        """Write what this step was trained on."""
+        assert self._folder is not None
+        self._folder.write_batch(self._run.state.global_step, content)
+
     def evaluation(self, result: Evaluation, logged: Logged) -> None:
         """An evaluation is done: metrics, with what reward functions logged, and whether it is the best so far."""
         state, folder = self._run.state, self._folder
@@ -235,7 +240,8 @@ class Recorder:
         self.evaluated_at, self._unsaved = state.global_step, True
         state.log_history.append({"step": state.global_step, **metrics})
         self._observers.on_eval(state.global_step, metrics)
-        rows = completion_rows(result.rollout.groups, columns=logged.columns, correct=result.correct)
+        penalty = self._run.args.environment.invalid_action_penalty
+        rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:
             folder.write_evaluation(state.global_step, rows)
         self._tell_failures(rows)
