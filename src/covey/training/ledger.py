@@ -68,6 +68,7 @@ class Ledger:
             tokens = batch.episodes[row].token_ids[batch.episodes[row].sampled].tolist()
             if len(self.rows) + len(tokens) > MOST_TOKENS:
                 return
+            own = {name: values[row, : len(tokens)].tolist() for name, values in columns.items()}
             for position, token in enumerate(tokens):
                 if token not in texts:
                     texts[token] = self._to_text([token])
@@ -80,7 +81,7 @@ class Ledger:
                     "token": texts[token],
                     "masked_by": ", ".join(name for name, out in batch.excluded.items() if out[row, position]),
                 }
-                self.rows.append(entry | {name: float(values[row, position]) for name, values in columns.items()})
+                self.rows.append(entry | {name: values[position] for name, values in own.items()})
 
 
 def make_ledger(
