@@ -25,17 +25,13 @@ from covey.training.replay import Report, replay
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
 LOSSES = """
-from covey.algorithms import loss, sequence_ratio, token_ratio, clip_surrogate
+from covey.algorithms import Surrogate, clip_surrogate
 
-@loss("completions")
-def same(x, *, epsilon=0.2, epsilon_high=0.2):
-    return clip_surrogate(token_ratio(x), x.advantages, epsilon, epsilon_high)
+def same(x, epsilon=0.2):
+    return clip_surrogate(x.ratio, x.advantages, epsilon, epsilon)
 
-@loss("completions")
 def against(x):
-    from covey.algorithms import Surrogate
-    ratio = token_ratio(x)
-    return Surrogate(ratio * x.advantages, ratio < 0, ratio < 0)
+    return Surrogate(x.ratio * x.advantages)
 """
 
 
@@ -297,7 +293,7 @@ def edit_weight(step: int, *, hashed_anew: bool) -> Callable[[Path], None]:
         (edit_line("grad_norm", 1.01), {"metrics"}),
         (edit_line("reward", 1.01), {"metrics"}),
         (edit_weight(2, hashed_anew=True), {"ledger", "metrics of step 3, done again on the way"}),
-        (edit_weight(2, hashed_anew=False), {"checkpoints"}),
+        (edit_weight(2, hashed_anew=False), {"checkpoints", "weights after step 2 against its checkpoint"}),
         (edit_weight(4, hashed_anew=True), {"weights after step 4 against its checkpoint"}),
         (edit_weight(4, hashed_anew=False), {"weights after step 4 against its checkpoint"}),
     ],

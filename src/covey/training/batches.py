@@ -41,6 +41,7 @@ class StepFacts:
         phase: position of the phase in force, from 0.
         learning_rate_factor: what `min_accuracy` had cut the learning rate to.
         prompts: rows of training data, from which the length of the run follows.
+        longest_prompt: in tokens, of all prompts of the run, for which JAX compiles; 0 for agents.
         discarded_groups: groups that dynamic sampling left out, which are in the metrics only.
         tokens_per_micro_batch: of the learner.
         learner: kind of learner, which says how gradients were added.
@@ -51,6 +52,7 @@ class StepFacts:
     phase: int
     learning_rate_factor: float
     prompts: int
+    longest_prompt: int
     discarded_groups: int
     tokens_per_micro_batch: int
     learner: str
@@ -200,9 +202,10 @@ def _facts(text: str, step: int) -> StepFacts:
     _require(known.keys() == {field.name for field in fields(StepFacts)}, "the facts of the step are incomplete")
     facts = StepFacts(**known)
     _require(facts.step == step, f"it is of step {facts.step!r:.20}, not of {step}")
-    for name, least in (("phase", 0), ("prompts", 1), ("discarded_groups", 0), ("tokens_per_micro_batch", 1)):
+    least = {"phase": 0, "prompts": 1, "longest_prompt": 0, "discarded_groups": 0, "tokens_per_micro_batch": 1}
+    for name, least_value in least.items():
         value = known[name]
-        _require(type(value) is int and least <= value < 2**53, f"{name} is {value!r:.40}")
+        _require(type(value) is int and least_value <= value < 2**31, f"{name} is {value!r:.40}")
     factor = facts.learning_rate_factor
     _require(isinstance(factor, float) and 0 < factor <= 1, f"learning_rate_factor is {factor!r:.40}")
     _require(isinstance(facts.learner, str) and isinstance(facts.settings, dict), "learner or settings are missing")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -29,7 +30,7 @@ from covey.training.schedule import Elapsed, PhasePlan, ResolvedPhase
 from covey.training.state import TrainerState
 from covey.training.step import scorer, step_batch, step_update
 from covey.training.update import Pass, Update
-from covey.types import Batch
+from covey.types import Batch, Prompt
 
 Tensors = dict[str, dict[str, Any]]
 
@@ -183,7 +184,8 @@ class Rerun:
         self._backend.check(config)
         looking = config.replace(beta=1.0) if needs_reference and not uses_reference(config) else config
         self.policy: TrainedPolicy = self._backend.make_policy(looking)
-        self.learner = cast(ReplayedLearner, self._backend.make_learner(config, self.policy))
+        self._longest = Prompt(np.zeros(first.facts.longest_prompt, np.int64), "")
+        self.learner = self._new_learner(config)
         self.state = TrainerState()
         _require_tokens(first, self.policy.vocabulary)
         if checkpoint is not None:
@@ -196,6 +198,12 @@ class Rerun:
                 if looking is not config:  # the run held none: it is that of its beginning
                     held["reference"] = self.learner.tensors()["reference"]
                 self.learner.restore(held, self.state.updates)
+
+    def _new_learner(self, config: GRPOConfig) -> ReplayedLearner:
+        learner = self._backend.make_learner(config, self.policy)
+        nobody = SimpleNamespace(expect=lambda length: None)
+        self._backend.expect(config, cast(Any, nobody), learner, [self._longest])
+        return cast(ReplayedLearner, learner)
 
     def do(
         self,
@@ -239,7 +247,7 @@ class Rerun:
         held, state, random = self.tensors(), replace(self.state), random_state()
 
         def back(config: GRPOConfig) -> None:
-            self.learner = cast(ReplayedLearner, self._backend.make_learner(config, self.policy))
+            self.learner = self._new_learner(config)
             self.learner.restore(held, state.updates)
             self.state = replace(state)
             restore_random(random)

@@ -152,6 +152,7 @@ class GRPOTrainer(StepByStep):
         self.engine = make_sampler(args, backend, self.policy)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
+        self._longest_prompt = max(len(prompt.token_ids) for prompt in [*self.prompts, *self.eval_prompts])
         self.learner = backend.make_learner(args, self.policy)
         backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
@@ -387,6 +388,7 @@ class GRPOTrainer(StepByStep):
                 phase.index,
                 phase.learning_rate_factor,
                 len(self.prompts),
+                self._longest_prompt,
                 len(rollout.discarded),
                 self.learner.tokens_per_micro_batch,
                 type(self.learner).__name__,
