@@ -260,7 +260,7 @@ class Learner:
     def gradient(self) -> dict[str, NDArray[np.float32]]:
         """The gradient that `forward_backward` has left, by the parameters' names; without those that have none."""
         return {
-            name: parameter.grad.detach().float().cpu().numpy() / np.float32(self._loss_scale)
+            name: _numbers(parameter.grad.detach() / self._loss_scale)
             for name, parameter in self.policy.named_trainable_parameters()
             if parameter.grad is not None
         }

@@ -167,7 +167,7 @@ def replay(
             passed = stored_step(folder, between)
             again = rerun.do(passed, _located(passed, where))
             name = f"metrics of step {between}, done again on the way"
-            _check_metrics(report, name, again.update.metrics, _line_of(folder, between), wide)
+            _check_metrics(report, name, again.updated.metrics, _line_of(folder, between), wide)
             _check_checkpoint(report, folder, rerun, wide)
         progress(f"step {step}")
         back = rerun.mark() if changed is not None else None
@@ -175,8 +175,8 @@ def replay(
         rows = _ledger_rows(report, folder, step)
         ledger = rerun.ledger(int(row["group"]) for row in rows if isinstance(row.get("group"), int))
         done = rerun.do(stored, config, ledger=ledger if rows else None, keep_gradient=changed is not None)
-        _check_tables(report, folder, stored, config, done.update.batch, wide, masks=True)
-        found = _sampled(stored, config, line) | done.update.metrics
+        _check_tables(report, folder, stored, config, done.updated.batch, wide, masks=True)
+        found = _sampled(stored, config, line) | done.updated.metrics
         _check_metrics(report, "metrics", found, line, wide, show=True)
         if rows:
             check = Check("ledger", wide)

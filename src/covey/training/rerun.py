@@ -57,6 +57,12 @@ class Done:
     passes: list[Pass] = field(default_factory=list)
     gradient: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
+    @property
+    def updated(self) -> Update:
+        """What the update did, where there were weights."""
+        assert self.update is not None
+        return self.update
+
 
 def stored_step(folder: RunFolder, step: int) -> StoredStep:
     """What a step was trained on.
