@@ -43,6 +43,7 @@ LEVELS = {
             "cli_export",
             "cli_plan",
             "cli_play",
+            "cli_replay",
             "cli_reports",
             "cli_serve",
             "cli_watch",

@@ -1,5 +1,5 @@
 """The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `compare`, `completions`,
-`play`, `export`, `serve`, `watch`, `config`, `curve`.
+`replay`, `play`, `export`, `serve`, `watch`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -24,6 +24,7 @@ from covey.cli_completions import completions
 from covey.cli_doctor import doctor
 from covey.cli_export import export
 from covey.cli_plan import plan
+from covey.cli_replay import replay
 from covey.cli_reports import (
     PER_KIND,
     group_seeds,
@@ -345,6 +346,7 @@ app.command()(completions)
 app.command()(export)
 app.command()(serve)
 app.command()(watch)
+app.command()(replay)
 
 
 @app.command()
@@ -424,7 +426,7 @@ def _name(config: GRPOConfig) -> str:
 
 def _show(result: Evaluation, number: int) -> None:
     """Print completions, marked as right or wrong where that is known; of agents, what they saw and did."""
-    from covey.training.evaluate import transcript
+    from covey.training.rows import transcript
 
     played = [trajectory for group in result.rollout.groups for trajectory in group.trajectories]
     for trajectory in played[:number]:

@@ -179,6 +179,23 @@ class GRPOConfig(BaseModel):
         """
         return cls(**canonical_names(parse_overrides(overrides)))
 
+    def with_overrides(self, overrides: Iterable[str]) -> Self:
+        """A copy with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
+
+        What equals the default that another setting gives it follows that setting.
+
+        Raises:
+            ConfigError: unknown names or bad values.
+        """
+        own = AlgorithmConfig(loss_type=self.algorithm.loss_type).model_dump()
+        written = {
+            field: getattr(getattr(self, section), field)
+            for field, section in FIELDS.items()
+            if field == "loss_type" or section != "algorithm" or own[field] != getattr(self.algorithm, field)
+        }
+        changes = canonical_names(parse_overrides(overrides), base=written)
+        return type(self)(**(written | _whole_paths(changes, Path())))
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) ==
         config`.

@@ -21,6 +21,7 @@ from covey.errors import ConfigError, ModelError
 from covey.jax.stacked import unstack
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
+from covey.training.replay import replay
 
 GMPO = f"{Path(__file__).parents[2]}/recipes/gmpo/gmpo.py:gmpo"
 
@@ -40,6 +41,14 @@ def build(settings: dict[str, Any], callbacks: Sequence[Any] = (), **changes: An
 
 def steps_of(folder: str | Path) -> list[dict[str, Any]]:
     return [record for record in RunFolder.read(folder).read_metrics() if "loss" in record]
+
+
+def test_a_step_that_is_computed_again_has_the_same_bits(settings: dict[str, Any]) -> None:
+    build(settings, beta=0.1).train()
+    report = replay(settings["output_dir"], 2, ["algorithm.loss_type=dr_grpo"], tolerance=0)
+    assert report.exact
+    assert report.changed is not None
+    assert report.changed.gradient["cosine"] > 0
 
 
 def test_a_run_has_the_numbers_that_it_has_in_pytorch(settings: dict[str, Any], tmp_path: Path) -> None:

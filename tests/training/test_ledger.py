@@ -56,7 +56,7 @@ def test_contributions_add_up_to_the_loss_and_gradients_are_its(
         entropy_coef=extra.get("entropy_coef", 0.0))  # fmt: skip
     every = np.arange(len(batch.episodes))
     _, entropy = learner.scores(batch, every, temperature=1.0, entropy=True)
-    columns = token_columns(seen, entropy)
+    columns = token_columns(seen)
 
     # rows that were not run have no gradient, and the reference is told what the learner would have found there
     logp = np.where(seen.gradients.scored, seen.gradients.logp, learner.scores(batch, every, temperature=1.0)[0])
@@ -100,7 +100,8 @@ def test_a_second_pass_has_ratios_that_moved_and_counts_what_is_clipped() -> Non
     clipped = [c["clipped"][p.batch.mask].mean() for c, p in zip(columns, seen, strict=True)]
     assert max(clipped) > 0.1
     assert np.mean(clipped) == pytest.approx(done.metrics["clip_ratio/region_mean"], abs=1e-6)
-    assert "entropy" not in columns[0]
+    _, entropy = learner.scores(seen[-1].batch, seen[-1].rows, temperature=1.0, entropy=True)
+    assert columns[-1]["entropy"].shape == entropy.shape
 
 
 def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,8 +109,8 @@ def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.Monkey
     mask = batch.mask.copy()
     mask[1, 0] = False
     batch = replace(batch, mask=mask, excluded={"top_entropy_quantile": batch.mask & ~mask})
-    (seen,), _, learner = passes_of(batch, loss_type="grpo", beta=0.0)
-    one = Ledger(learner, lambda ids: f"<{ids[0]}>", 1.0)
+    (seen,), _, _ = passes_of(batch, loss_type="grpo", beta=0.0)
+    one = Ledger(lambda ids: f"<{ids[0]}>")
     one(seen)
     assert len(one.rows) == batch.sampled.sum()
     masked = [row for row in one.rows if row["masked_by"]]
@@ -118,7 +119,7 @@ def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.Monkey
     first = batch.episodes[0]
     assert [r["token"] for r in one.rows if r["row"] == 0] == [f"<{t}>" for t in first.token_ids[first.sampled]]
     monkeypatch.setattr(ledger, "MOST_TOKENS", 10)
-    few = Ledger(learner, str, 1.0)
+    few = Ledger(str)
     few(seen)
     assert 0 < len(few.rows) <= 10
 
@@ -138,6 +139,7 @@ def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
             "max_steps": 4,
             "save_steps": 3,
             "ledger_steps": every,
+            "ledger": "off",
         }
         args = GRPOConfig(
             **changed,

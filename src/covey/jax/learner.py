@@ -151,14 +151,21 @@ class Learner:
         def arguments(arrays: Arrays) -> tuple[Any, ...]:
             return self.policy.trained, given, arrays, total
 
-        logp, scored = np.zeros(batch.mask.shape, np.float32), np.zeros(batch.mask.shape, np.bool_)
+        logp, uncertainty = np.zeros((2, *batch.mask.shape), np.float32)
+        scored = np.zeros(batch.mask.shape, np.bool_)
         for part, arrays in self._parts(batch, rows, self._grad, arguments, settings, values):
-            total, current, metrics = self._grad(*arguments(arrays), **settings)
+            total, (current, entropy), metrics = self._grad(*arguments(arrays), **settings)
             found.append({name: np.asarray(value, np.float64) for name, value in metrics.items()})
             part.put(np.asarray(current), logp)
+            part.put(np.asarray(entropy), uncertainty)
             part.put(np.ones(current.shape, np.bool_), scored)
         self._gradient = total if found else None  # no row, no step
-        return Gradients({name: float(value) for name, value in add_metrics(found).items()}, logp, scored)
+        return Gradients({name: float(value) for name, value in add_metrics(found).items()}, logp, scored, uncertainty)
+
+    def gradient(self) -> dict[str, NDArray[np.float32]]:
+        """The gradient that `forward_backward` has left, by the parameters' names."""
+        left = {} if self._gradient is None else to_names(self._gradient)
+        return {name: np.asarray(value, np.float32) for name, value in left.items()}
 
     def _gradient_of(
         self,
@@ -170,19 +177,19 @@ class Learner:
         objective: Objective,
         temperature: float,
         correction: Correction | None,
-    ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
-        """`total` plus the gradient of a micro-batch, the log-probabilities, and the metrics."""
+    ) -> tuple[Any, tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
+        """`total` plus the gradient of a micro-batch, log-probabilities with entropies, and the metrics."""
 
-        def loss_of(trained: Any) -> tuple[jax.Array, tuple[jax.Array, dict[str, jax.Array]]]:
+        def loss_of(trained: Any) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]]:
             variables, config = {**given["frozen"], **trained}, self.policy.transformer.config
             other, kl = given.get("reference"), objective.kl_estimator
             found = score_batch(config, variables, arrays, temperature, reference=other, kl_estimator=kl)
             terms = loss_terms(found, arrays, objective, correction, given.get("entropy_coef"))
-            return terms.loss, (found.logp, terms.metrics)
+            return terms.loss, ((found.logp, found.entropy), terms.metrics)
 
-        (_, (logp, metrics)), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
+        (_, (scores, metrics)), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
         gradient = jax.tree.map(jnp.add, total, gradient)
-        return self._placed(gradient), logp, metrics
+        return self._placed(gradient), scores, metrics
 
     def optim_step(self, learning_rate: float) -> float:
         """Clip the gradient, take one AdamW step, drop the gradient.

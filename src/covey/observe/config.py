@@ -42,11 +42,21 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
         "sends those of fewer and fewer steps.",
     )
     log_completions: bool = Field(default=True, description="Record sampled completions with their rewards.")
+    keep_batches: bool = Field(
+        default=True,
+        description="Keep the token ids, log-probabilities and rewards that each step trained on, from which "
+        "`covey replay` computes the step again; about 6 bytes a token.",
+    )
+    ledger: str = Field(
+        default="sampled:2",
+        pattern=r"^(off|all|sampled:[1-9][0-9]{0,5})$",
+        description="off, sampled:N (such as sampled:2) or all: groups of each step whose tokens its ledger has. It "
+        "tells of a token what it got and what it added to the loss (`covey watch` shows it), in about 50 bytes.",
+    )
     ledger_steps: int = Field(
         default=0,
         ge=0,
-        description="Optimiser steps between token ledgers, which tell of each token what it got and what it added to "
-        "the loss (`covey watch` shows them); 0 = none. One costs a forward pass and about 50 bytes a token.",
+        description="Steps between ledgers of all groups, whatever `ledger` says of the other steps; 0 = none.",
     )
     allow_mixture: bool = Field(
         default=False,

@@ -6,7 +6,8 @@
     questions.jsonl         one line for each step: of each question's completions, how many were right
     completions/            step_000012.parquet: what was sampled, with rewards and advantages;
                             eval_000012.parquet: the same for an evaluation
-    ledger/                 step_000012.parquet: tokens, with run.ledger_steps; see covey.training.ledger
+    ledger/                 step_000012.parquet: what tokens got; see covey.training.ledger
+    batches/                step_000012.parquet: what the step was trained on; see covey.training.batches
     checkpoints/            step_000010/: see covey.training.checkpoint
     units/                  what was sampled since the newest one, where units are kept: see covey.distributed.journal
     best/ adapter/          the best and the final policy, for use elsewhere
@@ -41,7 +42,7 @@ from covey.observe.records import JsonLines, Record, is_answers, is_metrics, rea
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
-_FOLDERS = ("completions", "ledger", "checkpoints", "units", "best", "adapter")
+_FOLDERS = ("completions", "ledger", "batches", "checkpoints", "units", "best", "adapter")
 _FILES = (
     "config.toml",
     "versions.json",
@@ -71,7 +72,7 @@ class RunFolder:
         self.events_path, self.log_path = path / "events.jsonl", path / "log.txt"
         self.curve_path = path / "learning_curve.png"
         self.completions, self.checkpoints = path / "completions", path / "checkpoints"
-        self.ledger = path / "ledger"
+        self.ledger, self.batches = path / "ledger", path / "batches"
         self.units = path / "units"
         self.best, self.adapter = path / "best", path / "adapter"
         self._lock: FolderLock | None = None
@@ -282,6 +283,12 @@ class RunFolder:
             self.ledger.mkdir(exist_ok=True)
         return self._write_rows(self.ledger / f"step_{step:06d}.parquet", rows)
 
+    def write_batch(self, step: int, content: bytes) -> None:
+        """Write `batches/step_000012.parquet`: what a step was trained on."""
+        with files.explained(self.batches):
+            self.batches.mkdir(exist_ok=True)
+        files.write_atomically(self.batches / f"step_{step:06d}.parquet", content)
+
     @staticmethod
     def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
         if not rows:
@@ -303,7 +310,7 @@ class RunFolder:
         for lines in (self._metrics, self._questions):
             lines.keep(lambda record: record["step"] <= step)
         with files.explained(self.completions, "clean up"):
-            for _, number, path in [*self._tables(), *_tables_in(self.ledger)]:
+            for _, number, path in [*self._tables(), *_tables_in(self.ledger), *_tables_in(self.batches)]:
                 if number > step:
                     path.unlink()
 
@@ -359,6 +366,10 @@ class RunFolder:
     def completion_steps(self) -> list[int]:
         """Steps that have a table of completions, ascending."""
         return sorted(number for kind, number, _ in self._tables() if kind == "step")
+
+    def batch_steps(self) -> list[int]:
+        """Steps whose batches were kept, ascending."""
+        return sorted(number for _, number, _ in _tables_in(self.batches))
 
     def evaluation_steps(self) -> list[int]:
         """Steps at which an evaluation left a table, ascending."""

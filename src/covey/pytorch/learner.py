@@ -231,29 +231,39 @@ class Learner:
 
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
-            logp = np.zeros(batch.mask.shape, np.float32)
+            logp, uncertainty = np.zeros((2, *batch.mask.shape), np.float32)
             scored = np.zeros(batch.mask.shape, np.bool_)
             packs, lanes = self._packs(batch.episodes, rows, exact_kl=exact is not None)
             total = self._share.sum(parameters, len(packs), side_by_side=lanes > 1)
 
             def gradient(pack: Pack) -> tuple[torch.Tensor, LossTerms, Sequence[torch.Tensor | None]]:
                 found, terms = loss_of(pack)
-                return found.logp.detach(), terms, total.differentiate(terms.loss * self._loss_scale)
+                own = torch.stack([found.logp.detach(), cast(torch.Tensor, found.entropy).detach()])
+                return own, terms, total.differentiate(terms.loss * self._loss_scale)
 
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
-                for current, terms, grads in map_in_threads(gradient, packs, lanes):
+                for own, terms, grads in map_in_threads(gradient, packs, lanes):
                     total.add(grads)
-                    yield _numbers(current), {name: float(value) for name, value in terms.metrics.items()}
+                    yield _numbers(own), {name: float(value) for name, value in terms.metrics.items()}
 
             parts = []
-            for pack, (current, metrics) in zip(packs, self._share.map(add, packs), strict=True):
+            for pack, (own, metrics) in zip(packs, self._share.map(add, packs), strict=True):
                 parts.append(metrics)
-                pack.put(current, logp)
+                pack.put(own[0], logp)
+                pack.put(own[1], uncertainty)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
-            return Gradients(add_metrics_float(parts), logp, scored)
+            return Gradients(add_metrics_float(parts), logp, scored, uncertainty)
 
         return self._within_memory(run)
+
+    def gradient(self) -> dict[str, NDArray[np.float32]]:
+        """The gradient that `forward_backward` has left, by the parameters' names; without those that have none."""
+        return {
+            name: _numbers(parameter.grad.detach() / self._loss_scale)
+            for name, parameter in self.policy.named_trainable_parameters()
+            if parameter.grad is not None
+        }
 
     def optim_step(self, learning_rate: float) -> float:
         """Clip the gradient, take one AdamW step, drop the gradient.

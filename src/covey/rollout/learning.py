@@ -28,11 +28,13 @@ class Gradients:
         metrics: sums over the step, see `covey.algorithms.objective.LossTerms`.
         logp: `[N, T]` log-probabilities before the optimiser step, 0 where a token was not scored.
         scored: `[N, T]` the tokens that were.
+        entropy: `[N, T]` entropies in nats, likewise.
     """
 
     metrics: dict[str, float]
     logp: FloatNT
     scored: BoolArray
+    entropy: FloatNT
 
 
 @dataclass(frozen=True, eq=False)

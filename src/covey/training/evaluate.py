@@ -1,10 +1,9 @@
 """What is measured: of a policy on held-out problems, with a 95 % interval, of a step, and of each training question
-over the run; and the rows to read.
+over the run.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +14,9 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator
 from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
-from covey.rollout.batching import HasAnswer, has_text, segment_of_token
+from covey.rollout.batching import HasAnswer, has_text
 from covey.rollout.collect import Collector, Rollout
-from covey.types import Batch, BoolArray, FloatArray, Group, Progress, Prompt, SamplingSettings, Trajectory
+from covey.types import BoolArray, FloatArray, Progress, Prompt, SamplingSettings
 
 IsCorrect = Callable[[Prompt, str], bool] | str
 """The definition of `accuracy`: does this completion solve this prompt? Or the name of the reward that says so by 0
@@ -224,122 +223,6 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> 
         metrics[f"rewards/{name}/std"] = _std(values, correction)
         metrics[f"rewards/{name}/none"] = float(np.isnan(values).mean())
     return metrics
-
-
-def completion_rows(
-    groups: Sequence[Group],
-    batch: Batch | None = None,
-    columns: Mapping[str, Sequence[Any]] | None = None,
-    correct: BoolArray | None = None,
-) -> list[dict[str, Any]]:
-    """One row for each completion: what was asked, answered and given for it, and why tokens were masked.
-
-    `correct` has one entry for each completion.
-
-    `columns` are what reward functions logged beside their rewards; one with another number of entries is left out
-    (with dynamic sampling, entries of discarded groups are among them).
-    """
-    rows = []
-    row = 0
-    for number, group in enumerate(groups):
-        if group.trajectories:
-            rows += _trajectory_rows(number, group, row, batch)
-            row += len(group.episodes)
-            continue
-        prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
-        for sample, episode in enumerate(group.episodes):
-            entry: dict[str, Any] = {
-                "group": number,
-                "sample": sample,
-                "uid": group.prompt.uid,
-                "prompt": prompt,
-                "completion": episode.text,
-                "reward": float(group.rewards[sample]),
-                "length": episode.num_sampled,
-                "finish_reason": episode.finish_reason,
-                "policy_version": episode.policy_version,
-            }
-            entry |= {f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()}
-            if "kind" in group.prompt.columns:
-                entry["kind"] = str(group.prompt.columns["kind"])
-            if correct is not None:
-                entry["correct"] = bool(correct[row])
-            if batch is not None:
-                entry["advantage"] = float(batch.advantages[row, 0])
-                entry["masked_by"] = ", ".join(name for name, tokens in batch.excluded.items() if tokens[row].any())
-            rows.append(entry)
-            row += 1
-    for name, values in (columns or {}).items():
-        if len(values) == len(rows):
-            for entry, value in zip(rows, values, strict=True):
-                entry.setdefault(name, value)
-    return rows
-
-
-def _trajectory_rows(number: int, group: Group, first: int, batch: Batch | None) -> list[dict[str, Any]]:
-    """One row for each trajectory, with all of it to read; `first` is the batch's row of the first of its episodes."""
-    rows = []
-    for sample, trajectory in enumerate(group.trajectories):
-        rows.append(
-            {
-                "group": number,
-                "sample": sample,
-                "uid": group.prompt.uid,
-                "type": str(group.prompt.columns.get("type", "")),
-                "prompt": trajectory.turns[0].observation if trajectory.turns else "",
-                "completion": transcript(trajectory),
-                "reward": float(group.rewards[sample]),
-                "correct": trajectory.success,
-                "turns": len(trajectory.turns),
-                "no_actions": sum(not turn.valid for turn in trajectory.turns),
-                "length": sum(episode.num_sampled for episode in trajectory.episodes),
-                "ended": trajectory.ended,
-                "error": trajectory.error,
-                "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
-                "play": json.dumps(_play(trajectory, first, batch)),
-            }
-        )
-        first += len(trajectory.episodes)
-    return rows
-
-
-_MOST_TURNS, _LONGEST_TEXT = 200, 4_000
-
-
-def _play(trajectory: Trajectory, first: int, batch: Batch | None) -> list[dict[str, Any]]:
-    """Each turn with its credit, for who reads along: texts are cut, and turns beyond 200 left out.
-
-    `advantage` is the mean over the turn's tokens, `masked_by` names the masks that took any of them, and `row` is the
-    batch's row that has them.
-    """
-    segments = [segment_of_token(episode.sampled) for episode in trajectory.episodes]
-    turns = []
-    for turn in trajectory.turns[:_MOST_TURNS]:
-        row, own = first + turn.row, np.flatnonzero(segments[turn.row] == turn.segment)
-        told: dict[str, Any] = {
-            "seen": turn.observation[:_LONGEST_TEXT],
-            "said": turn.said[:_LONGEST_TEXT],
-            "action": None if turn.action is None else turn.action[:_LONGEST_TEXT],
-            "reward": float(turn.reward),
-            "valid": turn.valid,
-            "tokens": len(own),
-        }
-        if batch is not None:
-            told["row"] = row
-            told["advantage"] = float(batch.advantages[row, own].mean()) if len(own) else 0.0
-            told["masked_by"] = ", ".join(name for name, out in batch.excluded.items() if out[row, own].any())
-        turns.append(told)
-    return turns
-
-
-def transcript(trajectory: Trajectory) -> str:
-    """What was seen, said and earned, as text to read."""
-    lines = []
-    for turn in trajectory.turns:
-        note = "" if turn.valid else "  (no valid action)"
-        earned = f"  [{turn.reward:+g}]" if turn.reward else ""
-        lines.append(f"{turn.observation}\n> {turn.said.strip()}{note}{earned}")
-    return "\n".join([*lines, f"({trajectory.error or trajectory.ended})"])
 
 
 def _std(values: np.ndarray, correction: int) -> float:

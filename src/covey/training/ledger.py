@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import KL_ESTIMATORS, LossInputs, mismatch_correction, policy_loss
+from covey.algorithms import KL_ESTIMATORS, LossInputs, Objective, mismatch_correction, policy_loss
 from covey.algorithms.arrays import masked
 from covey.errors import ConfigError
-from covey.rollout.learning import Learner, loss_weights
+from covey.observe.config import RunConfig
+from covey.rollout.learning import loss_weights, rows_with_gradient
 from covey.training.update import Pass
 from covey.types import Batch
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MOST_TOKENS = 50_000
 """Of an update; the completions beyond them are left out."""
+LEDGER_STREAM = 4
+"""Second entry of the random stream by which a step's groups are chosen."""
 Row = dict[str, Any]
 
 
@@ -37,35 +40,35 @@ class Ledger:
     (the contribution) and `gradient` (d loss / d logp: the surrogate's and the KL's, without the entropy bonus).
     """
 
-    def __init__(self, learner: Learner, to_text: Callable[[Sequence[int]], str], temperature: float) -> None:
-        """Take what is asked for entropies and texts.
+    def __init__(self, to_text: Callable[[Sequence[int]], str], groups: Sequence[int] | None = None) -> None:
+        """Take what is noted.
 
         Args:
-            learner: of the run.
             to_text: of token ids, special ones included.
-            temperature: of the distribution that was sampled from.
+            groups: whose tokens are noted; None = all.
         """
         self.rows: list[Row] = []
-        self._learner, self._to_text, self._temperature = learner, to_text, temperature
+        self._to_text, self._groups = to_text, groups
 
     def __call__(self, done: Pass) -> None:
-        """Note what a pass is about to change. Costs a forward pass, for the entropies."""
+        """Note what a pass is about to change."""
         try:
             self._note(done)
         except Exception as error:  # it only looks: the step is taken as it would be without
-            log.warning("run.ledger_steps: this step has no ledger (%s: %s)", type(error).__name__, error)
+            log.warning("run.ledger: this step has no ledger (%s: %s)", type(error).__name__, error)
             self.rows.clear()
 
     def _note(self, done: Pass) -> None:
-        if not len(done.rows):
+        rows = done.rows if self._groups is None else done.rows[np.isin(done.batch.group[done.rows], self._groups)]
+        if not len(rows):
             return
-        _, entropy = self._learner.scores(done.batch, done.rows, temperature=self._temperature, entropy=True)
-        columns = token_columns(done, entropy)
+        columns = token_columns(done, rows)
         batch, texts = done.batch, dict[int, str]()
-        for row in done.rows:
+        for row in rows:
             tokens = batch.episodes[row].token_ids[batch.episodes[row].sampled].tolist()
             if len(self.rows) + len(tokens) > MOST_TOKENS:
                 return
+            own = {name: values[row, : len(tokens)].tolist() for name, values in columns.items()}
             for position, token in enumerate(tokens):
                 if token not in texts:
                     texts[token] = self._to_text([token])
@@ -78,29 +81,57 @@ class Ledger:
                     "token": texts[token],
                     "masked_by": ", ".join(name for name, out in batch.excluded.items() if out[row, position]),
                 }
-                self.rows.append(entry | {name: float(values[row, position]) for name, values in columns.items()})
+                self.rows.append(entry | {name: values[position] for name, values in own.items()})
 
 
-def require_ledger(every: int, estimator: str) -> None:
-    """Refuse ledgers of a loss whose contributions they would not know.
+def make_ledger(
+    run: RunConfig, step: int, batch: Batch, objective: Objective, to_text: Callable[[Sequence[int]], str]
+) -> Ledger | None:
+    """What notes the tokens of a step's update, of those groups that `run` asks for; None = nothing is noted.
+
+    Groups are chosen at random among those that have a gradient, in the same way whenever the step is repeated.
+
+    Args:
+        run: the section of the settings.
+        step: the step's number, from 1.
+        batch: that it trains on.
+        objective: what is minimised.
+        to_text: of token ids, special ones included.
+    """
+    if objective.kl_estimator not in KL_ESTIMATORS:
+        return None
+    if run.ledger == "all" or (run.ledger_steps > 0 and step % run.ledger_steps == 0):
+        return Ledger(to_text)
+    if run.ledger == "off":
+        return None
+    there = np.unique(batch.group[rows_with_gradient(batch, objective)])
+    wanted = min(int(run.ledger.partition(":")[2]), len(there))
+    chosen = np.random.default_rng((run.seed, LEDGER_STREAM, step)).choice(there, wanted, replace=False)
+    return Ledger(to_text, chosen.tolist())
+
+
+def require_ledger(run: RunConfig, estimator: str) -> None:
+    """Refuse ledgers of a loss whose contributions they would not know. A sample of groups, which nobody may have asked
+    for, is left out without a word.
 
     Raises:
         ConfigError: its KL is over the whole vocabulary.
     """
-    if every > 0 and estimator not in KL_ESTIMATORS:
+    asked = f"run.ledger_steps={run.ledger_steps}" if run.ledger_steps else "run.ledger='all'"
+    if (run.ledger_steps > 0 or run.ledger == "all") and estimator not in KL_ESTIMATORS:
         raise ConfigError(
-            f"run.ledger_steps={every} with algorithm.kl_estimator={estimator!r}: the ledger knows the sampled "
+            f"{asked} with algorithm.kl_estimator={estimator!r}: the ledger knows the sampled "
             f"tokens only, no KL over the vocabulary; use one of {', '.join(KL_ESTIMATORS)}, "
-            "or set run.ledger_steps to 0"
+            "or set run.ledger to off and run.ledger_steps to 0"
         )
 
 
-def token_columns(done: Pass, entropy: NDArray[np.floating[Any]] | None = None) -> dict[str, NDArray[np.float64]]:
-    """The numbers of every token of a pass, `[N, T]` each; those of rows that were not run mean nothing.
+def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[str, NDArray[np.float64]]:
+    """The numbers of every token of a pass, `[N, T]` each; 0 in rows that were not run, or not chosen.
 
     Args:
         done: the pass.
-        entropy: `[N, T]` in nats, of the tokens that were run.
+        chosen: of its rows; None = all.
 
     Raises:
         ConfigError: as `policy_loss`.
@@ -108,10 +139,11 @@ def token_columns(done: Pass, entropy: NDArray[np.floating[Any]] | None = None) 
     import torch
 
     options, objective, batch = done.options, done.objective, done.batch
-    rows = torch.as_tensor(done.rows)
+    numbers = done.rows if chosen is None else chosen
+    rows = torch.as_tensor(numbers)
 
     def of(values: Any) -> Any:
-        """The rows that were run, in float64."""
+        """The rows that are looked at, in float64."""
         return None if values is None else torch.as_tensor(np.asarray(values))[rows].to(torch.float64)
 
     mask = torch.as_tensor(batch.mask)[rows]
@@ -124,7 +156,7 @@ def token_columns(done: Pass, entropy: NDArray[np.floating[Any]] | None = None) 
         old = logp.detach() if options.get("trainer_old") is None else of(options["trainer_old"])
         counted = mask if kl_weights is None else mask | (kl_weights.detach() > 0)
         factor = mismatch_correction(old, sampler, counted, *astuple(options["correction"]))
-    ref, advantages, uncertainty = of(options.get("reference")), of(batch.advantages), of(entropy)
+    ref, advantages, uncertainty = of(options.get("reference")), of(batch.advantages), of(done.gradients.entropy)
     selected = None if options.get("selected") is None else torch.as_tensor(options["selected"])[rows]
     terms = policy_loss(
         logp,
@@ -149,7 +181,7 @@ def token_columns(done: Pass, entropy: NDArray[np.floating[Any]] | None = None) 
             masked(old, mask),
             masked(advantages, mask),
             mask,
-            None if uncertainty is None else masked(uncertainty, mask),
+            masked(uncertainty, mask),
             masked(sampler, mask),
             factor,
             selected,
@@ -164,18 +196,17 @@ def token_columns(done: Pass, entropy: NDArray[np.floating[Any]] | None = None) 
             "weight": weights,
             "loss": loss,
             "gradient": slope,
+            "entropy": uncertainty,
         }
-        if entropy is not None:
-            found["entropy"] = uncertainty
         if ref is not None:
             found["kl"] = KL_ESTIMATORS[objective.kl_estimator](logp, ref, old)
     return {
-        name: _in_place(values.detach().to(torch.float64).numpy(), done.rows, batch) for name, values in found.items()
+        name: _in_place(values.detach().to(torch.float64).numpy(), numbers, batch) for name, values in found.items()
     }
 
 
 def _in_place(values: NDArray[np.float64], rows: NDArray[np.int64], batch: Batch) -> NDArray[np.float64]:
-    """The rows that were run, at their places in the batch."""
+    """Some rows at their places in the batch."""
     whole = np.zeros(batch.mask.shape)
     whole[rows] = values
     return whole

@@ -32,8 +32,9 @@ from covey.training.checkpoint import (
     restore_random,
     save_checkpoint,
 )
-from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, completion_rows
+from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory
 from covey.training.restoring import changed_settings, checked_state, damage_explained, find_checkpoint, lost_lines
+from covey.training.rows import completion_rows
 from covey.training.schedule import PhasePlan
 from covey.training.setup import Data, RunLength, require_measured
 from covey.training.state import Callbacks, TrainerState
@@ -233,6 +234,11 @@ class Recorder:
         assert self._folder is not None
         self._folder.write_ledger(self._run.state.global_step, rows)
 
+    def batch(self, content: bytes) -> None:
+        """Write what this step was trained on."""
+        assert self._folder is not None
+        self._folder.write_batch(self._run.state.global_step, content)
+
     def evaluation(self, result: Evaluation, logged: Logged) -> None:
         """An evaluation is done: metrics, with what reward functions logged, and whether it is the best so far."""
         state, folder = self._run.state, self._folder
@@ -241,7 +247,8 @@ class Recorder:
         self.evaluated_at, self._unsaved = state.global_step, True
         state.log_history.append({"step": state.global_step, **metrics})
         self._observers.on_eval(state.global_step, metrics)
-        rows = completion_rows(result.rollout.groups, columns=logged.columns, correct=result.correct)
+        penalty = self._run.args.environment.invalid_action_penalty
+        rows = completion_rows(result.rollout.groups, None, logged.columns, result.correct, penalty)
         if self._settings.log_completions:
             folder.write_evaluation(state.global_step, rows)
         self._tell_failures(rows)

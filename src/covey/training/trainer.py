@@ -18,9 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
@@ -29,34 +26,33 @@ from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
-from covey.rollout.batching import make_batch
 from covey.rollout.collect import AnswerCollector, Rollout, collect_informative_groups, with_greedy_rewards
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
+from covey.training.batches import StepFacts, pack_step
 from covey.training.evaluate import (
     Evaluation,
     QuestionHistory,
-    completion_rows,
     correct_completions,
     evaluate,
     no_answer_ratio,
     rollout_metrics,
 )
-from covey.training.ledger import Ledger, require_ledger
+from covey.training.ledger import Ledger, make_ledger, require_ledger
 from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
 from covey.training.recorder import Recorder
+from covey.training.rows import completion_rows
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
 from covey.training.setup import best_metric, require_memory
 from covey.training.state import Callbacks, TrainerState, check_callbacks
+from covey.training.step import scorer, step_batch, step_update
 from covey.training.stepwise import StepByStep
-from covey.training.update import Update, update
+from covey.training.update import Update
 from covey.types import Batch, Group, Progress, Prompt
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
-MINIBATCH_STREAM = 2
-"""The same of the order in which a step's rows are parted into mini-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +132,7 @@ class GRPOTrainer(StepByStep):
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
         args.algorithm.objective()  # a loss in a file is found and tried
-        require_ledger(args.run.ledger_steps, args.algorithm.kl_estimator)
+        require_ledger(args.run, args.algorithm.kl_estimator)
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
         backend = load_backend(args.model.backend) if backend is None else backend
@@ -159,6 +155,7 @@ class GRPOTrainer(StepByStep):
             scale_scoring(args, self.data.scorer, named=named)
         self.prompts = self._tokenize(self.data.train)
         self.eval_prompts = self._tokenize(self.data.held_out)
+        self._longest_prompt = max(len(prompt.token_ids) for prompt in [*self.prompts, *self.eval_prompts])
         self.learner = backend.make_learner(args, self.policy)
         backend.expect(args, self.engine, self.learner, [*self.prompts, *self.eval_prompts])
         self.state = TrainerState(max_steps=self.length.total_steps or -1)
@@ -291,46 +288,21 @@ class GRPOTrainer(StepByStep):
 
     def make_batch(self, groups: Sequence[Group], phase: ResolvedPhase) -> Batch:
         """The groups with their advantages and masks, as the phase trains on them."""
-
-        def score(batch: Batch, *, reference: bool = False, sharper: float = 1.0) -> NDArray[np.float32]:
-            rows = np.arange(len(batch.episodes))
-            return self.learner.scores(batch, rows, temperature=phase.temperature / sharper, reference=reference)[0]
-
-        args = self.args
-        return make_batch(
+        return step_batch(
             groups,
-            args.algorithm,
-            args.rewards,
-            args.environment,
+            self.args,
             reward_weights=self.data.scorer.weights.tolist(),
-            max_completion_length=args.sampling.max_completion_length,
             has_answer=self.data.has_answer,
-            score=score,
+            score=scorer(self.learner, phase.temperature),
         )
 
     def learn(self, batch: Batch, phase: ResolvedPhase) -> Update:
         """The update of a step at the learning rates that are due."""
-        rates = self.length.rates(phase, self.state.global_step)
-        done = update(
-            self.learner,
-            batch,
-            setup.algorithm_in(self.args, phase),
-            rates,
-            temperature=phase.temperature,
-            max_completion_length=self.args.sampling.max_completion_length,
-            state=self.state,
-            stream=(self.args.run.seed, MINIBATCH_STREAM, self.state.global_step),
-            observe=self._new_ledger(phase.temperature),
+        args, state = self.args, self.state
+        self._ledger = make_ledger(
+            args.run, state.global_step + 1, batch, args.algorithm.objective(), self.policy.tokenizer.decode
         )
-        done.metrics["learning_rate"] = rates[-1]
-        return done
-
-    def _new_ledger(self, temperature: float) -> Ledger | None:
-        """What notes the tokens of the next update, where it is due."""
-        every = self.args.run.ledger_steps
-        due = every > 0 and (self.state.global_step + 1) % every == 0
-        self._ledger = Ledger(self.learner, self.policy.tokenizer.decode, temperature) if due else None
-        return self._ledger
+        return step_update(self.learner, batch, args, phase, self.length, state, self._ledger)
 
     def _publish(self, done: Update, samples: Samples) -> None:
         """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
@@ -407,10 +379,24 @@ class GRPOTrainer(StepByStep):
                 f"last one {sampled.accuracy:.0%}), so the learning rate is multiplied by "
                 f"{self.phases.learning_rate_factor:g} from now on",
             )
-        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct)
+        penalty = self.args.environment.invalid_action_penalty
+        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty)
         recorder.step(metrics, rows, sampled.answers)
         if self._ledger is not None:
             recorder.ledger(self._ledger.rows)
+        if self.args.run.keep_batches:
+            facts = StepFacts(
+                state.global_step,
+                self.args.to_dict(),
+                phase.index,
+                phase.learning_rate_factor,
+                len(self.prompts),
+                self._longest_prompt,
+                len(rollout.discarded),
+                self.learner.tokens_per_micro_batch,
+                type(self.learner).__name__,
+            )
+            recorder.batch(pack_step(facts, rollout.groups, self.data.has_answer))
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
 

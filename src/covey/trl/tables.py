@@ -14,7 +14,10 @@ from transformers import TrainerCallback
 
 Row = Mapping[str, Any]
 
-_SHOWN_ELSEWHERE = ("group", "sample", "uid", "reward", "length", "finish_reason", "policy_version", "masked_by")
+_SHOWN_ELSEWHERE = (
+    *("group", "sample", "uid", "reward", "length", "finish_reason", "policy_version", "masked_by", "row", "logp"),
+    *("group_mean", "group_std", "group_tied", "turn_rewards", "turn_advantages"),
+)
 _PLACED = ("prompt", "completion", "advantage")
 
 

@@ -6,6 +6,7 @@ cut, and said to be.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ LISTED, WHOLE = 4_000, 500_000
 _OWN = {
     *("group", "sample", "uid", "prompt", "completion", "reward", "correct", "advantage", "masked_by"),
     *("length", "finish_reason", "policy_version", "kind", "type", "turns", "no_actions", "ended", "error", "play"),
+    *("row", "logp", "group_mean", "group_std", "group_tied", "turn_rewards", "turn_advantages"),
 }
 PROMPT_AND_COMPLETION = (
     *("group", "uid", "prompt", "completion", "reward", "correct", "masked_by", "finish_reason", "ended", "length"),
@@ -248,7 +250,7 @@ def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
 
 
 def _turns(value: Any) -> list[Record]:
-    """What `covey.training.evaluate.completion_rows` wrote of an episode."""
+    """What `covey.training.rows.completion_rows` wrote of an episode."""
     try:
         turns = json.loads(value) if isinstance(value, str) else []
     except (ValueError, RecursionError):

@@ -93,7 +93,7 @@ function draw(run, steps, turns, completions, tokens) {
       choice("completion", completions.map(({ row, group, tokens: count }) => [row, `${row} (group ${group}, ${count} tokens)`]), state.row, set("row", Number)),
       choice("colour", known.map((name) => [name, COLUMNS[name]]), state.column, set("column", String))),
     h("p", { class: "note" }, `This completion adds ${number(mine.loss)} to the loss and has ${percent(mine.share)} of the gradient; the ${completions.length} in the ledger add up to ${number(whole)}; the step's loss is ${number(logged)}${turns.length > 1 ? " (mean of its passes)" : ""}${at >= 0 ? `, in phase ${phase.ys[at] + 1}` : ""}. `
-      + "Those that are not in it had no gradient, or were too many. Blue is above, red below zero (of ratios: one). Crossed out is masked."),
+      + "Those that are not in it had no gradient, or their group was not chosen (run.ledger). Blue is above, red below zero (of ratios: one). Crossed out is masked."),
     h("div", { class: "card tokens" }, spans), h("h2", {}, "Under the pointer"), facts);
   if (tokens.length) tell(0);
 }

@@ -1,0 +1,77 @@
+"""What a step does with its groups: a batch, and the update on it. The trainer's loop and a replay share this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.config import GRPOConfig
+from covey.rollout.batching import HasAnswer, Score, make_batch
+from covey.rollout.learning import Learner
+from covey.training.schedule import ResolvedPhase
+from covey.training.setup import RunLength, algorithm_in
+from covey.training.state import TrainerState
+from covey.training.update import Pass, Update, update
+from covey.types import Batch, Group
+
+MINIBATCH_STREAM = 2
+"""Second entry of the random stream by which a step's rows are parted into mini-batches; see `EVALUATION_STREAM`."""
+
+
+def scorer(learner: Learner, temperature: float) -> Score:
+    """What estimators ask for log-probabilities of the learner's policy, or of its reference."""
+
+    def score(batch: Batch, *, reference: bool = False, sharper: float = 1.0) -> NDArray[np.float32]:
+        rows = np.arange(len(batch.episodes))
+        return learner.scores(batch, rows, temperature=temperature / sharper, reference=reference)[0]
+
+    return score
+
+
+def step_batch(
+    groups: Sequence[Group],
+    args: GRPOConfig,
+    *,
+    reward_weights: Sequence[float],
+    has_answer: HasAnswer,
+    score: Score | None,
+) -> Batch:
+    """The groups with their advantages and masks, as they are trained on; see `make_batch`."""
+    return make_batch(
+        groups,
+        args.algorithm,
+        args.rewards,
+        args.environment,
+        reward_weights=reward_weights,
+        max_completion_length=args.sampling.max_completion_length,
+        has_answer=has_answer,
+        score=score,
+    )
+
+
+def step_update(
+    learner: Learner,
+    batch: Batch,
+    args: GRPOConfig,
+    phase: ResolvedPhase,
+    length: RunLength,
+    state: TrainerState,
+    observe: Callable[[Pass], None] | None,
+) -> Update:
+    """The update of the step that follows those counted in `state`, at the learning rates that are due."""
+    rates = length.rates(phase, state.global_step)
+    done = update(
+        learner,
+        batch,
+        algorithm_in(args, phase),
+        rates,
+        temperature=phase.temperature,
+        max_completion_length=args.sampling.max_completion_length,
+        state=state,
+        stream=(args.run.seed, MINIBATCH_STREAM, state.global_step),
+        observe=observe,
+    )
+    done.metrics["learning_rate"] = rates[-1]
+    return done
