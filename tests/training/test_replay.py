@@ -428,7 +428,7 @@ def first_episode(**values: Any) -> Callable[[Path], None]:
         (lambda path: change_rows(path, lambda rows: rows[0].update(facts='{"format": 1}')), "facts of the step"),
         (lambda path: change_rows(path, lambda rows: rows[0].update(facts="[" * 100_000)), "is damaged"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_a_damaged_batch_is_one_clear_error(copy: Path, damage: Callable[[Path], None], said: str) -> None:
     damage(copy / "batches" / "step_000004.parquet")

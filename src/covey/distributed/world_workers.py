@@ -204,7 +204,7 @@ class Seats:
         workers: how many.
     """
 
-    def __init__(self, make: Callable[[bool], Future[WorldMember]], workers: int) -> None:
+    def __init__(self, make: Maker, workers: int) -> None:
         self._make, self._started = make, [Future[_Shared]() for _ in range(workers)]
         for future in self._started:
             future.set_exception(MemberError("not started"))

@@ -20,10 +20,9 @@ from typing import Any, get_args
 import numpy as np
 
 from covey.errors import RunFolderError
-from covey.files import explained
+from covey.files import explained, open_regular
 from covey.rollout.batching import HasAnswer
 from covey.types import Episode, FinishReason, Group, Prompt, Support, Trajectory, Turn
-from covey.watch.following import open_regular
 
 _FORMAT = 1
 _PART = "rewards/"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RunFolderError
+from covey.observe.completions import messages
 from covey.observe.records import Record
 from covey.rewards.parallel import ItemTimeout, WorkerPool
 from covey.watch.ledger import ledger_completion, ledger_completions
@@ -23,7 +24,6 @@ from covey.watch.tables import (
     episodes,
     found_in,
     groups,
-    messages,
     read_rows,
 )
 from covey.watch.tables import shortened as shortened_row
