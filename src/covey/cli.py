@@ -1,5 +1,5 @@
 """The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `compare`, `completions`,
-`replay`, `play`, `export`, `serve`, `watch`, `config`, `curve`.
+`replay`, `play`, `export`, `serve`, `watch`, `report`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -37,7 +37,7 @@ from covey.cli_reports import (
     run_labels,
 )
 from covey.cli_serve import serve
-from covey.cli_watch import watch
+from covey.cli_watch import report, watch
 from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
@@ -346,6 +346,7 @@ app.command()(completions)
 app.command()(export)
 app.command()(serve)
 app.command()(watch)
+app.command()(report)
 app.command()(replay)
 
 

@@ -1,4 +1,4 @@
-"""`covey watch`: runs in the browser."""
+"""`covey watch`: runs in the browser; `covey report`: the same page as one file."""
 
 from __future__ import annotations
 
@@ -26,21 +26,12 @@ def watch(
     token: Annotated[
         str | None, typer.Option(envvar="COVEY_WATCH_TOKEN", help="Token that the page asks with; default: a new one.")
     ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the page with these runs to one .html file to send, instead; some steps of long runs."
-        ),
-    ] = None,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Only print the address.")] = False,
 ) -> None:
     """Show runs in the browser, live while they train: curves, completions, tokens, questions, seconds, the doctor.
 
     It reads the run folders and nothing else; no request leaves this machine.
     """
-    if export is not None:
-        _export(runs, export)
-        return
     missing = [name for name in _WANTED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"covey watch needs {', '.join(missing)}; pip install 'covey[serve]'")
@@ -65,15 +56,24 @@ def watch(
     uvicorn_server(app, ConnectionLimits()).run(sockets=[listening])
 
 
-def _export(runs: list[Path], path: Path) -> None:
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; they may be running, or copied from elsewhere.")],
+    path: Annotated[Path, typer.Option("--output", "-o", help="The file; one that is there is replaced.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write runs as one HTML file to send: curves, settings, completions, tokens, the doctor. It opens offline.
+
+    Of long runs it has some steps, and says which; it is what covey watch shows.
+    """
     from covey.watch.export import export_runs
     from covey.watch.reader import TableReader
     from covey.watch.run import WatchedRun
 
     if path.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--export {path}: the file is a page; give it a name that ends in .html")
+        raise ConfigError(f"--output {path}: the file is a page; give it a name that ends in .html")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--export {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
+        raise ConfigError(f"--output {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
     reader = TableReader()
     try:
         left_out = export_runs([WatchedRun(run, reader) for run in runs], path)

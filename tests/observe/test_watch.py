@@ -506,7 +506,7 @@ def test_a_file_to_send_is_whole_and_bounded(
     finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "sent.html"
-    status, printed, _ = covey("watch", finished, "--export", path)
+    status, printed, _ = covey("report", finished, "-o", path)
     assert status == 0
     assert "MB" in printed
     text = path.read_text()
@@ -525,7 +525,7 @@ def test_a_file_to_send_is_whole_and_bounded(
     assert any("tables of completions" in sentence for sentence in left_out)
     assert len(_archive(path.read_text())) < 60_000
     for name, words in (("sent.pdf", "ends in .html"), ("no/such/folder.html", "does not exist")):
-        status, _, said = covey("watch", finished, "--export", tmp_path / name)
+        status, _, said = covey("report", finished, "-o", tmp_path / name)
         assert status == 2
         assert words in said
 

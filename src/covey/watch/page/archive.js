@@ -1,4 +1,4 @@
-// A page that was sent as one file (`covey watch RUN --export FILE`) holds its answers itself and asks nobody.
+// A page that was sent as one file (`covey report RUN`) holds its answers itself and asks nobody.
 
 const held = document.getElementById("archive");
 
