@@ -38,23 +38,24 @@ MARK = "COVEY_KILLS"
 
 
 class Nodes:
-    """A head, which runs nothing, and two nodes with room for an actor each."""
+    """A head with room for rank 0, and two nodes with room for two actors each."""
 
     def __init__(self) -> None:
         """Start them."""
-        self._small = {"num_cpus": 1, "object_store_memory": 80 << 20}
-        head = {"num_cpus": 0, "object_store_memory": 80 << 20, "include_dashboard": False}
+        self._small = {"num_cpus": 2, "object_store_memory": 80 << 20}
+        head = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes = [self._cluster.add_node(**self._small) for _ in range(2)]
         self.address = self._cluster.address
 
-    def actors(self) -> list[psutil.Process]:
-        """Processes of Covey's actors on any node."""
+    def actors(self, kind: str = "") -> list[psutil.Process]:
+        """Processes of Covey's actors on any node: samplers (EngineHost), ranks (RankHost), or all."""
+        kinds = tuple(f"ray::{name}" for name in ((kind,) if kind else ("EngineHost", "RankHost")))
         found = []
         for process in psutil.process_iter():
             try:
                 mine = any(self.address in word for parent in process.parents() for word in parent.cmdline())
-                if mine and process.cmdline()[:1] and process.cmdline()[0].startswith("ray::EngineHost"):
+                if mine and process.cmdline()[:1] and process.cmdline()[0].startswith(kinds):
                     found.append(process)
             except psutil.Error:
                 continue
@@ -93,12 +94,9 @@ class Command:
             except psutil.Error:
                 continue
 
-    def rank(self, number: int) -> psutil.Process | None:
-        """The process of a rank."""
-        for process, environment in self.processes():
-            if environment.get("RANK") == str(number) and "covey" in process.cmdline():
-                return process
-        return None
+    def rank_0(self) -> psutil.Process | None:
+        """The process that trains and has the run folder."""
+        return next((process for process, environment in self.processes() if environment.get("RANK") == "0"), None)
 
 
 def main() -> None:
@@ -180,8 +178,11 @@ def _kill(target: str, command: Command, nodes: Nodes, chosen: random.Random) ->
             process.kill()
         command.process.wait()
         return True
-    actors = nodes.actors()
-    victim = (chosen.choice(actors) if actors else None) if target == "actor" else command.rank(int(target[-1]))
+    if target == "rank 0":
+        victim = command.rank_0()
+    else:
+        actors = nodes.actors("EngineHost" if target == "actor" else "RankHost")
+        victim = chosen.choice(actors) if actors else None
     if victim is None:
         return False
     victim.kill()

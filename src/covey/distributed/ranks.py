@@ -1,7 +1,8 @@
 """The processes that train together, and what they say to each other; none of it waits without a deadline.
 
 Rank 0 runs the loop and tells the others what to call. Between calls, while it samples for an hour, a thread of it says
-every few seconds that it is still there, so that the others can tell a long step from a dead process.
+every few seconds that it is still there, so that the others can tell a long step from a dead process. Before the first
+call all wait until each has built its parts, which one on a busy machine does later than the others.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from covey.distributed.members import START_SECONDS
 from covey.distributed.whereabouts import await_all
 from covey.errors import ConfigError, ModelError
 
@@ -57,16 +59,19 @@ class Ranks:
         self._ended = threading.Event()
         self._calls: Any = None
         self._torn = ""
+        self._store: Any = None
+        """Until all ranks are known to be ready for calls."""
         if world == 1:
             return
-        deadline = timedelta(seconds=timeout_seconds)
-        with self.waiting("joining"):
+        deadline, starting = timedelta(seconds=timeout_seconds), max(timeout_seconds, START_SECONDS)
+        with self.waiting("joining", starting):
             # torchrun's store outlives its ranks: those that it starts again must not read the addresses of the dead.
-            store, *_ = next(dist.rendezvous("env://", rank, world, timeout=deadline))  # type: ignore[attr-defined]
+            store, *_ = next(dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=starting)))  # type: ignore[attr-defined]
             attempt = dist.PrefixStore(f"covey-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
-            await_all(attempt, rank, world, timeout_seconds)
+            await_all(attempt, rank, world, starting)
             dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world, timeout=deadline)
             self._calls = dist.new_group(backend="gloo", timeout=deadline)
+            self._store = attempt
         if rank == 0:
             threading.Thread(target=self._say_idle, name="covey-ranks", daemon=True).start()
 
@@ -93,12 +98,14 @@ class Ranks:
             if self._torn:
                 raise TornError(self._torn)
             if self.world > 1:
+                self._await_ready()
                 with self.waiting("telling the others"):
                     dist.broadcast_object_list([message], src=0, group=self._calls)
             yield
 
     def hear(self) -> Any:
         """Another rank: the next message, or `STOP`."""
+        self._await_ready()
         while True:
             box = [None]
             with self.waiting("waiting for rank 0"):
@@ -106,13 +113,26 @@ class Ranks:
             if box[0] != IDLE:
                 return box[0]
 
+    def _await_ready(self) -> None:
+        """Before the first call: say that this rank is ready for it, and wait for the others that are to hear it."""
+        if self._store is None:
+            return
+        seconds = max(self._timeout, START_SECONDS)
+        with self.waiting("waiting until all have started", seconds):
+            if self.rank > 0:
+                self._store.set(f"ready-{self.rank}", "")
+            names = [f"ready-{rank}" for rank in range(1, self.world)]
+            self._store.wait(names, timedelta(seconds=seconds))
+        self._store = None
+
     def _say_idle(self) -> None:
         while not self._ended.wait(min(self._timeout / 4, 30.0)):
             if self._busy.acquire(blocking=False):
                 try:
                     if not self._ended.is_set():
+                        self._await_ready()
                         dist.broadcast_object_list([IDLE], src=0, group=self._calls)
-                except RuntimeError:  # the next call of the loop says who is gone
+                except (RuntimeError, RankLostError):  # the next call of the loop says who is gone
                     return
                 finally:
                     self._busy.release()
@@ -185,13 +205,13 @@ class Ranks:
         dist.destroy_process_group()
 
     @contextmanager
-    def waiting(self, doing: str) -> Iterator[None]:
+    def waiting(self, doing: str, seconds: float | None = None) -> Iterator[None]:
         """A collective inside that fails is a `RankLostError`, which says what it was for."""
         try:
             yield
         except (RuntimeError, ValueError) as error:
             raise RankLostError(
                 f"rank {self.rank} of {self.world}, {doing}: another rank is gone or did not answer within "
-                f"{self._timeout:g} s ({str(error).splitlines()[0][:600]}); see what the others print, and start "
-                "again: the run continues from its last checkpoint"
+                f"{seconds or self._timeout:g} s ({str(error).splitlines()[0][:600]}); see what the others print, and "
+                "start again: the run continues from its last checkpoint"
             ) from error
