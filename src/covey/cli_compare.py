@@ -264,9 +264,10 @@ def _print_pair(first: str, label: str, before: Answers, after: Answers, result:
 
     total = len(result.gained) + len(result.lost)
     if result.difference is None:
-        say(
-            f"{label} against {first}: they were asked other questions, so their answers cannot be compared by question"
-        )
+        why = "they were asked other questions"
+        if before.left_out or after.left_out:
+            why = "no question has an answer with a reward in both"
+        say(f"{label} against {first}: {why}, so their answers cannot be compared by question")
     elif before.judged:
         of = f" on {result.difference.total} questions that both were asked"
         say(f"{label} against {first}{of}: {difference(result.difference)} (McNemar's exact test)")
@@ -278,7 +279,7 @@ def _print_pair(first: str, label: str, before: Answers, after: Answers, result:
         )
     if result.only_before or result.only_after:
         say(
-            f"  their questions differ: {result.only_before} only in {first}, {result.only_after} only in {label}; "
+            f"  {result.only_before} questions are answered only in {first}, {result.only_after} only in {label}; "
             "these are left out"
         )
     if result.other_text:

@@ -33,7 +33,7 @@ _WRAPPED = 50_000
 _OWN = {
     *("group", "sample", "uid", "kind", "type", "prompt", "completion", "reward", "advantage", "correct", "masked_by"),
     *("length", "finish_reason", "ended", "error", "turns", "no_actions", "policy_version"),
-    *("group_mean", "group_std", "group_tied", "row", "logp", "turn_rewards", "turn_advantages"),
+    *("group_mean", "group_std", "group_tied", "row", "logp", "turn_rewards", "turn_advantages", "play"),
 }
 """Columns that have a place of their own; others are what reward functions and verifiers logged."""
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.config import GRPOConfig
+from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,6 +52,10 @@ def plan(
     file = recipe / "recipe.toml" if recipe.is_dir() else recipe
     config = GRPOConfig.from_toml(file, overrides=overrides or [])
     if calibrate is not None:
+        parent = calibrate.absolute().parent
+        if calibrate.is_dir() or not parent.is_dir():
+            what = "it is a folder" if calibrate.is_dir() else f"the folder {parent} does not exist"
+            raise ConfigError(f"--calibrate {calibrate}: {what}; name a file in a folder that is there")
         write_constants(config, calibrate)
         return
     trainer = GRPOTrainer(args=alone(config))

@@ -28,6 +28,9 @@ def test_learners_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"distributed\.learners=2: torchrun has started 1"):
         launch.run(GRPOConfig(learners=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_ADDR='': torchrun sets them"):
+        launch.run(GRPOConfig())
     monkeypatch.setenv("WORLD_SIZE", "one")
     with pytest.raises(ConfigError, match="WORLD_SIZE='one'"):
         launch.run(GRPOConfig())

@@ -119,7 +119,7 @@ def test_gpus_are_those_that_the_driver_tells(tmp_path: Path, monkeypatch: pytes
 def test_each_sampler_has_memory_for_the_model() -> None:
     nodes = [Node("a", 8, 0, 1e9, memory=10e9), Node("b", 1, 0, 1e9, memory=100e9)]
     check_memory(nodes, 4, 1, int(3e9))  # three on a, one on b, which has one CPU
-    with pytest.raises(ConfigError, match=r"samplers=5: each holds the model, 3.0 GB .* have 110.0 GB, room for 4"):
+    with pytest.raises(ConfigError, match=r"samplers=5: each takes 3.0 GB .* have 110.0 GB, room for 4"):
         check_memory(nodes, 5, 1, int(3e9))
     check_memory(nodes, 9, 1, 0)
 

@@ -160,8 +160,10 @@ def test_one_command_starts_all_ranks(recipe_folder: Path, unbroken: Path, tmp_p
     assert process.returncode == 0, printed
 
 
-def test_what_is_refused_is_said_once_and_not_started_again(recipe_folder: Path, tmp_path: Path) -> None:
-    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2", "model.model=/nowhere", HERE)
+@pytest.mark.parametrize("mistake", ["model.model=/nowhere", 'rewards.functions=["/nowhere.py:f"]'])
+def test_what_is_refused_is_said_once_and_not_started_again(recipe_folder: Path, tmp_path: Path, mistake: str) -> None:
+    """By all ranks, or by rank 0 while the others are still loading."""
+    settings = (f"run.output_dir={tmp_path / 'run'}", "distributed.learners=2", mistake, HERE)
     process = started([sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml", *settings])
     printed = finished(process)
     assert process.returncode == 2, printed

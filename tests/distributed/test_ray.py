@@ -268,7 +268,7 @@ def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeyp
     monkeypatch.setattr(ray_cluster, "facts_here", lambda model: here(model) | {"model": "0" * 64})
     refused(lambda: on_ray("files", 1), r"on Ray node \w+ it is another one than here")
     monkeypatch.setattr(ray_cluster, "facts_here", lambda model: here(model) | {"model_bytes": 10**15})
-    refused(lambda: on_ray("memory", 1), r"samplers=1: each holds the model, 1000000\.0 GB .*room for 0")
+    refused(lambda: on_ray("memory", 1), r"samplers=1: each takes 1000000\.\d GB .*room for 0")
     monkeypatch.setattr(ray_cluster, "facts_here", here)
 
     def without_covey() -> Any:

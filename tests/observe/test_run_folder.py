@@ -273,6 +273,14 @@ def test_a_resume_with_other_versions_is_noted(tmp_path):
         assert run.versions()["torch"] == "0.4"
 
 
+@pytest.mark.parametrize("line", ['{"step": 1' + "0" * 30 + "}", '{"step": 2, "reward": 1' + "0" * 400 + "}"])
+def test_a_number_that_no_float_has_is_damage(tmp_path, line):
+    with RunFolder.create(tmp_path / "run") as run:
+        run.metrics_path.write_text('{"step": 1}\n' + line + '\n{"step": 3}\n')
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl: line 2"):
+        RunFolder.read(tmp_path / "run").read_metrics()
+
+
 def test_damaged_versions_are_a_clear_error(tmp_path):
     with RunFolder.create(tmp_path):
         pass

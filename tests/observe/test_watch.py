@@ -249,8 +249,9 @@ def test_damaged_lines_and_tables_are_left_out_and_said(tmp_path: Path, open_pag
         b"[" * 10_000,
         b"\xff\xfe",
         b"1" * 5000,
+        b'{"step": 6, "reward": 0.5, "n": ' + b"9" * 400 + b"}",
     ]
-    good = b'{"step": 7, "loss": null, "reward": 0.5, "n": ' + b"9" * 400 + b"}"
+    good = b'{"step": 7, "loss": null, "reward": 0.5}'
     run.metrics_path.write_bytes(b"\n".join([*bad, good]) + b"\n")
     run.questions_path.write_bytes(b'{"step": 1, "answers": {"a": [3, 2]}}\n{"step": 1, "answers": {"a": [1, 2]}}\n')
     (run.completions / "step_000002.parquet").write_bytes(b"PAR1 no PAR1")
@@ -446,6 +447,9 @@ def test_a_small_file_that_unfolds_to_gigabytes_costs_a_process(tmp_path: Path, 
     assert answer.status_code == 404
     assert "look at it with pyarrow" in answer.json()["error"]
     assert page.ask("0/completions", step=1)["completions"] == 1  # the next one is read as ever
+    found = page.ask("0/search", search="x")  # the newest first: it is passed over, and said to be
+    assert (found["looked"], found["unread"], found["before"]) == (1, 1, 2)
+    assert [hit["step"] for hit in page.ask("0/search", search="x", before=2)["hits"]] == [1]
 
 
 def test_all_steps_are_searched_the_newest_first(

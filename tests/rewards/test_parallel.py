@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -52,6 +54,13 @@ def test_failures_are_told(verifier: ParallelVerifier, text: str, message: str) 
         verifier.batch_verify([("", "ok"), ("", text)])
     assert caught.value.sample == 1
     assert verifier.batch_verify([("", "abc")]) == [3.0]  # and the next one is served
+
+
+def test_a_process_that_was_killed_while_idle_is_replaced(verifier: ParallelVerifier) -> None:
+    for process in {int(found or 0) for found in verifier.batch_verify([("", "pid")] * 40)}:
+        os.kill(process, signal.SIGKILL)
+    time.sleep(0.2)
+    assert verifier.batch_verify([("", "abc")] * 2) == [3.0, 3.0]
 
 
 def test_what_cannot_be_found_in_another_process() -> None:

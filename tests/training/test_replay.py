@@ -251,6 +251,10 @@ def edit_ledger(run: Path) -> None:
     change_rows(run / "ledger" / "step_000004.parquet", lambda rows: rows[5].update(logp=rows[5]["logp"] - 0.001))
 
 
+def empty_ledger(run: Path) -> None:
+    change_rows(run / "ledger" / "step_000004.parquet", lambda rows: rows.clear())
+
+
 def edit_line(name: str, factor: float) -> Callable[[Path], None]:
     def change(run: Path) -> None:
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -289,6 +293,7 @@ def edit_weight(step: int, *, hashed_anew: bool) -> Callable[[Path], None]:
         (edit_stored_token, {"metrics", "ledger"}),
         (edit_earlier_step, {"metrics", "ledger", "weights after step 4 against its checkpoint"}),
         (edit_ledger, {"ledger"}),
+        (empty_ledger, {"ledger"}),
         (edit_line("loss", 1.01), {"metrics"}),
         (edit_line("grad_norm", 1.01), {"metrics"}),
         (edit_line("reward", 1.01), {"metrics"}),
@@ -299,6 +304,7 @@ def edit_weight(step: int, *, hashed_anew: bool) -> Callable[[Path], None]:
     ],
     ids=[
         *("reward", "advantage", "mask", "stored reward", "stored logprob", "stored token", "earlier step", "ledger"),
+        "empty ledger",
         *("loss", "grad_norm", "mean reward", "weight before", "damaged weight before", "weight", "damaged weight"),
     ],
 )

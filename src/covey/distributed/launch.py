@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 _REFUSED = "COVEY_REFUSED"
 """Environment variable: the file in which a rank says why it was refused."""
+_TELL_SECONDS = 2.0
 _TORCHRUN = """
 import ctypes, runpy, signal, sys
 try:
@@ -184,17 +186,31 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
             return None
         return _train(config, resume or _goes_on(config), backend)
     except CoveyError as error:
+        ranks.leave()
         mended = isinstance(error, RankLostError | TornError) and not isinstance(error, NoMemoryError)
+        if mended and _is_refused():  # the others have ended because of it
+            raise SystemExit(1) from error
         if _REFUSED not in os.environ or mended:  # by another start
             raise
         Path(os.environ[_REFUSED]).write_text(str(error))  # who has started the ranks shows it, once
         raise SystemExit(error.exit_status) from error
     except KeyboardInterrupt as error:
+        ranks.leave()
         if _REFUSED not in os.environ:
             raise
         raise SystemExit(130) from error
     finally:
         ranks.close()
+
+
+def _is_refused() -> bool:
+    """Whether another rank of this machine says, now or in a moment, that the run is refused."""
+    file, until = os.environ.get(_REFUSED), time.monotonic() + _TELL_SECONDS
+    while file is not None and time.monotonic() < until:
+        if Path(file).exists():
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None] = log.info) -> bool:
@@ -219,7 +235,7 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str
         ModelError: ranks have died too often.
     """
     chosen = config.distributed
-    if chosen.learners == 1 or "WORLD_SIZE" in os.environ:
+    if chosen.learners == 1 or ("WORLD_SIZE" in os.environ and "RANK" in os.environ):
         return False
     RanksBackend(Ranks()).check(config)
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // chosen.learners, 1))}

@@ -13,6 +13,8 @@ from covey.errors import ConfigError
 
 PACKAGES = ("covey", "torch", "transformers", "peft", "numpy", "safetensors", "ray")
 """Those whose versions are part of the numbers, or of what processes say to each other."""
+PROCESS_BYTES = 300_000_000
+"""That a process takes with its libraries, before it holds a model."""
 STORED_ADAPTERS = 4
 """That the object store must have room for: the one in use, the next one, and those of readers that are late."""
 
@@ -94,7 +96,7 @@ def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes:
     if room < samplers:
         held = sum(node.memory for node in nodes)
         raise ConfigError(
-            f"distributed.samplers={samplers}: each holds the model, {model_bytes / 1e9:.1f} GB at the least, and the "
+            f"distributed.samplers={samplers}: each takes {model_bytes / 1e9:.1f} GB or more, and the "
             f"nodes of the Ray cluster have {held / 1e9:.1f} GB, room for {room}; use fewer, or add machines"
         )
 

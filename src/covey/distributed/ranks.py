@@ -8,6 +8,7 @@ call all wait until each has built its parts, which one on a busy machine does l
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -85,8 +86,12 @@ class Ranks:
         rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
         if rank is None or world is None:
             return None
-        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-            raise ConfigError(f"RANK={rank!r}, WORLD_SIZE={world!r}: torchrun sets them; unset them to run without it")
+        set_by_torchrun = int(world) == 1 or "MASTER_ADDR" in os.environ if world.isdecimal() else False
+        if not (rank.isdecimal() and set_by_torchrun and int(rank) < int(world)):
+            raise ConfigError(
+                f"RANK={rank!r}, WORLD_SIZE={world!r}, MASTER_ADDR={os.environ.get('MASTER_ADDR', '')!r}: torchrun "
+                "sets them; unset them to run without it"
+            )
         return cls(int(rank), int(world), timeout_seconds)
 
     # ------------------------------------------------------------------ calls, from rank 0 to the others
@@ -191,6 +196,13 @@ class Ranks:
         )
         return TornError(self._torn)
 
+    def leave(self) -> None:
+        """Leave the group after a failure, without a word: the others may be waiting for something else, and find out
+        by the connection.
+        """
+        self._torn = self._torn or "this rank has left"
+        self.close()
+
     def close(self) -> None:
         """Rank 0 lets the others go; each leaves the group. May be called twice."""
         if self.world == 1 or self._ended.is_set():
@@ -212,6 +224,12 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             raise RankLostError(
                 f"rank {self.rank} of {self.world}, {doing}: another rank is gone or did not answer within "
-                f"{seconds or self._timeout:g} s ({str(error).splitlines()[0][:600]}); see what the others print, and "
+                f"{seconds or self._timeout:g} s ({_plain(error)}); see what the others print, and "
                 "start again: the run continues from its last checkpoint"
             ) from error
+
+
+def _plain(error: BaseException) -> str:
+    """What gloo and the store say, without where in their source they say it and what they guess."""
+    line = re.sub(r"^\[/\S+\]\s*", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
+    return line.partition(" This is typically caused")[0][:600]

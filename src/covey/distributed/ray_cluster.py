@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -26,8 +27,9 @@ from covey.distributed.machines import (
     mixtures,
 )
 from covey.distributed.members import MemberError
-from covey.distributed.preflight import PACKAGES, Node, check_alike, check_memory, installed
+from covey.distributed.preflight import PACKAGES, PROCESS_BYTES, Node, check_alike, check_memory, installed
 from covey.errors import ConfigError, CoveyError
+from covey.processes import total_memory
 
 CPUS = 1.0
 """That a process takes of its node."""
@@ -44,6 +46,11 @@ def connect(address: str, actors: int) -> bool:
     if ray.is_initialized():
         return False
     if not join(address):
+        if actors * PROCESS_BYTES > total_memory():
+            raise ConfigError(
+                f"{actors} Ray actors on this machine: a process takes {PROCESS_BYTES / 1e9:.1f} GB at the least, and "
+                f"there are {total_memory() / 1e9:.1f} GB; use fewer, or a cluster (distributed.ray_address)"
+            )
         here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
         here["resources"] = {_LOCAL_MARK: 1}
         ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **_QUIET)
@@ -63,8 +70,12 @@ def join(address: str) -> bool:
         return False
     if known == "auto":
         try:
-            ray.init(address="auto", **_QUIET)
-        except ConnectionError:
+            found = canonicalize_bootstrap_address("auto")
+            if found is None:
+                return False
+            reach(found)  # it may be somebody's who has just ended, and Ray would wait for it
+            ray.init(address=found, **_QUIET)
+        except (ConnectionError, OSError, RuntimeError):
             return False
         if _LOCAL_MARK in ray.cluster_resources():
             ray.shutdown()
@@ -215,7 +226,7 @@ def check_cluster(
     with_gpus = {name: facts for name, facts in others.items() if facts.gpus or not gpus}
     said += check_mixture(mixtures(own, with_gpus, gpus=gpus > 0), allowed=allowed)
     if not gpus:
-        check_memory(nodes, processes, CPUS, own.model_bytes)
+        check_memory(nodes, processes, CPUS, own.model_bytes + PROCESS_BYTES)
     return nodes, said + clock_warnings(others)
 
 

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,15 @@ class JsonLines:
 def is_step(record: Record) -> bool:
     """A line of a step, or of an evaluation after it."""
     step = record.get("step")
-    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
 
 
 def is_metrics(record: Record) -> bool:
-    """A line of `metrics.jsonl`: no text where Covey writes a number, and null for numbers that are none."""
+    """A line of `metrics.jsonl`: numbers where Covey writes numbers, of a size that a float has, null for none."""
     return is_step(record) and not any(
         (isinstance(value, str) and describe_metric(name) is not None)
         or (isinstance(value, float) and not math.isfinite(value))
+        or (isinstance(value, int) and abs(value) > sys.float_info.max)
         for name, value in record.items()
     )
 

@@ -95,7 +95,8 @@ class _Worker:
         self._stop: Callable[[], object] = lambda: None
 
     def apply(self, item: tuple[Any, ...], time_limit: float) -> Any:
-        if self._channel is None:
+        if self._channel is None or self._has_ended():
+            self.stop()
             self._start()
         assert self._channel is not None
         try:
@@ -107,6 +108,10 @@ class _Worker:
         if "error" in answer:
             raise RewardError(str(answer["error"]))
         return answer["result"]
+
+    def _has_ended(self) -> bool:
+        """Whether the process has died since its last item: it says nothing else by itself."""
+        return bool(select.select([self._channel], [], [], 0)[0])
 
     def stop(self) -> None:
         self._stop()

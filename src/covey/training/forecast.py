@@ -16,6 +16,7 @@ import torch
 
 from covey.config import GRPOConfig
 from covey.distributed.cost import share_of_units
+from covey.distributed.preflight import PROCESS_BYTES
 from covey.processes import total_memory
 from covey.training.plan import Part, Plan
 from covey.training.trainer import GRPOTrainer
@@ -138,11 +139,11 @@ def forecast(trainer: GRPOTrainer, config: GRPOConfig) -> Forecast | None:
     held = [Part("weights", weights / parts), Part("AdamW's moments", 2 * state / parts)]
     held += [Part("reference", copies * state / parts)] * copies
     learning = [Part("gradients", state / parts), Part("activations, about", _activations(policy, config))]
-    if ranks > 1 and parts == 1:
+    if parts == 1 and (ranks > 1 or chosen.samplers is not None):
         learning.append(Part("exact sum of gradients", 8.0 * numbers))
     samples_itself = not chosen.samplers and not urls
     found = [Process("learner", ranks, tuple(held), engine if samples_itself else (), tuple(learning), room)]
-    base = (Part("weights", weights),)
+    base = (Part("weights", weights), Part("libraries", PROCESS_BYTES))
     if chosen.samplers:
         found.append(Process("sampler", chosen.samplers, base, engine, (), room))
     if urls:

@@ -440,8 +440,14 @@ def _check_metrics(
 
 def _ledger_rows(report: Report, folder: RunFolder, step: int) -> list[Record]:
     path = folder.ledger / f"step_{step:06d}.parquet"
+    rows = read_rows(path) if path.exists() else []
+    if rows:
+        return rows
     if path.exists():
-        return read_rows(path)
+        check = Check("ledger", 0.0)
+        check.wrong(path.name, "tokens", "it is empty; a step whose ledger is kept has tokens in it")
+        report.checks.append(check)
+        return []
     report.notes.append("ledger/ has no table of the step (run.ledger, run.ledger_steps)")
     return []
 

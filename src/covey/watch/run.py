@@ -169,9 +169,18 @@ class WatchedRun:
         if not steps:
             return {"hits": [], "looked": 0, "left": 0, "before": None, "unread": 0}
         names = {f"{kind}_{step:06d}.parquet": step for step in steps[:_MOST_SEARCHED]}
-        found = self._reader.ask("search", self.folder.completions, list(names), wanted)
+        try:
+            found = self._reader.ask("search", self.folder.completions, list(names), wanted)
+        except RunFolderError:  # one of them is more than a process may hold, or takes too long: which one?
+            found = self._search_one(next(iter(names)), wanted)
         hits = [hit | {"step": names[hit.pop("table")]} for hit in found.pop("hits")]
         return found | {"hits": hits, "left": len(steps) - found["looked"], "before": steps[found["looked"] - 1]}
+
+    def _search_one(self, name: str, wanted: Record) -> Record:
+        try:
+            return self._reader.ask("search", self.folder.completions, [name], wanted)
+        except RunFolderError:
+            return {"hits": [], "looked": 1, "unread": 1}
 
     def compare(self, before: int, after: int, *, shown: str = "changed", offset: int = 0) -> Record:
         """Two evaluations, question by question; see `covey.watch.tables.compare`."""
