@@ -262,11 +262,16 @@ class _Template:
         Raises:
             OSError: the template has ended.
         """
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
+        with self._lock:
             self.start()
             assert self._control is not None
-            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                except OSError:
+                    ours.close()
+                    raise
         hello = frames.receive(ours.fileno()) if select.select([ours], [], [], _START_SECONDS)[0] else None
         if hello is None:
             ours.close()
