@@ -112,7 +112,11 @@ def _sync(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 def _run(arguments: argparse.Namespace, output: Path, settings: list[str]) -> dict[str, Any]:
     """A run of the command, which evaluates on eight prompts, before and after."""
     command = [sys.executable, "-m", "covey", "train", arguments.recipe, f"run.output_dir={output}"]
-    command += [f"schedule.max_steps={arguments.steps}", "evaluation.num_eval_prompts=8"]
+    command += [
+        f"schedule.max_steps={arguments.steps}",
+        "evaluation.num_eval_prompts=8",
+        "distributed.ray_address=local",
+    ]
     command += [*settings, *arguments.settings]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     begun = time.monotonic()

@@ -111,6 +111,7 @@ class _Worker:
 
     def _has_ended(self) -> bool:
         """Whether the process has died since its last item: it says nothing else by itself."""
+        assert self._channel is not None
         return bool(select.select([self._channel], [], [], 0)[0])
 
     def stop(self) -> None:
