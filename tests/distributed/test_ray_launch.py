@@ -138,6 +138,7 @@ def test_a_node_that_is_lost(
         raylet = int(Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()[1])
         assert "raylet" in name_of(raylet)
         os.kill(raylet, signal.SIGKILL)
+        os.kill(other, signal.SIGKILL)  # which would notice soon
         cluster.add_node(**SMALL)
     finally:
         printed = finished(process)

@@ -134,7 +134,5 @@ def test_what_cannot_be(train: Callable[..., GRPOTrainer], monkeypatch: pytest.M
         lambda: train("locked", data() | {"reward_funcs": locked}, reward_workers=1),
         r"the reward function .*locked.* cannot be sent to another process .*name it in rewards.functions",
     )
-    monkeypatch.setattr("covey.distributed.ray_workers._ROOM_SECONDS", 1.0)
-    refused(
-        lambda: train("many", reward_workers=5), r"distributed.reward_workers=5: each takes 1 CPU, and 4 of .* 4 are"
-    )
+    monkeypatch.setattr("covey.distributed.ray_cluster.PROBE_SECONDS", 1.0)
+    refused(lambda: train("many", reward_workers=5), r"distributed.reward_workers=5: needs 5 CPU, 4 are free")
