@@ -69,7 +69,7 @@ def test_no_number_breaks_the_doctor(odd: Any) -> None:
 
 
 def test_numbers_as_large_as_they_get(tmp_path: Path, covey: Command) -> None:
-    odd = [{"reward": 1e308}, {"reward": -1e308, "kl": 1e308}, {"grad_norm": None}, {"reward": 10**400, "x": {"y": 1}}]
+    odd = [{"reward": 1e308}, {"reward": -1e308, "kl": 1e308}, {"grad_norm": None}, {"reward": 10**308, "x": {"y": 1}}]
     folder = run_of(tmp_path / "run", [*([{}] * 6), *odd * 10])
     status, shown, _ = covey("doctor", folder)
     assert status == 1
