@@ -95,6 +95,7 @@ def test_a_mesh_changes_nothing_but_where_it_runs(tmp_path: Path) -> None:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(Path(covey.__file__).parent.parent), str(here)]),
             "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+            "NPROC": "64",  # see `make_mesh`
             "JAX_PLATFORMS": "cpu",
         },
     )

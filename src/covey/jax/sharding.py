@@ -20,6 +20,8 @@ where the axis would cut through a key-value head: the devices would exchange it
 from __future__ import annotations
 
 import math
+import os
+import re
 from typing import Any
 
 import jax
@@ -29,6 +31,10 @@ from covey.errors import ConfigError
 
 DATA, TENSOR = "data", "tensor"
 LAYERS = "layers"
+
+# A CPU's sums over forced devices wait on threads of one pool, which has no more of them than there are devices: sums
+# along two axes at once can hold them all, and none ends. XLA reads the pool's size from NPROC.
+_THREADS_A_DEVICE = 8
 
 # Name of an array -> (number of its dimensions, the one that is split).
 _Rules = dict[str, tuple[int, int]]
@@ -52,6 +58,8 @@ def make_mesh(axes: str | None, device: str = "auto") -> Mesh | None:
         ConfigError: JAX sees no such device, or too few of them.
     """
     kind = device.partition(":")[0]
+    if forced := re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
+        os.environ.setdefault("NPROC", str(_THREADS_A_DEVICE * int(forced[1])))
     try:
         devices = jax.devices() if kind == "auto" else jax.devices({"cuda": "gpu"}.get(kind, kind))
     except RuntimeError as error:
