@@ -35,9 +35,9 @@ $(VENV)/.dev: $(SOURCES) $(VENV)/.demo
 demo: $(VENV)/.demo
 	$(BIN)/covey train recipes/arithmetic run.output_dir=$(RUN)
 
-# Two files at a time, with one thread each; the jail's tests have time limits and want the machine for themselves.
+# Two files at a time, with one thread each, those that start processes first; the jail's tests have time limits and want the machine for themselves.
 test: $(VENV)/.dev
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray" -n 2 --dist loadfile --ignore tests/rewards
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/rewards
 	$(BIN)/python -m pytest tests/rewards
 
 # `covey watch` in a real browser, with Chromium from the system (COVEY_CHROMIUM names another one); `make test` has it too.

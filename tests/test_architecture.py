@@ -27,7 +27,7 @@ SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS = {
-    **dict.fromkeys(("types", "errors", "files", "adapters", "functions", "hub", "processes"), 0),
+    **dict.fromkeys(("types", "errors", "files", "adapters", "functions", "hub", "processes", "signals"), 0),
     **dict.fromkeys(("algorithms", "rewards", "tasks", "environments"), 1),
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),

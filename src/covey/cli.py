@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,6 +44,7 @@ from covey.cli_weights import config_for
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
 from covey.observe.console import visible
+from covey.signals import EndedError, ended_by_signals
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Evaluation
@@ -86,6 +89,17 @@ def main() -> None:
         sys.exit(130)
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Typer gives every interrupt the same exit status."""
+    try:
+        with ended_by_signals():
+            yield
+    except EndedError as end:
+        err.print(f"covey: {end}", style="red")
+        raise typer.Exit(end.exit_status) from end
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         out.print(f"covey {__version__}", highlight=False)
@@ -117,8 +131,9 @@ def train(
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     from covey.distributed import launch
 
-    if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
-        print_summary(out, trainer, Path(config.run.output_dir))
+    with _ended_by_signals():
+        if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
+            print_summary(out, trainer, Path(config.run.output_dir))
 
 
 @app.command()
@@ -138,8 +153,9 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):
-        print_summary(out, trainer, run)
+    with _ended_by_signals():
+        if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):
+            print_summary(out, trainer, run)
 
 
 app.command()(plan)

@@ -21,6 +21,7 @@ from covey.distributed.machines import (
     Facts,
     check_mixture,
     check_models,
+    check_vllm,
     clock_ahead,
     clock_warnings,
     facts_here,
@@ -81,6 +82,15 @@ def test_mixtures_are_refused_unless_the_run_allows_them() -> None:
         check_mixture(found, allowed=False)
     assert len(check_mixture(found, allowed=True)) == 3
     assert check_mixture([], allowed=False) == []
+
+
+def test_vllm_is_the_same_where_samplers_are() -> None:
+    assert check_vllm({}) == []
+    assert check_vllm({"a": Facts(vllm="0.32.0"), "b": Facts(vllm="0.32.0")}) == []
+    assert check_vllm({"a": Facts(vllm="0.32.0"), "b": Facts(vllm="0.31.1")}) == ["b has vLLM 0.31.1, a has 0.32.0"]
+    there_is_none = facts_here("somebody/model", "/nowhere/python")
+    with pytest.raises(ConfigError, match=r"node b: distributed\.vllm_python='/nowhere/python': it does not start"):
+        check_vllm({"node a": Facts(vllm="0.32.0"), "node b": Facts(**there_is_none)})
 
 
 @given(st.floats(-1e6, 1e6), st.floats(0, 100), st.floats(0, 1))

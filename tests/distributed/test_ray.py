@@ -265,14 +265,14 @@ def test_bad_clusters_are_one_error(on_ray: Callable[..., GRPOTrainer], monkeypa
 
 def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
     here = ray_cluster.facts_here
-    monkeypatch.setattr(ray_cluster, "facts_here", lambda model: here(model) | {"model": "0" * 64})
+    monkeypatch.setattr(ray_cluster, "facts_here", lambda *asked: here(*asked) | {"model": "0" * 64})
     refused(lambda: on_ray("files", 1), r"on Ray node \w+ it is another one than here")
-    monkeypatch.setattr(ray_cluster, "facts_here", lambda model: here(model) | {"model_bytes": 10**15})
+    monkeypatch.setattr(ray_cluster, "facts_here", lambda *asked: here(*asked) | {"model_bytes": 10**15})
     refused(lambda: on_ray("memory", 1), r"samplers=1: each takes 1000000\.\d GB .*room for 0")
     monkeypatch.setattr(ray_cluster, "facts_here", here)
 
     def without_covey() -> Any:
-        def probe(names: list[str], model: str) -> tuple[dict[str, str], float, str]:
+        def probe(names: list[str], model: str, vllm_python: str | None) -> tuple[dict[str, str], float, str]:
             return own, time.time(), "ImportError: no"
 
         own = ray_cluster.installed()
@@ -296,6 +296,12 @@ def test_the_doctor_looks_at_a_cluster(recipe_folder: Path, cluster: Cluster, co
     status, _, told = covey(*arguments, "distributed.samplers=4")
     assert status == 2
     assert "has room for 3" in told
+    status, shown, _ = covey(*arguments, "distributed.learners=2")
+    assert status == 0
+    assert "3 nodes, room for distributed.learners=2, each 1 CPU and 0 GPU;" in shown
+    status, _, told = covey(*arguments, "distributed.learners=2", "distributed.samplers=2")
+    assert status == 2
+    assert "distributed.learners=2 and samplers=2: 4 CPUs and 0 GPUs are needed" in told
     assert covey(*arguments)[0] == 2  # nothing is placed
     assert not ray.is_initialized()
 

@@ -23,6 +23,8 @@ from run_cases import learned
 from test_ranks import finished, started
 from test_ray import alive, descendants, name_of
 
+from covey.observe.run_folder import RunFolder
+
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
@@ -69,6 +71,10 @@ def unbroken(recipe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> d
         assert process.returncode == 0, printed
         found[settings[:2]] = folder / str(number)
     return found
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    return [line for line in RunFolder.read(run).read_metrics() if "loss" in line]
 
 
 def run_to_its_end(command: list[object]) -> str:
@@ -153,6 +159,23 @@ def test_actors_sample_ahead_for_several_learners(
     settings = ("distributed.samplers=1", "schedule.max_staleness=1")
     printed = run_to_its_end([*command, *settings])
     assert learned(tmp_path / "run") == learned(unbroken[settings]), printed
+
+
+@pytest.mark.parametrize("adapter", ["true", "false"])
+def test_actors_are_given_what_learners_hold_in_parts(
+    command: list[object], recipe_folder: Path, tmp_path: Path, adapter: str
+) -> None:
+    settings = ["distributed.samplers=1", f"model.use_peft={adapter}", "distributed.learner_kind=sharded"]
+    run_to_its_end([*command, *settings])
+    alone = [
+        *(sys.executable, "-m", "covey", "train", recipe_folder / "recipe.toml", f"run.output_dir={tmp_path / '1'}")
+    ]
+    run_to_its_end([*alone, "distributed.samplers=0", settings[1]])
+    pairs = list(zip(metrics_of(tmp_path / "run"), metrics_of(tmp_path / "1"), strict=True))
+    assert len(pairs) == 6
+    for found, expected in pairs:
+        for name in ("reward", "loss", "grad_norm", "kl"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)

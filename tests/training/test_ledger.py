@@ -15,7 +15,6 @@ from learner_cases import make_batch, make_learner
 from covey import GRPOTrainer
 from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
-from covey.errors import ConfigError
 from covey.observe.records import read_table
 from covey.observe.run_folder import RunFolder
 from covey.training import ledger
@@ -161,7 +160,15 @@ def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
     assert not (tmp_path / "without" / "ledger").exists()
 
 
-def test_a_kl_over_the_vocabulary_has_no_ledger(settings: dict[str, Any]) -> None:
-    args = GRPOConfig(**settings, ledger_steps=1, beta=0.1, kl_estimator="exact")
-    with pytest.raises(ConfigError, match=r"run\.ledger_steps=1 with algorithm\.kl_estimator='exact'"):
-        GRPOTrainer(reward_funcs=by_length, args=args, train_dataset=[{"prompt": "a"}])
+@pytest.mark.parametrize("estimator", ["exact", "exact_weighted"])
+def test_a_kl_over_the_vocabulary_is_a_part_of_the_loss(estimator: str) -> None:
+    batch = with_masks(make_batch())
+    (seen,), done, _ = passes_of(batch, beta=0.3, kl_estimator=estimator)
+    (without,), _, _ = passes_of(batch, beta=0.0)
+    columns, others = token_columns(seen), token_columns(without)
+    assert columns["loss"].sum() == pytest.approx(done.metrics["loss"], rel=1e-4, abs=1e-6)
+    assert columns["kl"][batch.mask].mean() == pytest.approx(done.metrics["kl"], rel=1e-4)
+    assert columns["kl"][batch.mask].max() > 1e-4
+    own = columns["loss"] - 0.3 * columns["kl"] * columns["weight"]
+    np.testing.assert_allclose(own, others["loss"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(columns["gradient"], others["gradient"], rtol=1e-5, atol=1e-7)

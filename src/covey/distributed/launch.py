@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,8 @@ from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
 from covey.pytorch.slices import NotSlicedError
+from covey.signals import EndedError
+from covey.signals import ignore as ignore_signals
 from covey.training import agents, setup
 from covey.training.trainer import GRPOTrainer
 from covey.types import Prompt
@@ -182,6 +185,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
             log.warning("%s", sentence)
         backend = RanksBackend(ranks)
         if ranks.rank > 0:
+            ignore_signals()  # rank 0, which has them too, may need this one for a checkpoint, and lets it go
             backend.follow(config)
             return None
         return _train(config, resume or _goes_on(config), backend)
@@ -198,7 +202,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         ranks.leave()
         if _REFUSED not in os.environ:
             raise
-        raise SystemExit(130) from error
+        raise SystemExit(error.exit_status if isinstance(error, EndedError) else 130) from error
     finally:
         ranks.close()
 
@@ -273,8 +277,17 @@ def _launcher(
     command = ["--standalone", "--nproc-per-node", str(config.distributed.learners), "-m", "covey", *arguments]
 
     def torchrun(attempt: int, environment: Mapping[str, str]) -> int:
-        with subprocess.Popen([sys.executable, "-c", _TORCHRUN, *command], env=environment) as launcher:
-            return launcher.wait()
+        # In a session of its own: the terminal's Ctrl-C comes here, and the ranks are told once.
+        words = [sys.executable, "-c", _TORCHRUN, *command]
+        with subprocess.Popen(words, env=environment, start_new_session=True) as launcher:
+            try:
+                return launcher.wait()
+            except KeyboardInterrupt as end:
+                launcher.send_signal(
+                    signal.SIGTERM if isinstance(end, EndedError) and end.number != signal.SIGINT else signal.SIGINT
+                )
+                launcher.wait()  # it waits 30 s for the ranks at the most
+                raise
 
     say(f"layout: {config.distributed.learners} learners on this machine, started by torchrun")
     yield torchrun

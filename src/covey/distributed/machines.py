@@ -37,6 +37,8 @@ class Facts:
         model_problem: why it cannot be read, "" if it can.
         clock: seconds that it was ahead of this process's when it was asked, at the least; negative = behind.
         threads: of each operation, 0 where a process of the run sets it.
+        vllm: version of vLLM in the environment that samplers use, "" where it was not asked for.
+        vllm_problem: why it cannot be used, "" if it can.
     """
 
     gpus: tuple[str, ...] = ()
@@ -46,16 +48,26 @@ class Facts:
     model_problem: str = ""
     clock: float = 0.0
     threads: int = 0
+    vllm: str = ""
+    vllm_problem: str = ""
 
 
-def facts_here(model: str) -> dict[str, Any]:
+def facts_here(model: str, vllm_python: str | None = None) -> dict[str, Any]:
     """The fields of this machine's `Facts`, without its clock and threads.
 
     Args:
         model: as `model.model` names it.
+        vllm_python: whose vLLM is looked for, "" = that of this process's Python; None = none.
     """
     gpus, driver = _gpus()
     found: dict[str, Any] = {"gpus": gpus, "driver": driver}
+    if vllm_python is not None:
+        from covey.distributed.vllm_server import find_vllm
+
+        try:
+            found["vllm"] = find_vllm(vllm_python).version
+        except ConfigError as error:
+            found["vllm_problem"] = str(error)
     try:
         digest, size = model_hash(model)
         return found | {"model": digest, "model_bytes": size}
@@ -133,6 +145,23 @@ def mixtures(own: Facts, others: Mapping[str, Facts], *, gpus: bool, name_of_own
         if facts.threads != expected.threads:
             found.append(f"{name} has {facts.threads} threads, {first} has {expected.threads}")
     return found
+
+
+def check_vllm(nodes: Mapping[str, Facts]) -> list[str]:
+    """Differences between the vLLMs of machines with samplers, one sentence each.
+
+    Raises:
+        ConfigError: one has none that can be used.
+    """
+    for name, facts in nodes.items():
+        if facts.vllm_problem:
+            raise ConfigError(f"{name}: {facts.vllm_problem}")
+    first = next(iter(nodes), "")
+    return [
+        f"{name} has vLLM {facts.vllm}, {first} has {nodes[first].vllm}"
+        for name, facts in nodes.items()
+        if facts.vllm != nodes[first].vllm
+    ]
 
 
 def check_mixture(differences: Sequence[str], *, allowed: bool) -> list[str]:

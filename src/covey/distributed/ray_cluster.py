@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -21,13 +23,25 @@ from covey.distributed.machines import (
     Facts,
     check_mixture,
     check_models,
+    check_vllm,
     clock_ahead,
     clock_warnings,
     facts_here,
     mixtures,
 )
 from covey.distributed.members import MemberError
-from covey.distributed.preflight import PACKAGES, PROCESS_BYTES, Node, check_alike, check_memory, installed
+from covey.distributed.preflight import (
+    PACKAGES,
+    PROCESS_BYTES,
+    Node,
+    check_alike,
+    check_learners,
+    check_memory,
+    check_room,
+    gpus_of_learner,
+    gpus_of_sampler,
+    installed,
+)
 from covey.errors import ConfigError, CoveyError
 from covey.processes import total_memory
 
@@ -53,7 +67,7 @@ def connect(address: str, actors: int) -> bool:
             )
         here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
         here["resources"] = {_LOCAL_MARK: 1}
-        ray.init(address="local", object_store_memory=_LOCAL_STORE_BYTES, **here, **_QUIET)
+        _init("local", object_store_memory=_LOCAL_STORE_BYTES, **here)
     return True
 
 
@@ -74,16 +88,16 @@ def join(address: str) -> bool:
             if found is None:
                 return False
             reach(found)  # it may be somebody's who has just ended, and Ray would wait for it
-            ray.init(address=found, **_QUIET)
+            _init(found)
         except (ConnectionError, OSError, RuntimeError):
             return False
-        if _LOCAL_MARK in ray.cluster_resources():
+        if is_local():
             ray.shutdown()
             return False
         return True
     _require_reachable(known)
     try:
-        ray.init(address=known, **_QUIET)
+        _init(known)
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         token = "is that RAY_AUTH_TOKEN the cluster's? " if os.environ.get("RAY_AUTH_MODE") == "token" else ""
         raise ConfigError(
@@ -91,6 +105,19 @@ def join(address: str) -> bool:
             "a token is given it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         ) from error
     return True
+
+
+def is_local() -> bool:
+    """Whether this is a Ray that a run has started for itself; learners are torchrun's then."""
+    return _LOCAL_MARK in ray.cluster_resources()
+
+
+def _init(address: str, **settings: Any) -> None:
+    """`ray.init`, which takes SIGTERM for itself, where nobody waits for that."""
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init(address=address, **settings, **_QUIET)
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _require_reachable(address: str) -> None:
@@ -123,12 +150,13 @@ def nodes_there() -> list[Node]:
     return found
 
 
-def with_facts(nodes: Sequence[Node], model: str = "") -> list[Node]:
+def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None = None) -> list[Node]:
     """The nodes that run a task, with what is installed there and what they are.
 
     Args:
         nodes: those that live; the one of this process, which knows itself, stays as it is.
         model: as `model.model` names it; "" = it is not looked at.
+        vllm_python: see `covey.distributed.machines.facts_here`.
 
     Returns:
         Without those that have died meanwhile: Ray lists them for a while.
@@ -141,7 +169,7 @@ def with_facts(nodes: Sequence[Node], model: str = "") -> list[Node]:
     began = time.time()
     asked = {
         node.name: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(
-            list(PACKAGES), model
+            list(PACKAGES), model, vllm_python
         )
         for node in nodes
         if node.name != here
@@ -177,7 +205,7 @@ def with_facts(nodes: Sequence[Node], model: str = "") -> list[Node]:
 def _make_probe() -> Any:
     """A function that is sent by value, so that it runs where Covey is missing."""
 
-    def probe(names: Sequence[str], model: str) -> tuple[dict[str, str], float, Any]:
+    def probe(names: Sequence[str], model: str, vllm_python: str | None) -> tuple[dict[str, str], float, Any]:
         import platform
         import time
         from importlib import metadata
@@ -191,23 +219,19 @@ def _make_probe() -> Any:
         try:
             from covey.distributed.machines import facts_here
 
-            return found, clock, facts_here(model) if model else {}
+            return found, clock, facts_here(model, vllm_python) if model else {}
         except Exception as error:  # whatever an import can do there
             return found, clock, f"{type(error).__name__}: {error}"
 
     return probe
 
 
-def check_cluster(
-    config: GRPOConfig, check_room: Callable[[Sequence[Node]], None], gpus: float, processes: int
-) -> tuple[list[Node], list[str]]:
+def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[str]]:
     """Refuse a cluster that does not do for what a run places there.
 
     Args:
         config: of the run.
-        check_room: refuses nodes that have no room.
-        gpus: that a process takes of one node.
-        processes: that hold the model.
+        learners: to be placed, the first one on this node; 0 = they have their places, or need none.
 
     Returns:
         The nodes that answer, and what is to be said of them.
@@ -216,17 +240,36 @@ def check_cluster(
         ConfigError: they have no room, other versions, another model, or differ in what numbers depend on.
     """
     nodes, model, allowed = nodes_there(), config.model.model, config.run.allow_mixture
-    check_room(nodes)
-    nodes = with_facts(nodes, model)
-    check_room(nodes)
+    samplers, of_sampler = config.distributed.samplers or 0, gpus_of_sampler(config, nodes)
+    of_learner = gpus_of_learner(config, nodes)
+    gpus, here = of_learner if learners else of_sampler, ray.get_runtime_context().get_node_id()
+
+    def check_places() -> None:
+        if learners:
+            check_learners(nodes, here, (learners, CPUS, of_learner), (samplers, CPUS, of_sampler))
+        else:
+            check_room(nodes, samplers, CPUS, of_sampler)
+
+    check_places()
+    by_vllm = samplers > 0 and config.distributed.sampler_kind == "vllm"
+    vllm_python = (config.distributed.vllm_python or "") if by_vllm else None
+    nodes = with_facts(nodes, model, vllm_python)
+    check_places()
     said = check_alike(nodes, installed(), CPUS, gpus, allow_mixture=allowed)
-    own = Facts(**facts_here(model))
+    own = Facts(**facts_here(model, vllm_python))
     others = {f"Ray node {node.name}": node.facts for node in nodes if node.facts is not None}
     check_models(model, own, others)
     with_gpus = {name: facts for name, facts in others.items() if facts.gpus or not gpus}
     said += check_mixture(mixtures(own, with_gpus, gpus=gpus > 0), allowed=allowed)
+    if by_vllm:
+        placed = [node for node in nodes if node.cpus >= CPUS and node.gpus >= of_sampler]
+        sampling = {f"Ray node {node.name}": own if node.name == here else node.facts for node in placed}
+        said += check_mixture(check_vllm({name: facts for name, facts in sampling.items() if facts}), allowed=allowed)
     if not gpus:
-        check_memory(nodes, processes, CPUS, own.model_bytes + PROCESS_BYTES)
+        check_memory(nodes, learners + samplers, CPUS, own.model_bytes + PROCESS_BYTES)
+    counts = {"learners": learners, "samplers": samplers}
+    what = " and ".join(f"{name}={count}" for name, count in counts.items() if count) or "samplers=0"
+    await_room(f"distributed.{what}", (learners + samplers) * CPUS, learners * of_learner + samplers * of_sampler)
     return nodes, said + clock_warnings(others)
 
 

@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from types import FrameType
 from typing import Any
 
 import ray
@@ -32,10 +30,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from covey.config import GRPOConfig
 from covey.distributed.head import Head
-from covey.distributed.preflight import check_learners, gpus_of_learner, gpus_of_sampler
+from covey.distributed.preflight import gpus_of_learner
 from covey.distributed.ranks import RankLostError
-from covey.distributed.ray_cluster import CPUS, await_room, check_cluster, join, nodes_there, translated
+from covey.distributed.ray_cluster import CPUS, check_cluster, join, nodes_there, translated
 from covey.errors import ClusterLostError, ConfigError, CoveyError
+from covey.signals import ENDING, EndedError
 
 log = logging.getLogger(__name__)
 
@@ -45,19 +44,11 @@ _PLACE_SECONDS = 10.0
 _TELL_SECONDS = 5.0
 """When a rank has ended, the others may say so long why they end too: the reason may be theirs."""
 _SAVE_SECONDS = 20.0
-"""For a checkpoint of rank 0, when a rank or the cluster is lost."""
-_LEAVE_SECONDS = 5.0
-"""The same when the command is to end: whoever asks for that waits, or kills."""
+"""For the end of rank 0's step and a checkpoint; who has no patience sends a signal again."""
 _PASSED_ON = ("OMP_", "GOMP_", "MKL_", "ATEN_", "CUBLAS_", "TORCH_", "PYTORCH_", "GLOO_", "NCCL_", "HF_", "TOKENIZERS_")
 """How environment variables begin that are part of the numbers, or of how ranks and models are found."""
 _RANK_0 = """
 import ctypes, os, runpy, signal, sys
-
-def stop(number, frame):
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt("the command that has started the learners ends them")
-
-signal.signal(signal.SIGUSR1, stop)
 try:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the process that has started it
 except AttributeError:
@@ -69,12 +60,11 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 except SystemExit as end:
-    if end.code in (75, 130):  # the cluster may be lost, and what Ray does at the end of a process waits for it
+    code = end.code if isinstance(end.code, int) else 0
+    if code == 75 or code > 128:  # the cluster may be lost, and what Ray does at the end of a process waits for it
         sys.stdout.flush()
-        os._exit(end.code)
+        os._exit(code)
     raise
-finally:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 """
 
 
@@ -101,8 +91,7 @@ class RayRanks:
         self._config, self._arguments, self._work, self._say = config, list(arguments), work, say
         here = ray.get_runtime_context()
         self._head, self._here = Head(here.gcs_address), here.get_node_id()
-        self._gpus, self._terminated = 0.0, 0
-        self._before = signal.signal(signal.SIGTERM, self._terminate)
+        self._gpus = 0.0
 
     @classmethod
     def connected(
@@ -119,7 +108,6 @@ class RayRanks:
         """Leave the cluster."""
         if not self._head.lost:
             ray.shutdown()
-        signal.signal(signal.SIGTERM, self._before)
 
     def start(self, attempt: int, environment: Mapping[str, str]) -> int:
         """Start all ranks, and wait until all have ended.
@@ -135,21 +123,11 @@ class RayRanks:
             CoveyError: as a rank other than 0 raised it.
             ConfigError: there is no room.
             ClusterLostError: the head is gone, or, after the first attempt, there is no room any more.
-            KeyboardInterrupt: this process or rank 0 was interrupted.
-            SystemExit: this process got SIGTERM.
+            KeyboardInterrupt: this process or rank 0 was interrupted, see `covey.signals`.
         """
-        try:
-            return self._start(attempt, environment)
-        except KeyboardInterrupt:
-            if self._terminated:
-                sys.exit(128 + self._terminated)
-            raise
-
-    def _start(self, attempt: int, environment: Mapping[str, str]) -> int:
         group = self._reserve(again=attempt > 0)
         actors: dict[int, Any] = {}
         rank_0: subprocess.Popen[bytes] | None = None
-        seconds = _LEAVE_SECONDS
         try:
             address, world = ray.util.get_node_ip_address(), self._config.distributed.learners
             store = TCPStore(
@@ -173,21 +151,12 @@ class RayRanks:
             command = [sys.executable, "-c", _RANK_0, str(os.getpid()), *self._arguments]
             # In a session of its own: the terminal's Ctrl-C comes here, and rank 0 is told once.
             rank_0 = subprocess.Popen(command, env=given, start_new_session=True)
-            status = self._watch(rank_0, runs, actors)
-            seconds = _SAVE_SECONDS
-            return status
-        except CoveyError:
-            seconds = _SAVE_SECONDS
-            raise
+            return self._watch(rank_0, runs, actors)
         finally:
-            self._end(rank_0, actors, seconds)
+            self._end(rank_0, actors)
             if not self._head.lost:
                 with suppress(Exception):
                     remove_placement_group(group)
-
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self._terminated = number
-        raise KeyboardInterrupt  # which Ray's waiting calls let through
 
     # ------------------------------------------------------------------ places
 
@@ -227,17 +196,9 @@ class RayRanks:
         )
 
     def _preflight(self) -> None:
-        chosen, nodes = self._config.distributed, nodes_there()
-        self._gpus, samplers = gpus_of_learner(self._config, nodes), float(chosen.samplers or 0)
-        of_sampler = gpus_of_sampler(self._config, nodes)
-        learners, others = (chosen.learners, CPUS, self._gpus), (samplers, CPUS, of_sampler)
-        room = partial(check_learners, here=self._here, learners=learners, samplers=others)
-        _, said = check_cluster(self._config, room, self._gpus, chosen.learners + int(samplers))
-        for sentence in said:
+        self._gpus = gpus_of_learner(self._config, nodes_there())
+        for sentence in check_cluster(self._config, self._config.distributed.learners)[1]:
             log.warning("%s", sentence)
-        cpus, gpus = (chosen.learners + samplers) * CPUS, chosen.learners * self._gpus + samplers * of_sampler
-        beside = f" and samplers={samplers:g}" if samplers else ""
-        await_room(f"distributed.learners={chosen.learners}{beside}", cpus, gpus)
 
     def _places(self, group: PlacementGroup) -> list[dict[str, str]]:
         """Which rank it is, and which of those on its machine, as environment variables."""
@@ -299,8 +260,8 @@ class RayRanks:
                 break
         if refused is not None:
             raise refused
-        if status == 130 and not died:
-            raise KeyboardInterrupt
+        if status is not None and status - 128 in ENDING and not died:
+            raise EndedError(status - 128)
         if status != 0:
             self._tell(status, died, actors)
         return 1 if status is None else status
@@ -318,20 +279,20 @@ class RayRanks:
                 for line in ray.get(ref):
                     log.warning("rank %d said: %s", asked[ref], line)
 
-    def _end(self, rank_0: subprocess.Popen[bytes] | None, actors: Mapping[int, Any], seconds: float) -> None:
+    def _end(self, rank_0: subprocess.Popen[bytes] | None, actors: Mapping[int, Any]) -> None:
         """All ranks have ended after this; rank 0 is given the time for a checkpoint."""
         try:
             if rank_0 is not None and self._head.lost and self._config.distributed.samplers:
                 with suppress(subprocess.TimeoutExpired):  # it finds out by itself, at a moment that can be saved
                     rank_0.wait(_TELL_SECONDS)
             if rank_0 is not None and rank_0.poll() is None:
-                rank_0.send_signal(signal.SIGUSR1)
+                rank_0.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
-                    rank_0.wait(seconds)
+                    rank_0.wait(_SAVE_SECONDS)
             self._kill(actors)  # what waits for them fails now
             if rank_0 is not None:
                 with suppress(subprocess.TimeoutExpired):
-                    rank_0.wait(_LEAVE_SECONDS / 2)
+                    rank_0.wait(_LOOK_SECONDS * 10)
         finally:
             if rank_0 is not None:
                 rank_0.kill()

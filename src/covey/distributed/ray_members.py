@@ -20,20 +20,21 @@ import ray
 import torch
 from peft import PeftModel
 from ray.exceptions import RayError
+from torch.distributed.tensor import DTensor
 
 from covey.adapters import Adapter, fingerprint
 from covey.backend import load_backend
 from covey.config import GRPOConfig
 from covey.distributed.head import CONNECT_SECONDS, Head
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
-from covey.distributed.preflight import Node, check_room, check_store, gpus_of_sampler
+from covey.distributed.preflight import check_store, gpus_of_learner, gpus_of_sampler
 from covey.distributed.ray_cluster import (
     CPUS,
     answer_of,
-    await_room,
     check_cluster,
     connect,
     get_result,
+    is_local,
     kill,
     nodes_there,
 )
@@ -208,7 +209,9 @@ class Cluster:
         self._dtype = str(next(p for p in policy.model.parameters() if p.is_floating_point()).dtype)
         self._dtype = self._dtype.removeprefix("torch.")
         self._trains_all = not isinstance(policy.model, PeftModel)
-        self._base = "" if self._trains_all else base_hash(policy.model)
+        # Of a model in parts, see `check_models`: the files have been compared.
+        in_parts = any(p.is_meta or isinstance(p, DTensor) for p in policy.model.parameters())
+        self._base = "" if self._trains_all or in_parts else base_hash(policy.model)
         self._lock, self._connected, self._own = threading.RLock(), False, False
         self._actors: list[Any] = []
         self._starting: list[Future[Member]] = []
@@ -260,8 +263,8 @@ class Cluster:
                     raise
 
     def _preflight(self) -> None:
-        self._gpus, _, said = _preflight(self._config)
-        for sentence in said:
+        self._gpus = gpus_of_sampler(self._config, nodes_there())
+        for sentence in check_cluster(self._config, learners=0)[1]:
             log.warning("%s", sentence)
 
     def _host(self) -> tuple[Any, ...]:
@@ -285,7 +288,7 @@ class Cluster:
             self._actors.append(actor)
         try:
             about = get_result(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
-            if not self._trains_all and about.get("base", self._base) != self._base:
+            if self._base and about.get("base", self._base) != self._base:
                 raise ConfigError(
                     f"model.model={self._config.model.model!r:.200}: on {about['host']} it has other weights than in "
                     "this process; give every machine the same files (a model that was changed in memory cannot be "
@@ -304,8 +307,10 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
         ConfigError: as a run would be refused.
     """
     began, own = time.monotonic(), connect(config.distributed.ray_address, config.distributed.actors)
+    samplers = config.distributed.samplers or 0
+    learners = config.distributed.learners if config.distributed.learners > 1 and not is_local() else 0
     try:
-        gpus, nodes, said = _preflight(config)
+        nodes, said = check_cluster(config, learners)
         address = ray.get_runtime_context().gcs_address
     finally:
         if own:
@@ -315,15 +320,9 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
         f"{', '.join(sorted(node.kinds))}, {node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"
         for node in nodes
     ]
-    room = f"room for distributed.samplers={config.distributed.samplers or 0}, each {CPUS:g} CPU and {gpus:g} GPU"
+    placed = [(learners, "learners", gpus_of_learner)] if learners else []
+    placed += [(samplers, "samplers", gpus_of_sampler)] if samplers or not placed else []
+    each = [f"distributed.{name}={n}, each {CPUS:g} CPU and {gpus(config, nodes):g} GPU" for n, name, gpus in placed]
+    room = f"room for {' and '.join(each)}"
     took = f"looked at in {time.monotonic() - began:.0f} s"
     return [f"Ray cluster {address}: {len(nodes)} nodes, {room}; {took}", *lines, *(f"warning: {s}" for s in said)]
-
-
-def _preflight(config: GRPOConfig) -> tuple[float, list[Node], list[str]]:
-    """GPUs of a sampler, the nodes, and what is to be said of them."""
-    samplers, gpus = config.distributed.samplers or 0, gpus_of_sampler(config, nodes_there())
-    room = partial(check_room, samplers=samplers, cpus=CPUS, gpus=gpus)
-    nodes, said = check_cluster(config, room, gpus, samplers)
-    await_room(f"distributed.samplers={samplers}", samplers * CPUS, samplers * gpus)
-    return gpus, nodes, said

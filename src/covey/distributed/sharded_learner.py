@@ -81,10 +81,6 @@ def check_sharded(config: GRPOConfig) -> None:
     refused = {
         f"optim.autocast={config.optim.autocast!r}": (config.optim.autocast != "none", "set it to none"),
         f"model.lora_dropout={chosen.lora_dropout}": (chosen.lora_dropout > 0, "set it to 0"),
-        f"distributed.samplers={config.distributed.samplers}": (
-            bool(config.distributed.samplers),
-            "set it to 0: the ranks sample, or servers",
-        ),
         f"algorithm.kl_estimator={algorithm.kl_estimator!r}": (
             exact and not adapts,
             "use k3, or a fresh adapter, whose reference is the model without it",

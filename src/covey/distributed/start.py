@@ -143,13 +143,13 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
     Raises:
         ConfigError: the run has none, or it would be refused.
     """
-    samplers = config.distributed.samplers
-    if not samplers:
+    chosen = config.distributed
+    if not chosen.actors and chosen.learners == 1:
         raise ConfigError(
-            f"distributed.samplers={'none' if samplers is None else samplers}: nothing of this run is placed on a Ray "
-            "cluster; set it, such as distributed.samplers=2"
+            "distributed.samplers and distributed.learners: nothing of this run is placed on a Ray cluster; set one, "
+            "such as distributed.samplers=2"
         )
-    with _needing_ray(f"distributed.samplers={samplers}"):
+    with _needing_ray(f"distributed.samplers={chosen.samplers}, distributed.learners={chosen.learners}"):
         from covey.distributed.ray_members import look_at_cluster
     return look_at_cluster(config)
 

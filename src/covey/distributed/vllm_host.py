@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +64,7 @@ class VLLMHost:
         """
         chosen = self._config.distributed
         words = options(self._config, self._dtype, self._gpus, self._rank)
-        installed = find_vllm(os.path.expanduser(chosen.vllm_python or sys.executable))
+        installed = find_vllm(chosen.vllm_python)
         variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         if not self._rank:
             variables["VLLM_SERVER_DEV_MODE"] = "1"  # for `reload_weights`; nobody else can reach the socket

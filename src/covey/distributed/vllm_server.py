@@ -85,12 +85,13 @@ class Installed(NamedTuple):
     command: Callable[[str], list[str]]
 
 
-def find_vllm(python: str) -> Installed:
-    """Look for vLLM in the environment of a Python.
+def find_vllm(python: str | None) -> Installed:
+    """Look for vLLM in the environment of a Python; None or "" = this process's.
 
     Raises:
         ConfigError: no such Python, no vLLM there, or one that is too old.
     """
+    python = os.path.expanduser(python or sys.executable)
     words = f"distributed.vllm_python={python!r:.200}"
     where = "make an environment for it on every machine with samplers (python -m venv /opt/vllm && /opt/vllm/bin/pip "
     where += "install vllm) and set distributed.vllm_python to its Python, such as /opt/vllm/bin/python"

@@ -151,16 +151,18 @@ class Learner:
         def arguments(arrays: Arrays) -> tuple[Any, ...]:
             return self.policy.trained, given, arrays, total
 
-        logp, uncertainty = np.zeros((2, *batch.mask.shape), np.float32)
+        kept = np.zeros((2 if objective.vocabulary_kl is None else 3, *batch.mask.shape), np.float32)
         scored = np.zeros(batch.mask.shape, np.bool_)
         for part, arrays in self._parts(batch, rows, self._grad, arguments, settings, values):
-            total, (current, entropy), metrics = self._grad(*arguments(arrays), **settings)
+            total, scores, metrics = self._grad(*arguments(arrays), **settings)
             found.append({name: np.asarray(value, np.float64) for name, value in metrics.items()})
-            part.put(np.asarray(current), logp)
-            part.put(np.asarray(entropy), uncertainty)
-            part.put(np.ones(current.shape, np.bool_), scored)
+            for each, whole in zip(scores, kept, strict=True):
+                part.put(np.asarray(each), whole)
+            part.put(np.ones(scores[0].shape, np.bool_), scored)
         self._gradient = total if found else None  # no row, no step
-        return Gradients({name: float(value) for name, value in add_metrics(found).items()}, logp, scored, uncertainty)
+        logp, uncertainty, *kl = kept
+        told = {name: float(value) for name, value in add_metrics(found).items()}
+        return Gradients(told, logp, scored, uncertainty, *kl)
 
     def gradient(self) -> dict[str, NDArray[np.float32]]:
         """The gradient that `forward_backward` has left, by the parameters' names."""
@@ -177,15 +179,16 @@ class Learner:
         objective: Objective,
         temperature: float,
         correction: Correction | None,
-    ) -> tuple[Any, tuple[jax.Array, jax.Array], dict[str, jax.Array]]:
-        """`total` plus the gradient of a micro-batch, log-probabilities with entropies, and the metrics."""
+    ) -> tuple[Any, list[jax.Array], dict[str, jax.Array]]:
+        """`total` plus the gradient of a micro-batch; log-probabilities, entropies, KLs if any; and the metrics."""
 
-        def loss_of(trained: Any) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], dict[str, jax.Array]]]:
+        def loss_of(trained: Any) -> tuple[jax.Array, tuple[list[jax.Array], dict[str, jax.Array]]]:
             variables, config = {**given["frozen"], **trained}, self.policy.transformer.config
             other, kl = given.get("reference"), objective.kl_estimator
             found = score_batch(config, variables, arrays, temperature, reference=other, kl_estimator=kl)
             terms = loss_terms(found, arrays, objective, correction, given.get("entropy_coef"))
-            return terms.loss, ((found.logp, found.entropy), terms.metrics)
+            scores = [found.logp, found.entropy, *([] if found.kl is None else [found.kl])]
+            return terms.loss, (scores, terms.metrics)
 
         (_, (scores, metrics)), gradient = jax.value_and_grad(loss_of, has_aux=True)(trained)
         gradient = jax.tree.map(jnp.add, total, gradient)

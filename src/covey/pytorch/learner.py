@@ -231,14 +231,16 @@ class Learner:
 
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
-            logp, uncertainty = np.zeros((2, *batch.mask.shape), np.float32)
+            kept = np.zeros((2 if exact is None else 3, *batch.mask.shape), np.float32)
             scored = np.zeros(batch.mask.shape, np.bool_)
             packs, lanes = self._packs(batch.episodes, rows, exact_kl=exact is not None)
             total = self._share.sum(parameters, len(packs), side_by_side=lanes > 1)
 
             def gradient(pack: Pack) -> tuple[torch.Tensor, LossTerms, Sequence[torch.Tensor | None]]:
                 found, terms = loss_of(pack)
-                own = torch.stack([found.logp.detach(), cast(torch.Tensor, found.entropy).detach()])
+                known = [found.logp, cast(torch.Tensor, found.entropy)]
+                known += [] if found.exact_kl is None else [found.exact_kl]
+                own = torch.stack([each.detach() for each in known])
                 return own, terms, total.differentiate(terms.loss * self._loss_scale)
 
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
@@ -249,11 +251,12 @@ class Learner:
             parts = []
             for pack, (own, metrics) in zip(packs, self._share.map(add, packs), strict=True):
                 parts.append(metrics)
-                pack.put(own[0], logp)
-                pack.put(own[1], uncertainty)
+                for values, whole in zip(own, kept, strict=True):
+                    pack.put(values, whole)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
-            return Gradients(add_metrics_float(parts), logp, scored, uncertainty)
+            logp, uncertainty, *kl = kept
+            return Gradients(add_metrics_float(parts), logp, scored, uncertainty, *kl)
 
         return self._within_memory(run)
 

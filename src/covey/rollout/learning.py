@@ -29,12 +29,14 @@ class Gradients:
         logp: `[N, T]` log-probabilities before the optimiser step, 0 where a token was not scored.
         scored: `[N, T]` the tokens that were.
         entropy: `[N, T]` entropies in nats, likewise.
+        kl: `[N, T]` the KL over the vocabulary, likewise, where the objective has one.
     """
 
     metrics: dict[str, float]
     logp: FloatNT
     scored: BoolArray
     entropy: FloatNT
+    kl: FloatNT | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from covey.algorithms import KL_ESTIMATORS, LossInputs, Objective, mismatch_correction, policy_loss
 from covey.algorithms.arrays import masked
-from covey.errors import ConfigError
 from covey.observe.config import RunConfig
 from covey.rollout.learning import loss_weights, rows_with_gradient
 from covey.training.update import Pass
@@ -37,7 +36,8 @@ class Ledger:
     Columns: `row` (of the batch, as in the table of completions), `group`, `pass` (optimiser step of the update),
     `position` (among the sampled tokens), `token_id`, `token`, `advantage`, `masked_by`, `sampler_logp`, `logp` (of the
     trainer, before the step), `ratio`, `clipped` (0 or 1), `entropy` and `kl` in nats where known, `weight`, `loss`
-    (the contribution) and `gradient` (d loss / d logp: the surrogate's and the KL's, without the entropy bonus).
+    (the contribution) and `gradient` (d loss / d logp, in which the entropy bonus and a KL over the vocabulary have no
+    part: they act on all logits).
     """
 
     def __init__(self, to_text: Callable[[Sequence[int]], str], groups: Sequence[int] | None = None) -> None:
@@ -98,8 +98,6 @@ def make_ledger(
         objective: what is minimised.
         to_text: of token ids, special ones included.
     """
-    if objective.kl_estimator not in KL_ESTIMATORS:
-        return None
     if run.ledger == "all" or (run.ledger_steps > 0 and step % run.ledger_steps == 0):
         return Ledger(to_text)
     if run.ledger == "off":
@@ -108,22 +106,6 @@ def make_ledger(
     wanted = min(int(run.ledger.partition(":")[2]), len(there))
     chosen = np.random.default_rng((run.seed, LEDGER_STREAM, step)).choice(there, wanted, replace=False)
     return Ledger(to_text, chosen.tolist())
-
-
-def require_ledger(run: RunConfig, estimator: str) -> None:
-    """Refuse ledgers of a loss whose contributions they would not know. A sample of groups, which nobody may have asked
-    for, is left out without a word.
-
-    Raises:
-        ConfigError: its KL is over the whole vocabulary.
-    """
-    asked = f"run.ledger_steps={run.ledger_steps}" if run.ledger_steps else "run.ledger='all'"
-    if (run.ledger_steps > 0 or run.ledger == "all") and estimator not in KL_ESTIMATORS:
-        raise ConfigError(
-            f"{asked} with algorithm.kl_estimator={estimator!r}: the ledger knows the sampled "
-            f"tokens only, no KL over the vocabulary; use one of {', '.join(KL_ESTIMATORS)}, "
-            "or set run.ledger to off and run.ledger_steps to 0"
-        )
 
 
 def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[str, NDArray[np.float64]]:
@@ -157,6 +139,7 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
         counted = mask if kl_weights is None else mask | (kl_weights.detach() > 0)
         factor = mismatch_correction(old, sampler, counted, *astuple(options["correction"]))
     ref, advantages, uncertainty = of(options.get("reference")), of(batch.advantages), of(done.gradients.entropy)
+    over_vocabulary = of(done.gradients.kl)
     selected = None if options.get("selected") is None else torch.as_tensor(options["selected"])[rows]
     terms = policy_loss(
         logp,
@@ -166,6 +149,7 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
         weights,
         objective,
         ref=ref,
+        kl=over_vocabulary,
         entropy=uncertainty,
         correction=factor,
         kl_weights=kl_weights,
@@ -198,7 +182,9 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
             "gradient": slope,
             "entropy": uncertainty,
         }
-        if ref is not None:
+        if over_vocabulary is not None:
+            found["kl"] = over_vocabulary
+        elif ref is not None:
             found["kl"] = KL_ESTIMATORS[objective.kl_estimator](logp, ref, old)
     return {
         name: _in_place(values.detach().to(torch.float64).numpy(), numbers, batch) for name, values in found.items()

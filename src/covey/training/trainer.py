@@ -27,6 +27,7 @@ from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
 from covey.rollout.collect import AnswerCollector, Rollout, collect_informative_groups, with_greedy_rewards
+from covey.signals import held
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
@@ -39,7 +40,7 @@ from covey.training.evaluate import (
     no_answer_ratio,
     rollout_metrics,
 )
-from covey.training.ledger import Ledger, make_ledger, require_ledger
+from covey.training.ledger import Ledger, make_ledger
 from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
 from covey.training.recorder import Recorder
 from covey.training.rows import completion_rows
@@ -132,7 +133,6 @@ class GRPOTrainer(StepByStep):
         task = setup.load_task(args) if task is None else task
         self.args = args = setup.with_defaults(args, world or task)
         args.algorithm.objective()  # a loss in a file is found and tried
-        require_ledger(args.run, args.algorithm.kl_estimator)
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
         backend = load_backend(args.model.backend) if backend is None else backend
@@ -195,14 +195,15 @@ class GRPOTrainer(StepByStep):
                 sampled = samples.next()
                 phase = replace(sampled.phase, learning_rate_factor=self.phases.learning_rate_factor)
                 batch = self.make_batch(sampled.rollout.groups, phase)
-                with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
-                    samples.before_update()
-                    done = self.learn(batch, phase)
-                    samples.after_update()
-                    self._publish(done, samples)
-                    self._count(sampled, time.perf_counter() - started)
-                done.metrics |= samples.metrics()
-                self._report(recorder, sampled, done, phase, time.perf_counter() - started)
+                with held():  # whoever ends the run waits for a whole step
+                    with recorder.inconsistent():  # between here and the counters a checkpoint would be of no moment
+                        samples.before_update()
+                        done = self.learn(batch, phase)
+                        samples.after_update()
+                        self._publish(done, samples)
+                        self._count(sampled, time.perf_counter() - started)
+                    done.metrics |= samples.metrics()
+                    self._report(recorder, sampled, done, phase, time.perf_counter() - started)
                 self._evaluate_when_due(recorder)
                 recorder.checkpoint_when_due()
         return TrainOutput(self.state.global_step, dict(self.state.log_history[-1]) if self.state.log_history else {})

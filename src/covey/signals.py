@@ -1,0 +1,85 @@
+"""Signals that end a command, at a moment at which nothing is lost.
+
+Ctrl-C, SIGTERM (Slurm, Kubernetes and `kill` send it) and SIGHUP (the terminal is gone) all end a run with a checkpoint
+of its last whole step.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class EndedError(KeyboardInterrupt):
+    """A signal ends the command.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.exit_status = number, 128 + number
+        super().__init__(
+            "interrupted from the keyboard" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        )
+
+
+class _Waiting:
+    """Whether signals wait now, and the one that does."""
+
+    waits = False
+    number = 0
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside, the first of these signals raises an `EndedError`, or does so at the end of `held`; another one that
+    comes while that waits raises it at once. What is ignored (`nohup`) stays so. Does nothing but in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, _end)
+    try:
+        yield
+    finally:
+        _Waiting.number = 0
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """A signal that comes inside waits for the end, unless that is an error: the block is done or it is not."""
+    _Waiting.waits = True
+    try:
+        yield
+    finally:
+        _Waiting.waits = False
+    if _Waiting.number:
+        raise EndedError(_Waiting.number)
+
+
+def ignore() -> None:
+    """From now on this process ends when another one lets it go. Does nothing but in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if _Waiting.waits and not _Waiting.number:
+        _Waiting.number = number
+        return
+    _Waiting.number = number
+    for other in ENDING[1:]:  # whoever sends SIGTERM often sends it to all processes, one of which passes it on
+        signal.signal(other, signal.SIG_IGN)
+    raise EndedError(number)
