@@ -82,6 +82,13 @@ def test_estimators_by_hand(conversation: bool) -> None:
     assert tokens(adv_estimator="grpo", step_score="return", discount=0.5) == expected(0.0, 0.5, -0.5)
     # and the two first turns, both from the hall: returns 1 and 0
     assert tokens(adv_estimator="gigpo") == expected(1.0, 0.5, -1.0)
+    # of which the episodes' part is 1/2, and the rest the first turns' own
+    algorithm = AlgorithmConfig(adv_estimator="gigpo", scale_rewards="none")
+    part = find_estimator("gigpo").episode_part
+    assert part is not None
+    found = agent_advantages(groups, part, algorithm, EnvironmentConfig())
+    assert found == pytest.approx(expected(0.5, 0.5, -0.5))
+    assert find_estimator("grpo").episode_part is None
 
 
 def test_failed_episodes_are_left_out_or_scored() -> None:

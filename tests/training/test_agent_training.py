@@ -91,13 +91,20 @@ def test_each_turn_is_recorded_with_the_credit_of_its_tokens(playing: dict[str, 
     tokens: dict[int, list[float]] = {}
     for token in read_table(folder.path / "ledger" / "step_000001.parquet"):
         tokens.setdefault(token["row"], []).append(token["advantage"])
-    plays = [json.loads(row["play"]) for row in folder.read_completions(1)]
+    rows = folder.read_completions(1)
+    plays = [json.loads(row["play"]) for row in rows]
     assert len({turn["row"] for play in plays for turn in play}) == (
         8 if mode == "conversation" else sum(map(len, plays))
     )
     for turn in (turn for play in plays for turn in play):
         own, tokens[turn["row"]] = tokens[turn["row"]][: turn["tokens"]], tokens[turn["row"]][turn["tokens"] :]
         assert turn["advantage"] == pytest.approx(sum(own) / len(own))
+    for play in plays:  # the episode's part is one number, and what is left is the turn's own
+        parts = [turn["of_episode"] for turn in play]
+        assert parts == pytest.approx(parts[:1] * len(parts))
+    for group in {row["group"] for row in rows}:  # at the first turn all saw the same: differences from a mean
+        first = [play[0] for play, row in zip(plays, rows, strict=True) if row["group"] == group]
+        assert sum(turn["advantage"] - turn["of_episode"] for turn in first) == pytest.approx(0, abs=1e-5)
     assert not any(tokens.values())
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -151,6 +151,9 @@ class Estimator:
         greedy_baseline: The run samples and scores one greedy completion for each prompt.
         needs_turns: It compares the turns of agents, so it works in a world only.
         scaled: It reads `scale` and `correction`.
+
+    A function that gives an agent's turns credit of their own may have an attribute `episode_part`: a function of
+    `Outcomes` too, which returns the part of the advantages that is the whole episode's. Tables show both.
     """
 
     name: str
@@ -178,6 +181,12 @@ class Estimator:
             with naming(f"adv_estimator={self.name!r}: its attribute teaches"):
                 return bool(said(group))
         return not group.is_tied if self.group_relative else bool(np.isfinite(group.rewards).any())
+
+    @property
+    def episode_part(self) -> Estimator | None:
+        """What of the advantages is the whole episode's, if the function says so."""
+        part = getattr(self.function, "episode_part", None)
+        return None if part is None else replace(self, function=part, parameters={})
 
     def group_problem(self, sizes: Mapping[str, int]) -> str | None:
         """Why groups are too small for it, if one is.
@@ -240,7 +249,14 @@ def rloo(step: Outcomes) -> Array:
     return rloo_advantages(step.rewards, step.groups)
 
 
-@states(needs_turns=True)
+def _of_episodes(step: Outcomes) -> Array:
+    """The first of GiGPO's two parts, turn by turn."""
+    turns = step.turns
+    assert turns is not None, "the run has checked needs_turns"
+    return turns.spread(episode_advantages(turns.rewards, turns.groups, turns.completion, **step.scaling))
+
+
+@states(needs_turns=True, episode_part=_of_episodes)
 def gigpo(step: Outcomes) -> Array:
     """GiGPO: `gigpo_advantages`, turn by turn."""
     turns = step.turns

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from covey.rollout.batching import segment_of_token
 from covey.types import Batch, BoolArray, Episode, Group, Trajectory
@@ -18,6 +19,7 @@ def completion_rows(
     columns: Mapping[str, Sequence[Any]] | None = None,
     correct: BoolArray | None = None,
     penalty: float = 0.0,
+    of_episode: NDArray[np.float32] | None = None,
 ) -> list[dict[str, Any]]:
     """A row for each completion, or trajectory: what was asked, answered and given for it, and why tokens were masked.
 
@@ -28,6 +30,7 @@ def completion_rows(
             (with dynamic sampling, entries of discarded groups are among them).
         correct: one entry for each completion.
         penalty: for an agent's turn without a valid action, which its rewards have in them.
+        of_episode: `[N, T]` the part of the batch's advantages that is the whole episode's, where it is known.
     """
     rows: list[dict[str, Any]] = []
     first = 0
@@ -40,7 +43,7 @@ def completion_rows(
             if correct is not None and not group.trajectories:
                 entry["correct"] = bool(correct[len(rows)])
             if group.trajectories:
-                entry["play"] = json.dumps(_play(group.trajectories[sample], first, batch))
+                entry["play"] = json.dumps(_play(group.trajectories[sample], first, batch, of_episode))
             if batch is not None:
                 entry |= _trained(batch, first, episodes)
                 if group.trajectories:
@@ -139,10 +142,13 @@ def _turns_trained(trajectory: Trajectory, batch: Batch, first: int) -> dict[str
 _MOST_TURNS, _LONGEST_TEXT = 200, 4_000
 
 
-def _play(trajectory: Trajectory, first: int, batch: Batch | None) -> list[dict[str, Any]]:
+def _play(
+    trajectory: Trajectory, first: int, batch: Batch | None, of_episode: NDArray[np.float32] | None
+) -> list[dict[str, Any]]:
     """Each turn with its credit, for who reads along: texts are cut, and turns beyond 200 left out.
 
-    `advantage` is the mean over the turn's tokens, `masked_by` names the masks that took any of them, and `row` is the
+    `advantage` is the mean over the turn's tokens, `of_episode` the part of it that the whole episode has, where an
+    estimator tells it (the rest is the turn's own), `masked_by` names the masks that took any of them, and `row` is the
     batch's row that has them.
     """
     segments = [segment_of_token(episode.sampled) for episode in trajectory.episodes]
@@ -160,6 +166,8 @@ def _play(trajectory: Trajectory, first: int, batch: Batch | None) -> list[dict[
         if batch is not None:
             told["row"] = row
             told["advantage"] = float(batch.advantages[row, own].mean()) if len(own) else 0.0
+            if of_episode is not None:
+                told["of_episode"] = float(of_episode[row, own].mean()) if len(own) else 0.0
             told["masked_by"] = ", ".join(name for name, out in batch.excluded.items() if out[row, own].any())
         turns.append(told)
     return turns

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.config import GRPOConfig
-from covey.rollout.batching import HasAnswer, Score, make_batch
+from covey.rollout.batching import HasAnswer, Score, agent_advantages, estimator_of, make_batch
 from covey.rollout.learning import Learner
 from covey.training.schedule import ResolvedPhase
 from covey.training.setup import RunLength, algorithm_in
@@ -49,6 +49,16 @@ def step_batch(
         has_answer=has_answer,
         score=score,
     )
+
+
+def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.float32] | None:
+    """`[N, T]` what of agents' advantages is the whole episode's; None where the estimator does not tell, or there are
+    no agents.
+    """
+    part = estimator_of(args.algorithm).episode_part
+    if part is None or not any(group.trajectories for group in groups):
+        return None
+    return agent_advantages(groups, part, args.algorithm, args.environment).astype(np.float32)
 
 
 def step_update(

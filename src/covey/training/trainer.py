@@ -47,7 +47,7 @@ from covey.training.rows import completion_rows
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
 from covey.training.setup import best_metric, require_memory
 from covey.training.state import Callbacks, TrainerState, check_callbacks
-from covey.training.step import scorer, step_batch, step_update
+from covey.training.step import episode_credit, scorer, step_batch, step_update
 from covey.training.stepwise import StepByStep
 from covey.training.update import Update
 from covey.types import Batch, Group, Progress, Prompt
@@ -381,7 +381,8 @@ class GRPOTrainer(StepByStep):
                 f"{self.phases.learning_rate_factor:g} from now on",
             )
         penalty = self.args.environment.invalid_action_penalty
-        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty)
+        credit = episode_credit(rollout.groups, self.args)
+        rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
         recorder.step(metrics, rows, sampled.answers)
         if self._ledger is not None:
             recorder.ledger(self._ledger.rows)

@@ -262,7 +262,7 @@ def _turn(turn: Record, most: int) -> Record:
     return {
         **{name: _text(turn.get(name), min(most, LISTED)) for name in ("seen", "said")},
         **{name: _text(turn.get(name), 200) for name in ("action", "masked_by")},
-        **{name: _number(turn.get(name)) for name in ("reward", "advantage", "tokens", "row")},
+        **{name: _number(turn.get(name)) for name in ("reward", "advantage", "of_episode", "tokens", "row")},
         "valid": turn.get("valid") is True,
     }
 

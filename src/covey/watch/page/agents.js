@@ -62,7 +62,7 @@ function draw(run, steps, found) {
   const turns = Array.from({ length: most }, (_, at) => h("tr", {}, h("th", { scope: "row" }, String(at + 1)),
     rows.map((row) => h("td", {}, row.play[at] ? turn(row.play[at], at, rows, ledger) : h("span", { class: "soft" }, "–")))));
   root.replaceChildren(controls(run, steps, found),
-    h("p", { class: "note" }, `Task ${found.uid}. Under each action: its tokens, the turn's reward, and its credit, the advantage of its tokens. `
+    h("p", { class: "note" }, `Task ${found.uid}. Under each action: its tokens, the turn's reward, and its credit, the advantage of its tokens: the whole episode's part and the turn's own, where the estimator has two. `
       + "What was said at the same turn by another episode of the group is marked ≠ where it differs."),
     h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Episodes, turn by turn" }, h("table", { class: "episodes" },
       h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "turn"), rows.map((row) => h("th", { scope: "col" }, head(row, found.rows.indexOf(row)))))),
@@ -94,7 +94,8 @@ function turn(each, at, rows, ledger) {
     each.action !== null && each.action !== "" && each.action !== each.said.trim() ? h("div", { class: "note text" }, `taken as: ${each.action}`) : null,
     h("div", { class: "facts" }, each.valid ? null : h("span", { class: "tag warn" }, "no valid action"),
       h("span", {}, `${number(each.tokens)} tokens`), h("span", { class: each.reward > 0 ? "good" : each.reward < 0 ? "bad" : "" }, `reward ${number(each.reward)}`),
-      each.advantage === null ? null : h("span", { class: each.advantage > 0 ? "good" : each.advantage < 0 ? "bad" : "" }, `credit ${number(each.advantage)}`),
+      each.advantage === null ? null : h("span", { class: each.advantage > 0 ? "good" : each.advantage < 0 ? "bad" : "" }, `credit ${number(each.advantage)}`,
+        each.of_episode === null ? null : h("span", { class: "soft" }, ` = episode ${number(each.of_episode)}, turn ${number(each.advantage - each.of_episode)}`)),
       each.masked_by ? h("span", { class: "tag bad" }, `masked: ${each.masked_by}`) : null,
       ledger && each.row !== null ? h("button", { class: "small", onclick: () => goTo("Tokens", { run: state.run, step: state.step, row: each.row }) }, "tokens") : null));
 }
