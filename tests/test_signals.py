@@ -7,11 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from covey.signals import EndedError, ended_by_signals, held
+
+
+@pytest.fixture(autouse=True)
+def not_ignored() -> Iterator[None]:
+    """A shell's background job, such as these tests may be, ignores SIGINT."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def send(number: int) -> None:

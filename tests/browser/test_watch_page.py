@@ -58,6 +58,7 @@ def train(folder: Path, model_folder: Path, **changes: Any) -> Path:
         "model": str(model_folder), "output_dir": str(folder), "num_generations": 4, "prompts_per_step": 2,
         "max_steps": 24, "lora_r": 4, "max_completion_length": 24, "learning_rate": 1e-2, "progress": False,
         "eval_steps": 6, "ledger_steps": 6, "beta": 0.01, "save_steps": 0, "correctness": "has_a",
+        "samplers": 0,
     }  # fmt: skip
     data: dict[str, Any] = {"reward_funcs": [few_letters, has_a], "train_dataset": rows[:4], "eval_dataset": rows[4:]}
     if "world" in changes:
@@ -172,6 +173,7 @@ def test_every_view_shows_a_run(short_run: Path, visit: Any, serve: Any) -> None
 
     page.go("Machine")
     page.sees("Samplers and servers")
+    assert page.page.locator("tr", has_text="sampler 1 (this process)").locator("td").nth(1).inner_text() == "25"
     picture(page, "machine")
     page.go("Doctor")
     page.sees("Events")

@@ -137,6 +137,9 @@ def test_a_death_is_told_and_counted() -> None:
     assert metrics["time/samplers_waiting"] > 0
     assert fleet.take_metrics()["samplers/restarts"] == 0
     assert world.stopped == ["m1"]
+    first, second = fleet.members()
+    assert (first["failed"], first["left"], second["failed"], second["version"]) == (1, False, 0, 1)
+    assert first["units"] + second["units"] == 4
 
 
 def test_silence_has_a_deadline_and_progress_is_no_silence() -> None:

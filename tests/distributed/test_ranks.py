@@ -33,7 +33,13 @@ def started(command: Sequence[object], **settings: str) -> subprocess.Popen[str]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)} | settings
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([str(part) for part in command], env=environment, **output)
+    words = [str(part) for part in command]
+    return subprocess.Popen(words, env=environment, preexec_fn=_with_ctrl_c, **output)
+
+
+def _with_ctrl_c() -> None:
+    """A shell's background job, such as these tests may be, ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def finished(process: subprocess.Popen[str]) -> str:

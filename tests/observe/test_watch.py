@@ -120,7 +120,7 @@ def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -
     assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
     tables_of = page.ask("0/tables")
     mark = tables_of.pop("mark")
-    assert tables_of == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4]}
+    assert tables_of == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4], "samplers": []}
     assert page.ask("0/tables", mark=mark) == {"mark": mark}
 
     rows = run.read_completions(3)
@@ -405,6 +405,24 @@ def test_several_runs_and_a_copy(finished: Path, tmp_path: Path, open_page: Any)
     page.ask("1/completions", step=1)
     page.ask("1/doctor")
     assert sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before  # it only reads
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('{"step": 3, "samplers": [{"name": "a", "version": 2, "units": 4, "failed": 0, "left": false}]}', [(2, 4)]),
+        ('{"samplers": [{"name": {}, "version": null, "units": 1e400}, 5, {"version": true, "units": "9"}]}', [(), ()]),
+        ('{"samplers": 5}', []),
+        ("[[[[", []),
+        ("[" * 100_000, []),
+    ],
+    ids=["right", "odd", "number", "cut", "deep"],
+)
+def test_who_samples_is_told(tmp_path: Path, open_page: Any, content: str, told: list[tuple[int, ...]]) -> None:
+    with RunFolder.create(tmp_path / "run"):
+        (tmp_path / "run" / "samplers.json").write_text(content)
+    found = open_page(tmp_path / "run").ask("0/tables")["samplers"]
+    assert [tuple(one[name] for name in ("version", "units") if name in one) for one in found] == told
 
 
 def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,21 @@ class Fleet(Pool):
         device = FleetDevice(self, policy_version, self.context_length, own_tokens, len(self._places))
         return Session(device, settings, policy_version=policy_version)
 
+    def members(self) -> list[dict[str, Any]]:
+        """Of each sampler its `name`, the `version` of its weights (None = it has none now), how many `units` it has
+        sampled and how often it `failed` since the run was begun or resumed, and `left`: nobody samples in its place.
+        """
+        return [
+            {
+                "name": place.title,
+                "version": None if place.held is None else place.held.weights.version,
+                "units": place.pieces,
+                "failed": place.failed,
+                "left": place.given_up,
+            }
+            for place in self._places
+        ]
+
     # ------------------------------------------------------------------ what the pool asks
 
     def _prepare(self, place: Place) -> Future[Any] | None:

@@ -80,6 +80,7 @@ class Place:
         doing: what `future` is the end of, since `since`; `seen` of its piece was over then.
         failures: in a row.
         given_up: no further member is started.
+        pieces, failed: that its members have done, and members that have failed.
     """
 
     number: int
@@ -96,6 +97,8 @@ class Place:
     failures: int = 0
     given_up: bool = False
     name: str = ""
+    pieces: int = 0
+    failed: int = 0
 
     @property
     def title(self) -> str:
@@ -324,6 +327,7 @@ class Pool:
                 self._fail(place, fault)
                 return
             place.piece, place.failures, piece.result = None, 0, found
+            place.pieces += 1
             self._over(piece)
 
     def _fail(self, place: Place, why: str) -> None:
@@ -336,6 +340,7 @@ class Pool:
         if not self._open:
             raise ServingError(f"{title} cannot be started: {why}")
         place.failures += 1
+        place.failed += 1
         place.given_up = place.failures > self._max_restarts
         left = sum(not other.given_up for other in self._places)
         after = "it is replaced"

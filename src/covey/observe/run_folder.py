@@ -9,6 +9,7 @@
     ledger/                 step_000012.parquet: what tokens got; see covey.training.ledger
     batches/                step_000012.parquet: what the step was trained on; see covey.training.batches
     checkpoints/            step_000010/: see covey.training.checkpoint
+    samplers.json           who samples, with which weights
     units/                  what was sampled since the newest one, where units are kept: see covey.distributed.journal
     best/ adapter/          the best and the final policy, for use elsewhere
     learning_curve.png      drawn from metrics.jsonl
@@ -50,6 +51,7 @@ _FILES = (
     "questions.jsonl",
     "events.jsonl",
     "log.txt",
+    "samplers.json",
     "learning_curve.png",
     FolderLock.NAME,
 )
@@ -73,7 +75,7 @@ class RunFolder:
         self.curve_path = path / "learning_curve.png"
         self.completions, self.checkpoints = path / "completions", path / "checkpoints"
         self.ledger, self.batches = path / "ledger", path / "batches"
-        self.units = path / "units"
+        self.units, self.samplers_path = path / "units", path / "samplers.json"
         self.best, self.adapter = path / "best", path / "adapter"
         self._lock: FolderLock | None = None
         for name in _FILES:
@@ -282,6 +284,10 @@ class RunFolder:
         with files.explained(self.ledger):
             self.ledger.mkdir(exist_ok=True)
         return self._write_rows(self.ledger / f"step_{step:06d}.parquet", rows)
+
+    def write_samplers(self, step: int, members: Sequence[Mapping[str, Any]]) -> None:
+        """Write `samplers.json`: who samples after a step."""
+        files.write_atomically(self.samplers_path, json.dumps({"step": step, "samplers": members}) + "\n")
 
     def write_batch(self, step: int, content: bytes) -> None:
         """Write `batches/step_000012.parquet`: what a step was trained on."""

@@ -162,11 +162,16 @@ class RemoteEngine:
             limits = self.dialect.limits()
         self._vocabulary = vocabulary
         self.context_length, self._longest = limits.context, limits.completion
-        self._trainer = trainer
+        self._trainer, self._url = trainer, client.url
         self._held: Upload | None = None
         self._version = NO_VERSION
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="covey-client")
         weakref.finalize(self, self._pool.shutdown, wait=False)
+
+    def members(self) -> list[dict[str, Any]]:
+        """See `covey.distributed.fleet.Fleet.members`: the one server, with its own count of versions as `server`."""
+        version, own = self._version, getattr(self.dialect, "server_version", None)
+        return [{"name": self._url, "version": None if version == NO_VERSION else version, "server": own}]
 
     @property
     def policy_version(self) -> int:

@@ -218,6 +218,8 @@ class Recorder:
         self._tell_news()
         for pool in self._pools:
             metrics |= pool.take_metrics()
+        if self._folder is not None and hasattr(self._run.engine, "members"):
+            self._folder.write_samplers(state.global_step, self._run.engine.members())
         if metrics["phase"] != self._phase:
             if self._phase >= 0 or metrics["phase"] > 0:
                 self.event("phase", f"step {state.global_step}: phase {metrics['phase'] + 1} begins")

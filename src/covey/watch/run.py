@@ -31,6 +31,7 @@ _MOST_CONFIG = 256 << 10
 _LONG_LINE = 1000
 _THINNED = 2000
 """Steps of a long run in a file that is sent."""
+_MOST_SAMPLERS = 500
 _MOST_SEARCHED = 2000
 """Tables in one search."""
 _TABLE = re.compile(r"(step|eval)_(\d{6,12})\.parquet")
@@ -127,13 +128,14 @@ class WatchedRun:
             return self._doctor.report()
 
     def tables(self) -> Record:
-        """Steps and evaluations that have a table of completions, and steps that have a ledger; `mark` stays until they
-        change.
+        """Steps and evaluations that have a table of completions, steps that have a ledger, and who samples; `mark`
+        stays until they change.
         """
         found: Record = {
             "step": _numbered(self.folder.completions, "step"),
             "eval": _numbered(self.folder.completions, "eval"),
             "ledger": _numbered(self.folder.path / LEDGER, "step"),
+            "samplers": _samplers(self.folder.samplers_path),
         }
         text = json.dumps(found)
         return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
@@ -274,6 +276,22 @@ def _numbered(folder: Path, kind: str) -> list[int]:
     with explained(folder, "read"), os.scandir(folder) as entries:
         matches = [_TABLE.fullmatch(entry.name) for entry in itertools.islice(entries, _MOST_ENTRIES)]
     return sorted(int(match[2]) for match in matches if match and match[1] == kind)
+
+
+def _samplers(path: Path) -> list[Record]:
+    """What `Fleet.members` said, if that is what the file holds."""
+    try:
+        told = json.loads(_head(path) or "{}")
+        members = told["samplers"] if isinstance(told, dict) and isinstance(told.get("samplers"), list) else []
+    except (ValueError, RecursionError):
+        members = []
+    counts = ("version", "server", "units", "failed")
+    return [
+        {"name": str(one.get("name", ""))[:200], "left": one.get("left") is True}
+        | {name: one[name] for name in counts if type(one.get(name)) is int and abs(one[name]) < 1 << 53}
+        for one in members[:_MOST_SAMPLERS]
+        if isinstance(one, dict)
+    ]
 
 
 def _head(path: Path) -> str:

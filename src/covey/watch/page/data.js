@@ -77,7 +77,7 @@ class Run {
     this.shown = true;
     this.events = [];
     this.questions = new Map(); // uid -> [[step, right, all], ...]
-    this.tables = { step: [], eval: [], ledger: [] };
+    this.tables = { step: [], eval: [], ledger: [], samplers: [] };
     this.doctor = [];
     this.damaged = 0;
     this.places = {};
