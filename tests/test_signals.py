@@ -59,6 +59,17 @@ def test_it_waits_for_what_must_be_whole() -> None:
         pass
 
 
+def test_an_interrupt_of_somebody_elses_keeps_the_signal() -> None:
+    def wait() -> None:
+        try:
+            send(signal.SIGTERM)
+        except KeyboardInterrupt:  # as compiled code does that asks for signals
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(EndedError, match="SIGTERM"), ended_by_signals():
+        wait()
+
+
 def test_what_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

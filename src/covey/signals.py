@@ -50,10 +50,17 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, _end)
     try:
         yield
+    except KeyboardInterrupt as error:  # Ray's waiting calls make one of their own
+        raise ended(error) from error
     finally:
         _Waiting.number = 0
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def ended(error: KeyboardInterrupt) -> EndedError:
+    """What has ended the command, where it has come through code that raised another interrupt in its place."""
+    return error if isinstance(error, EndedError) else EndedError(_Waiting.number or signal.SIGINT)
 
 
 @contextmanager

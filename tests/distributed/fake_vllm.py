@@ -160,7 +160,10 @@ def main() -> None:
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             with served.lock:
-                status, found = served.answer(self.path, json.loads(body) if body else {})
+                try:
+                    status, found = served.answer(self.path, json.loads(body) if body else {})
+                except Exception as error:
+                    status, found = 400, {"error": {"message": f"{type(error).__name__}: {error}"}}
             content = json.dumps(found).encode()
             time.sleep(float(os.environ.get("FAKE_VLLM_SECONDS", "0")) if "completions" in self.path else 0.0)
             self.send_response(status)

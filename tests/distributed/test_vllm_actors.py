@@ -140,9 +140,9 @@ def test_kills(vllm: dict[str, Any], settings: dict[str, Any], tmp_path: Path, m
 
 def test_agents(vllm: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
     world = {
-        **{"world": "house:rooms=2,num_train=6,num_eval=3", "action_format": "text", "max_conversation_tokens": 600},
+        **{"world": "house:rooms=2,num_train=6,num_eval=3", "action_format": "text", "max_conversation_tokens": 500},
         **{"max_completion_length": 16, "max_steps": 1, "eval_on_start": False, "eval_at_end": False},
-        "vllm_arguments": ["--max-model-len", "700"],
+        **{"vllm_arguments": ["--max-model-len", "512"], "entropy_coef": 0.01},  # random letters earn nothing
     }
     trained(vllm, settings, tmp_path / "run", **world, samplers=2)
 
@@ -154,7 +154,7 @@ def test_starts_that_fail(vllm: dict[str, Any], settings: dict[str, Any], tmp_pa
             GRPOTrainer(args=args, **data())
         nothing_is_left()
 
-    refused("it does not start .*vllm install vllm.*set distributed.vllm_python", vllm_python="/nowhere/python")
+    refused("it does not start .*pip install vllm.*set distributed.vllm_python", vllm_python="/nowhere/python")
     refused("vLLM is not installed there", vllm_python=sys.executable)
 
 

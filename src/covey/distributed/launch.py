@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +40,7 @@ from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
 from covey.pytorch.slices import NotSlicedError
-from covey.signals import EndedError
+from covey.signals import ended
 from covey.signals import ignore as ignore_signals
 from covey.training import agents, setup
 from covey.training.trainer import GRPOTrainer
@@ -202,7 +201,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         ranks.leave()
         if _REFUSED not in os.environ:
             raise
-        raise SystemExit(error.exit_status if isinstance(error, EndedError) else 130) from error
+        raise SystemExit(ended(error).exit_status) from error
     finally:
         ranks.close()
 
@@ -283,9 +282,7 @@ def _launcher(
             try:
                 return launcher.wait()
             except KeyboardInterrupt as end:
-                launcher.send_signal(
-                    signal.SIGTERM if isinstance(end, EndedError) and end.number != signal.SIGINT else signal.SIGINT
-                )
+                launcher.send_signal(ended(end).number)
                 launcher.wait()  # it waits 30 s for the ranks at the most
                 raise
 

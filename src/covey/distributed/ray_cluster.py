@@ -67,6 +67,9 @@ def connect(address: str, actors: int) -> bool:
             )
         here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
         here["resources"] = {_LOCAL_MARK: 1}
+        os.environ.setdefault(
+            "RAY_gcs_rpc_server_reconnect_timeout_s", "10"
+        )  # so long Ray's agents outlive a killed run
         _init("local", object_store_memory=_LOCAL_STORE_BYTES, **here)
     return True
 

@@ -27,7 +27,7 @@ from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
 from covey.rollout.collect import AnswerCollector, Rollout, collect_informative_groups, with_greedy_rewards
-from covey.signals import held
+from covey.signals import ended, held
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
 from covey.training import agents, setup
@@ -475,7 +475,7 @@ class GRPOTrainer(StepByStep):
                     yield recorder
                     self._callbacks("on_train_end")
                 except KeyboardInterrupt as interrupt:
-                    recorder.stopped("stopped", str(interrupt) or "interrupted from the keyboard")
+                    recorder.stopped("stopped", str(ended(interrupt)))
                     raise
                 except CoveyError as error:
                     recorder.stopped("failed", str(error))
