@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -52,7 +55,22 @@ PROBE_SECONDS = 20.0
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 _LOCAL_MARK = "covey-local"
 """Resource of a Ray that ends with the run that has started it: no cluster for others."""
+_watching: list[subprocess.Popen[bytes]] = []
+"""See `_end_agents_later`."""
 _LOCAL_STORE_BYTES = 200 << 20
+_AGENTS_END = """
+import os, signal, sys, time
+sys.stdin.read()  # until the process that has started it is gone
+time.sleep(3)
+for pid in map(int, sys.argv[1:]):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            ours = file.read().startswith((b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"))
+        if ours:
+            os.kill(pid, signal.SIGKILL)
+    except OSError:
+        pass
+"""
 
 
 def connect(address: str, actors: int) -> bool:
@@ -67,10 +85,8 @@ def connect(address: str, actors: int) -> bool:
             )
         here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
         here["resources"] = {_LOCAL_MARK: 1}
-        os.environ.setdefault(
-            "RAY_gcs_rpc_server_reconnect_timeout_s", "10"
-        )  # so long Ray's agents outlive a killed run
         _init("local", object_store_memory=_LOCAL_STORE_BYTES, **here)
+        _end_agents_later()
     return True
 
 
@@ -108,6 +124,29 @@ def join(address: str) -> bool:
             "a token is given it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
         ) from error
     return True
+
+
+def _end_agents_later() -> None:
+    """When this process is killed its Ray ends with it, but for two agents of each node, which try for a minute to tell
+    somebody that the node is dead.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = path.read_text().rpartition(")")[2].split()[1]
+            grandparent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
+            if int(grandparent) == os.getpid():
+                found.append(path.parent.name)
+    command = [sys.executable, "-S", "-c", _AGENTS_END, *found]
+    _watching.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+
+
+def leave() -> None:
+    """Leave the cluster; one that was started here ends."""
+    ray.shutdown()
+    while _watching:
+        with _watching.pop() as watching:
+            watching.kill()
 
 
 def is_local() -> bool:

@@ -36,6 +36,7 @@ from covey.distributed.ray_cluster import (
     get_result,
     is_local,
     kill,
+    leave,
     nodes_there,
 )
 from covey.distributed.vllm_host import VLLMHost
@@ -247,7 +248,7 @@ class Cluster:
             self._put, self._actors = None, []
         wait(self._starting, timeout=CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._connected and self._own and not self.head.lost:
-            ray.shutdown()
+            leave()
         self._connected = False
 
     def connect(self) -> None:
@@ -314,7 +315,7 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
         address = ray.get_runtime_context().gcs_address
     finally:
         if own:
-            ray.shutdown()
+            leave()
     lines = [
         f"node {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{' of ' if node.kinds else ''}"
         f"{', '.join(sorted(node.kinds))}, {node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"

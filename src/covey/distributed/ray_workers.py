@@ -15,7 +15,7 @@ import ray
 from covey.config import GRPOConfig
 from covey.distributed.members import START_SECONDS, MemberError, in_thread
 from covey.distributed.preflight import installed
-from covey.distributed.ray_cluster import CPUS, answer_of, await_room, connect, get_result, kill
+from covey.distributed.ray_cluster import CPUS, answer_of, await_room, connect, get_result, kill, leave
 from covey.distributed.reward_workers import Warnings
 from covey.distributed.world_workers import Script
 from covey.environments.pool import Found
@@ -120,7 +120,7 @@ class Workers(Generic[M]):
         self._actors = []
         wait(self._starting, timeout=_CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._own and ray.is_initialized():
-            ray.shutdown()
+            leave()
         self._own = self._connected = False
 
     def _connect(self) -> None:
