@@ -4,7 +4,7 @@
 
 A run with two ranks that train and two actors on simulated Ray nodes is killed at random moments: an actor, rank 0,
 rank 1, the raylet of a node with an actor (another node joins), or everything that belongs to the run (it is started
-again with `covey resume`, after 15 seconds in which nothing of it may be left). Every kill is followed by a finished
+again with `covey resume`, after 15 seconds in which nothing of it may be left), each as often, in random order. Every kill is followed by a finished
 step before the next one. Written down are, for each kill, the seconds until the next finished step less those of a
 step, and at the end whether metrics (without times) and the adapter equal those of the same run, unbroken, in one
 process. Needs covey[ray] and psutil.
@@ -116,7 +116,9 @@ def main() -> None:
 
 def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     chosen = random.Random(arguments.seed)
-    steps = arguments.kills + 3
+    steps = 2 * arguments.kills + 3
+    targets = list(TARGETS) * -(-arguments.kills // len(TARGETS))
+    chosen.shuffle(targets)
     train = ["train", arguments.recipe, f"schedule.max_steps={steps}", "run.save_steps=2"]
     train += ["evaluation.eval_on_start=false", "evaluation.eval_steps=0", "evaluation.eval_at_end=false"]
     train += ["distributed.timeout_seconds=30", "distributed.max_restarts=1000", *arguments.settings]
@@ -133,9 +135,9 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         _await_step(broken, 0, command, log)
         while len(rows) < arguments.kills:
             time.sleep(chosen.uniform(0, 1.5 * step_seconds))
-            target, before = chosen.choice(TARGETS), len(_steps(broken))
+            target, before = targets[len(rows)], len(_steps(broken))
             if before >= steps:
-                break
+                raise RuntimeError(f"the run was over after {len(rows)} kills")
             begun = time.monotonic()
             if not _kill(target, command, nodes, chosen):
                 continue  # it is being started just now
