@@ -4,10 +4,10 @@
 
 A run with two ranks that train and two actors on simulated Ray nodes is killed at random moments: an actor, rank 0,
 rank 1, the raylet of a node with an actor (another node joins), or everything that belongs to the run (it is started
-again with `covey resume`, after 15 seconds in which nothing of it may be left), each as often, in random order. Every kill is followed by a finished
-step before the next one. Written down are, for each kill, the seconds until the next finished step less those of a
-step, and at the end whether metrics (without times) and the adapter equal those of the same run, unbroken, in one
-process. Needs covey[ray] and psutil.
+again with `covey resume`, after 15 seconds in which nothing of it may be left), each as often, in random order. Every
+kill is followed by a finished step before the next one. Written down are, for each kill, the seconds until the next
+finished step less those of a step, and at the end whether metrics (without times) and the adapter equal those of the
+same run, unbroken, in one process. Needs covey[ray] and psutil.
 """
 
 from __future__ import annotations
