@@ -73,8 +73,14 @@ for pid in map(int, sys.argv[1:]):
 """
 
 
-def connect(address: str, actors: int) -> bool:
-    """Connect to a cluster; True if that was done here, so that it must be left here."""
+def connect(address: str, actors: int, stored_bytes: int = 0) -> bool:
+    """Connect to a cluster; True if that was done here, so that it must be left here.
+
+    Args:
+        address: see `distributed.ray_address`.
+        actors: of the run.
+        stored_bytes: that its object store has to hold.
+    """
     if ray.is_initialized():
         return False
     if not join(address):
@@ -85,7 +91,7 @@ def connect(address: str, actors: int) -> bool:
             )
         here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
         here["resources"] = {_LOCAL_MARK: 1}
-        _init("local", object_store_memory=_LOCAL_STORE_BYTES, **here)
+        _init("local", object_store_memory=int(max(_LOCAL_STORE_BYTES, 1.2 * stored_bytes)), **here)
         _end_agents_later()
     return True
 

@@ -27,7 +27,7 @@ from covey.backend import load_backend
 from covey.config import GRPOConfig
 from covey.distributed.head import CONNECT_SECONDS, Head
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
-from covey.distributed.preflight import check_store, gpus_of_learner, gpus_of_sampler
+from covey.distributed.preflight import STORED_ADAPTERS, check_store, gpus_of_learner, gpus_of_sampler
 from covey.distributed.ray_cluster import (
     CPUS,
     answer_of,
@@ -216,7 +216,8 @@ class Cluster:
         self._lock, self._connected, self._own = threading.RLock(), False, False
         self._actors: list[Any] = []
         self._starting: list[Future[Member]] = []
-        self._session = self._stored = 0
+        self._session = 0
+        self._stored = sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
         self._put: tuple[Held, Any] | None = None
         self._gpus = 0.0
         self.connect()
@@ -255,7 +256,8 @@ class Cluster:
         """Be part of the cluster, one that has room and the same versions; nothing happens if that is so already."""
         with self._lock:
             if not self._connected:
-                self._own = connect(self._config.distributed.ray_address, self._config.distributed.actors)
+                chosen = self._config.distributed
+                self._own = connect(chosen.ray_address, chosen.actors, STORED_ADAPTERS * self._stored)
                 self._connected, self.head = True, Head(ray.get_runtime_context().gcs_address)
                 try:
                     self._preflight()
@@ -265,7 +267,9 @@ class Cluster:
 
     def _preflight(self) -> None:
         self._gpus = gpus_of_sampler(self._config, nodes_there())
-        for sentence in check_cluster(self._config, learners=0)[1]:
+        nodes, said = check_cluster(self._config, learners=0)
+        check_store(nodes, self._stored)
+        for sentence in said:
             log.warning("%s", sentence)
 
     def _host(self) -> tuple[Any, ...]:
