@@ -86,7 +86,7 @@ def agents_run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> 
     return train(
         tmp_path_factory.mktemp("browser") / "house", model_folder, world="house:rooms=2,num_train=6,num_eval=3",
         max_conversation_tokens=600, invalid_action_penalty=0.1, action_format="choice", max_completion_length=16,
-        max_steps=4, eval_steps=4, ledger_steps=2,
+        max_steps=4, eval_steps=4, ledger_steps=2, adv_estimator="gigpo", discount=0.9,
     )  # fmt: skip
 
 
@@ -197,6 +197,7 @@ def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any,
     told = page.page.locator(".episodes tbody td").first.inner_text()
     assert plays[0][0]["said"].strip() in told
     assert plays[0][0]["seen"].split("\n")[0] in told
+    assert re.search(r"credit \S+ = episode \S+, turn \S+", told)
     if SCREENSHOTS:  # a group that did not do the same
         mixed = next((r for r in RunFolder.read(agents_run).read_completions(2) if abs(_credit(r)) > 0), rows[0])
         page.page.get_by_label("step", exact=True).select_option("2")
