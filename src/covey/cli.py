@@ -129,9 +129,9 @@ def train(
     """
     chosen = [] if backend is None else [f"model.backend={backend}"]
     config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
-    from covey.distributed import launch
-
     with _ended_by_signals():
+        from covey.distributed import launch
+
         if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
             print_summary(out, trainer, Path(config.run.output_dir))
 
@@ -142,7 +142,6 @@ def resume(
     overrides: Overrides = None,
 ) -> None:
     """Go on with a run from its newest checkpoint, to the numbers it would have had unbroken."""
-    from covey.distributed import launch
     from covey.observe.run_folder import RunFolder
 
     folder = RunFolder.read(run)
@@ -154,6 +153,8 @@ def resume(
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
     with _ended_by_signals():
+        from covey.distributed import launch
+
         if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):
             print_summary(out, trainer, run)
 

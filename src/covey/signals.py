@@ -75,11 +75,21 @@ def held() -> Iterator[None]:
         raise EndedError(_Waiting.number)
 
 
-def ignore() -> None:
+def note() -> None:
     """From now on this process ends when another one lets it go. Does nothing but in the main thread."""
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, _note)
+
+
+def noted() -> int:
+    """The signal that has come since `note`, 0 = none."""
+    return _Waiting.number
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _Waiting.number = number
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -64,7 +64,7 @@ CASES = [
     ("mask_ratio_high", {"mask_ratio": 0.97}, "97%", "Nothing needs to be done"),
     ("kl_high", {"kl": 0.75}, "0.75 nats", "algorithm.beta"),
     ("clip_fraction_high", {"clip_ratio/region_mean": 0.4}, "40%", "learning_rate"),
-    ("entropy_collapse", {"entropy": 0.004}, "0.0040 nats", "temperature"),
+    ("greedy_from_the_start", {"entropy": 0.004}, "0.0040 nats", "temperature"),
     (
         "sampler_mismatch",
         {"sampling/sampling_logp_difference/mean": 0.2},
@@ -90,6 +90,34 @@ def test_each_trouble_is_named_with_its_number_and_a_fix(code, changes, number, 
     assert number in diagnosis.message
     assert fix in diagnosis.fix
     assert str(diagnosis) == f"{diagnosis.message}. {diagnosis.fix}."
+
+
+def test_entropy_that_falls_is_told_from_entropy_that_never_was():
+    steps = history(20)
+    for step in steps[10:]:
+        step["entropy"] = 0.004
+    assert codes(steps) == ["entropy_collapse"]
+
+
+def test_how_much_is_right_is_not_read_from_rewards_of_any_scale():
+    tied = {"frac_reward_zero_std": 0.9}
+    assert codes(history(reward=1.97, **tied)) == ["groups_tied"]
+    assert codes(history(reward=-0.5, reward_std=0.3, **tied)) == ["groups_tied"]
+    (said,) = diagnose(history(reward=0.97, **tied))
+    assert (said.code, "if 1 is the most" in said.message) == ("groups_all_right", True)
+    (said,) = diagnose(history(reward=3.0, accuracy=0.95, **tied))
+    assert (said.code, "the accuracy is 0.95" in said.message) == ("groups_all_right", True)
+    assert codes(history(reward=3.0, accuracy=0.05, **tied)) == ["groups_all_wrong"]
+
+
+def test_a_mask_that_acts_is_named_and_not_recommended():
+    cut = {"completions/clipped_ratio": 0.4}
+    assert "mask_truncated_completions" in diagnose(history(**cut))[0].fix
+    on = history(**cut, **{"mask/mask_truncated_completions": 0.4, "mask_ratio": 0.6})
+    truncated, ratio = diagnose(on)
+    assert "mask_truncated_completions" not in truncated.fix
+    assert "those that take any are mask_truncated_completions, off_policy" in ratio.message
+    assert "mask_truncated" not in diagnose(history(**{"completions/clipped_ratio": 0.9}))[0].fix
 
 
 def test_a_policy_that_stands_still():

@@ -120,7 +120,14 @@ def test_a_real_run_is_told_as_it_was_recorded(finished: Path, open_page: Any) -
     assert next(kind for _, kind, _ in page.ask("0/events")["lines"]) == "run"
     tables_of = page.ask("0/tables")
     mark = tables_of.pop("mark")
-    assert tables_of == {"step": [1, 2, 3, 4], "eval": [0, 4], "ledger": [2, 4], "samplers": []}
+    assert tables_of == {
+        "step": [1, 2, 3, 4],
+        "eval": [0, 4],
+        "ledger": [2, 4],
+        "samplers": [],
+        "samplers_step": None,
+        "samplers_left": 0,
+    }
     assert page.ask("0/tables", mark=mark) == {"mark": mark}
 
     rows = run.read_completions(3)

@@ -12,6 +12,7 @@ import pytest
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
+from covey.algorithms import Outcomes
 from covey.environments import EnvironmentPool, House
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
@@ -81,6 +82,32 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
         assert steps[0]["completions/no_answer_ratio"] > 0.9  # random letters
     else:
         assert steps[0]["completions/no_answer_ratio"] == 0.0
+
+
+def centred(step: Outcomes) -> Any:
+    return step.rewards - step.rewards.mean()
+
+
+def _fails(step: Outcomes) -> Any:
+    raise ValueError("no part")
+
+
+def _leaves(step: Outcomes) -> Any:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [_fails, _leaves, lambda step: "x", lambda step: step.rewards * np.nan, 5],
+    ids=["raises", "leaves", "text", "nan", "number"],
+)
+def test_an_episode_part_that_fails_costs_no_more_than_itself(
+    playing: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, part: Any
+) -> None:
+    monkeypatch.setattr(centred, "episode_part", part, raising=False)
+    GRPOTrainer(args=GRPOConfig(**(playing | {"adv_estimator": centred, "max_steps": 1}))).train()
+    assert "its attribute episode_part" in caplog.text
+    assert "of_episode" not in RunFolder.read(playing["output_dir"]).read_completions(1)[0]["play"]
 
 
 @pytest.mark.parametrize("mode", ["conversation", "steps"])

@@ -19,15 +19,7 @@ from covey.algorithms.advantages import (
 )
 from covey.algorithms.aggregation import AGGREGATORS, StepCounts, count_step, token_weights
 from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, bounded_exp, row_mean, row_sum, stop_gradient
-from covey.algorithms.estimators import (
-    ADVANTAGE_ESTIMATORS,
-    Estimator,
-    Outcomes,
-    Turns,
-    find_estimator,
-    multi_reward_advantages,
-    states,
-)
+from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, Estimator, find_estimator, multi_reward_advantages, states
 from covey.algorithms.kl import (
     KL_ESTIMATORS,
     VOCABULARY_KL,
@@ -67,6 +59,7 @@ from covey.algorithms.masks import (
 )
 from covey.algorithms.mismatch import MISMATCH_MODES, Correction, mismatch_correction
 from covey.algorithms.objective import LossTerms, Objective, add_metrics, make_objective, mean_metrics, policy_loss
+from covey.algorithms.outcomes import Outcomes, Turns
 from covey.algorithms.shaping import soft_overlong_punishment
 
 __all__ = [

@@ -110,7 +110,11 @@ class Fleet(Pool):
         jobs = [Job(unit.requests, settings, policy_version, self._key(unit.requests, settings)) for unit in units]
         for job in jobs:
             job.result = self._from_journal(job)
-        known = sum(job.result is not None for job in jobs)
+        known = (
+            0
+            if self.journal is None
+            else sum(job.result is not None and self.journal.is_earlier(job.key, job.version) for job in jobs)
+        )
         if known:
             self._news.append(f"{known} of {len(jobs)} units were sampled before the run was stopped: they are used")
         order = sorted(range(len(jobs)), key=lambda number: (-units[number].longest_prompt, number))

@@ -34,8 +34,10 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._earlier: frozenset[str] = frozenset()
         if folder.is_dir():
             remove_leftovers(folder)
+            self._earlier = frozenset(path.name for path in folder.iterdir())
 
     def get(self, key: str, version: int, count: int) -> list[Completion] | None:
         """The `count` completions of a unit, bit for bit as they were sampled; None if they are not there, or damaged.
@@ -53,6 +55,10 @@ class Journal:
         except (OSError, SafetensorError, LookupError, ValueError):
             return None
         return found if len(found) == count else None
+
+    def is_earlier(self, key: str, version: int) -> bool:
+        """Whether the unit was there when the run was begun or resumed."""
+        return self._path(key, version).name in self._earlier
 
     def put(self, key: str, version: int, completions: Sequence[Completion]) -> None:
         """Write a unit, so that it is there whole or not at all, whatever kills the process.

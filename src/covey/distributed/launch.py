@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from covey import signals
 from covey.backend import adamw_options
 from covey.config import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
@@ -40,8 +41,6 @@ from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
 from covey.pytorch.slices import NotSlicedError
-from covey.signals import ended
-from covey.signals import ignore as ignore_signals
 from covey.training import agents, setup
 from covey.training.trainer import GRPOTrainer
 from covey.types import Prompt
@@ -157,6 +156,8 @@ class RanksBackend:
         samples = not config.server.upload_adapters_to_server and not config.distributed.samplers
         sampler = self.make_own(config, policy) if samples else None
         learner = self._own_learner(config, policy)
+        self._ranks.await_ready()
+        signals.note()  # rank 0, which has them too, may need this one for a checkpoint, and lets it go
         follow(self._ranks, learner, sampler, learner.policy)
 
 
@@ -184,13 +185,14 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
             log.warning("%s", sentence)
         backend = RanksBackend(ranks)
         if ranks.rank > 0:
-            ignore_signals()  # rank 0, which has them too, may need this one for a checkpoint, and lets it go
             backend.follow(config)
             return None
         return _train(config, resume or _goes_on(config), backend)
     except CoveyError as error:
         ranks.leave()
         mended = isinstance(error, RankLostError | TornError) and not isinstance(error, NoMemoryError)
+        if mended and signals.noted():  # the run was ended, and rank 0 says so
+            raise SystemExit(128 + signals.noted()) from error
         if mended and _is_refused():  # the others have ended because of it
             raise SystemExit(1) from error
         if _REFUSED not in os.environ or mended:  # by another start
@@ -201,7 +203,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
         ranks.leave()
         if _REFUSED not in os.environ:
             raise
-        raise SystemExit(ended(error).exit_status) from error
+        raise SystemExit(signals.ended(error).exit_status) from error
     finally:
         ranks.close()
 
@@ -282,7 +284,7 @@ def _launcher(
             try:
                 return launcher.wait()
             except KeyboardInterrupt as end:
-                launcher.send_signal(ended(end).number)
+                launcher.send_signal(signals.ended(end).number)
                 launcher.wait()  # it waits 30 s for the ranks at the most
                 raise
 
@@ -295,6 +297,7 @@ def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], 
     address = config.distributed.ray_address
     if address == "local":
         return None
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # see `covey.distributed.start`
     try:
         from covey.distributed.ray_launch import RayRanks
     except ModuleNotFoundError as error:

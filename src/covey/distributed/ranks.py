@@ -103,14 +103,14 @@ class Ranks:
             if self._torn:
                 raise TornError(self._torn)
             if self.world > 1:
-                self._await_ready()
+                self.await_ready()
                 with self.waiting("telling the others"):
                     dist.broadcast_object_list([message], src=0, group=self._calls)
             yield
 
     def hear(self) -> Any:
         """Another rank: the next message, or `STOP`."""
-        self._await_ready()
+        self.await_ready()
         while True:
             box = [None]
             with self.waiting("waiting for rank 0"):
@@ -118,7 +118,7 @@ class Ranks:
             if box[0] != IDLE:
                 return box[0]
 
-    def _await_ready(self) -> None:
+    def await_ready(self) -> None:
         """Before the first call: say that this rank is ready for it, and wait for the others that are to hear it."""
         if self._store is None:
             return
@@ -135,7 +135,7 @@ class Ranks:
             if self._busy.acquire(blocking=False):
                 try:
                     if not self._ended.is_set():
-                        self._await_ready()
+                        self.await_ready()
                         dist.broadcast_object_list([IDLE], src=0, group=self._calls)
                 except (RuntimeError, RankLostError):  # the next call of the loop says who is gone
                     return

@@ -156,6 +156,8 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
 
 @contextmanager
 def _needing_ray(setting: str, instead: str = "0") -> Iterator[None]:
+    # A thread that starts an actor when the run has just left the cluster would join any other one by itself.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         yield
     except ModuleNotFoundError as error:

@@ -130,10 +130,10 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
     recent = _Window(steps[-limits.window :])
     found = list(_broken_numbers(recent))
     if len(recent.steps) >= limits.min_steps:
-        found += _rewards(recent, limits)
+        found += _rewards(recent, limits, of_one=_of_one(_Window(steps)))
         found += _gradient(recent, steps, limits, explained=bool(found))
         found += _completions(recent, limits)
-        found += _policy(recent, limits)
+        found += _policy(recent, _Window(steps[: limits.min_steps]), limits)
         found += _samplers(recent, limits)
         found += _scoring(recent, limits)
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
@@ -142,6 +142,11 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
 
 def _is_step(record: Record) -> bool:
     return any(name != "step" and not name.startswith("eval/") for name in record)
+
+
+def _of_one(every: _Window) -> bool:
+    """Whether rewards look like shares of one: a mean of 1.9 says nothing of how much is right."""
+    return all(0 <= value <= 1 for value in every.values("reward"))
 
 
 def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
@@ -157,7 +162,7 @@ def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
             return
 
 
-def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[Diagnosis]:
     total = len(recent.steps)
     unscored = recent.above("frac_reward_none", limits.none_rewards)
     if unscored is not None:
@@ -192,16 +197,19 @@ def _rewards(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     if tied is None:
         return
     about = f"in {tied:.0%} of the groups all completions got the same reward (last {total} steps)"
-    if reward is not None and reward >= limits.solved_reward:
+    right, named, unless = recent.mean("accuracy"), "accuracy", ""
+    if right is None:
+        right, named, unless = (reward if of_one else None), "mean reward", ", if 1 is the most that can be earned"
+    if right is not None and right >= limits.solved_reward:
         yield Diagnosis(
             "groups_all_right",
-            f"{about}, and the mean reward is {reward:.2f}: the prompts are too easy by now",
+            f"{about}, and the {named} is {right:.2f}: the prompts are too easy by now{unless}",
             "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true to skip what is solved",
         )
-    elif reward is not None and reward <= limits.failed_reward:
+    elif right is not None and right <= limits.failed_reward:
         yield Diagnosis(
             "groups_all_wrong",
-            f"{about}, and the mean reward is {reward:.2f}: the prompts are too hard so far",
+            f"{about}, and the {named} is {right:.2f}: the prompts are too hard so far{unless}",
             "Use easier prompts, raise sampling.num_generations so that some completion succeeds, or add a reward "
             "for partial success",
         )
@@ -257,11 +265,12 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     if clipped is not None:
         longest = recent.values("completions/max_length")
         at = f" at {max(longest):.0f} tokens" if longest else ""
+        masked = bool(recent.values("mask/mask_truncated_completions"))
         yield Diagnosis(
             "completions_truncated",
             f"{clipped:.0%} of the completions were cut off{at} before they ended (last {total} steps)",
-            "Raise sampling.max_completion_length, ask for shorter answers, or set "
-            "algorithm.mask_truncated_completions=true",
+            "Raise sampling.max_completion_length, or ask for shorter answers"
+            + ("" if clipped > 0.5 or masked else "; or set algorithm.mask_truncated_completions=true"),
         )
     length = recent.mean("completions/mean_length")
     if length is not None and length < limits.short_completion:
@@ -286,12 +295,16 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
 def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     total = len(recent.steps)
     kept, (least, most) = recent.mean("mask_ratio"), limits.mask_ratio
+    masks = {name for step in recent.steps for name in step if name.startswith("mask/")}
+    acting = sorted(name.removeprefix("mask/") for name in masks if (recent.mean(name) or 0.0) > 0)
     if kept is not None and kept < least:
         yield Diagnosis(
             "mask_ratio_low",
-            f"the masks leave {kept:.0%} of the completions in the loss (last {total} steps), less than {least:.0%}",
-            "Where off-policy masks exclude them, update the reference more often "
-            "(algorithm.reference_update_steps); where the validity mask does, improve the prompt's format",
+            f"the masks leave {kept:.0%} of the completions in the loss (last {total} steps), less than {least:.0%}; "
+            f"those that take any are {', '.join(acting) or 'not known'}",
+            "Where an off-policy mask does, update the reference more often (algorithm.reference_update_steps); where "
+            "the validity mask does, improve the prompt's format; where mask_truncated_completions does, raise "
+            "sampling.max_completion_length",
         )
     elif kept is not None and kept > most:
         yield Diagnosis(
@@ -300,7 +313,6 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "the samples are good, and the masks do little",
             "Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off",
         )
-    masks = {name for step in recent.steps for name in step if name.startswith("mask/")}
     for name in sorted(masks - _WANTED_MASKS):
         share = recent.above(name, limits.masked_tokens)
         if share is not None:
@@ -313,7 +325,7 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             )
 
 
-def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     total = len(recent.steps)
     divergence = recent.above("kl", limits.kl)
     if divergence is not None:
@@ -332,7 +344,17 @@ def _policy(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Lower optim.learning_rate or algorithm.num_iterations",
         )
     entropy = recent.mean("entropy")
-    if entropy is not None and entropy < limits.entropy:
+    begun = first.mean("entropy")
+    from_the_first = bool(first.steps) and first.steps[0].get("step") == 1 and begun is not None
+    if entropy is not None and entropy < limits.entropy and from_the_first and (begun or 0.0) < limits.entropy:
+        yield Diagnosis(
+            "greedy_from_the_start",
+            f"the entropy was {begun:.4f} nats for each token from the first step on, and is {entropy:.4f} (last "
+            f"{total} steps): sampling hardly draws, so the completions of a group are alike, and probabilities that "
+            "are so sharp make KL and updates large",
+            "Raise sampling.temperature (1 is usual)",
+        )
+    elif entropy is not None and entropy < limits.entropy:
         yield Diagnosis(
             "entropy_collapse",
             f"the entropy is {entropy:.4f} nats for each token (last {total} steps): all completions of a "

@@ -255,6 +255,16 @@ class RunFolder:
         """
         files.write_atomically(self.config_path, toml)
 
+    def change_config(self, toml: str, step: int) -> None:
+        """Let `config.toml` have the settings with which a run is gone on with after a step. Others that it had are
+        kept in `config_until_000012.toml`.
+        """
+        with files.explained(self.config_path, "read"):
+            former = self.config_path.read_bytes()
+        if former != toml.encode():
+            files.write_atomically(self.path / f"config_until_{step:06d}.toml", former)
+            self.write_config(toml)
+
     def append_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append `{"step": step, **metrics}` to `metrics.jsonl`; NaN and infinities are written as null."""
         self._metrics.append({"step": step, **metrics})
@@ -286,7 +296,11 @@ class RunFolder:
         return self._write_rows(self.ledger / f"step_{step:06d}.parquet", rows)
 
     def write_samplers(self, step: int, members: Sequence[Mapping[str, Any]]) -> None:
-        """Write `samplers.json`: who samples after a step."""
+        """Write `samplers.json`: who samples after a step; without members it goes, if there is one."""
+        if not members:
+            with files.explained(self.samplers_path):
+                self.samplers_path.unlink(missing_ok=True)
+            return
         files.write_atomically(self.samplers_path, json.dumps({"step": step, "samplers": members}) + "\n")
 
     def write_batch(self, step: int, content: bytes) -> None:

@@ -218,8 +218,9 @@ class Recorder:
         self._tell_news()
         for pool in self._pools:
             metrics |= pool.take_metrics()
-        if self._folder is not None and hasattr(self._run.engine, "members"):
-            self._folder.write_samplers(state.global_step, self._run.engine.members())
+        if self._folder is not None:
+            members = self._run.engine.members() if hasattr(self._run.engine, "members") else []
+            self._folder.write_samplers(state.global_step, members)
         if metrics["phase"] != self._phase:
             if self._phase >= 0 or metrics["phase"] > 0:
                 self.event("phase", f"step {state.global_step}: phase {metrics['phase'] + 1} begins")
@@ -345,6 +346,7 @@ class Recorder:
             run.learner.restore(checkpoint.tensors, state.updates)
             run.learner.tokens_per_micro_batch = int(checkpoint.state["tokens_per_micro_batch"])
         folder.truncate_after(checkpoint.step)
+        folder.change_config(run.args.to_toml(), checkpoint.step)
         state.log_history = folder.read_metrics()
         state.max_steps = run.length.total_steps or -1
         run.state.take(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from covey.training.setup import RunLength, algorithm_in
 from covey.training.state import TrainerState
 from covey.training.update import Pass, Update, update
 from covey.types import Batch, Group
+
+log = logging.getLogger(__name__)
 
 MINIBATCH_STREAM = 2
 """Second entry of the random stream by which a step's rows are parted into mini-batches; see `EVALUATION_STREAM`."""
@@ -58,7 +61,17 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
     part = estimator_of(args.algorithm).episode_part
     if part is None or not any(group.trajectories for group in groups):
         return None
-    return agent_advantages(groups, part, args.algorithm, args.environment).astype(np.float32)
+    try:
+        with np.errstate(over="ignore"):
+            found = agent_advantages(groups, part, args.algorithm, args.environment).astype(np.float32)
+        if np.isfinite(found).all():
+            return found
+        log.warning("%s: it returned a number that is not finite; tables show whole advantages only", part.name)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        log.warning("%s failed (%s: %s); tables show whole advantages only", part.name, type(error).__name__, error)
+    return None
 
 
 def step_update(

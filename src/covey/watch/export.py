@@ -107,7 +107,7 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
     for step in spread([step for step in tables["ledger"] if step in kept["step"]] or tables["ledger"], LEDGERS):
         if _hold_ledger(held, number, run, step):
             kept["ledger"].append(step)
-    held.answers[f"{number}/tables"] = {**kept, "samplers": tables["samplers"], "mark": "held"}
+    held.answers[f"{number}/tables"] = {**tables, **kept, "mark": "held"}
     whole = sum(len(tables[kind]) for kind in kept)
     if (here := sum(map(len, kept.values()))) < whole:
         held.left_out.append(f"{run.folder.path.name}: {here} of {whole} tables of completions and tokens are in it")

@@ -12,6 +12,7 @@ import tomllib
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ class WatchedRun:
             "step": _numbered(self.folder.completions, "step"),
             "eval": _numbered(self.folder.completions, "eval"),
             "ledger": _numbered(self.folder.path / LEDGER, "step"),
-            "samplers": _samplers(self.folder.samplers_path),
+            **_samplers(self.folder.samplers_path),
         }
         text = json.dumps(found)
         return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
@@ -278,20 +279,24 @@ def _numbered(folder: Path, kind: str) -> list[int]:
     return sorted(int(match[2]) for match in matches if match and match[1] == kind)
 
 
-def _samplers(path: Path) -> list[Record]:
-    """What `Fleet.members` said, if that is what the file holds."""
-    try:
+def _samplers(path: Path) -> Record:
+    """What `Fleet.members` said after which step, if that is what the file holds, and how many are left out."""
+    told: Any = None
+    with suppress(ValueError, RecursionError, RunFolderError):
         told = json.loads(_head(path) or "{}")
-        members = told["samplers"] if isinstance(told, dict) and isinstance(told.get("samplers"), list) else []
-    except (ValueError, RecursionError):
-        members = []
+    found = told if isinstance(told, dict) else {}
+    members, step = found.get("samplers"), found.get("step")
+    members = [one for one in members if isinstance(one, dict)] if isinstance(members, list) else []
     counts = ("version", "server", "units", "failed")
-    return [
-        {"name": str(one.get("name", ""))[:200], "left": one.get("left") is True}
-        | {name: one[name] for name in counts if type(one.get(name)) is int and abs(one[name]) < 1 << 53}
-        for one in members[:_MOST_SAMPLERS]
-        if isinstance(one, dict)
-    ]
+    return {
+        "samplers": [
+            {"name": one["name"][:200] if isinstance(one.get("name"), str) else "", "left": one.get("left") is True}
+            | {name: one[name] for name in counts if type(one.get(name)) is int and 0 <= one[name] < 1 << 53}
+            for one in members[:_MOST_SAMPLERS]
+        ],
+        "samplers_step": step if type(step) is int and 0 <= step < 1 << 53 else None,
+        "samplers_left": max(len(members) - _MOST_SAMPLERS, 0),
+    }
 
 
 def _head(path: Path) -> str:

@@ -49,20 +49,21 @@ function drawSamplers(run) {
   samplers.replaceChildren(
     h("h2", {}, "Samplers and servers"),
     h("p", { class: "note" }, `Newest completions: sampled from version ${number(version)} of the weights${run.series.has("staleness/max") ? `, at most ${number(run.last("staleness/max"))} optimiser steps old` : ""}.`),
-    members(run.tables.samplers),
+    members(run.tables),
     set.length ? h("details", {}, h("summary", {}, "settings"), h("table", {}, h("tbody", {}, set.map(([name, value]) => h("tr", {}, h("td", {}, name), h("td", { class: "text" }, value)))))) : "",
     events.length ? h("ul", {}, events.map(([time, , message]) => h("li", {}, time === null ? "" : `${new Date(1000 * time).toLocaleString("sv")}  `, message)))
-      : h("p", { class: "note" }, "No sampler or server has failed, been replaced, or had anything else to tell."));
+      : h("p", { class: "note" }, "No event tells of a sampler or server that failed or was replaced."));
 }
 
 /** Those that the trainer knows: itself, actors, servers. */
-function members(all) {
-  if (!all.length) return "";
+function members({ samplers: all, samplers_step: step, samplers_left: left }) {
+  if (!all?.length) return "";
   const held = ({ version, server, left }) => left ? "given up" : version === undefined ? "none: it is being replaced"
     : server === undefined || server === version ? number(version) : `${number(version)} (its own count: ${number(server)})`;
-  return h("table", {}, h("thead", {}, h("tr", {}, ["sampler or server", "version of its weights", "units sampled", "failures"].map((name) => h("th", { scope: "col" }, name)))),
+  return h("div", {}, h("p", { class: "note" }, `After step ${number(step)}${left ? `; ${number(left)} more are not shown` : ""}.`),
+    h("table", {}, h("thead", {}, h("tr", {}, ["sampler or server", "version of its weights", "units sampled", "failures"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, all.map((one) => h("tr", {}, h("td", { class: "text" }, one.name), h("td", {}, held(one)),
-      h("td", {}, one.units === undefined ? "–" : number(one.units)), h("td", { class: one.failed ? "bad" : "" }, one.failed === undefined ? "–" : number(one.failed))))));
+      h("td", {}, one.units === undefined ? "–" : number(one.units)), h("td", { class: one.failed ? "bad" : "" }, one.failed === undefined ? "–" : number(one.failed)))))));
 }
 
 export function update() {
