@@ -46,7 +46,7 @@ def ended_by_signals() -> Iterator[None]:
         return
     before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
-        if handler != signal.SIG_IGN:
+        if handler not in (signal.SIG_IGN, None):  # None: not Python's to give back
             signal.signal(number, _end)
     try:
         yield
@@ -55,7 +55,8 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         _Waiting.number = 0
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def ended(error: KeyboardInterrupt) -> EndedError:

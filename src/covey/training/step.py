@@ -67,9 +67,9 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
         if np.isfinite(found).all():
             return found
         log.warning("%s: it returned a number that is not finite; tables show whole advantages only", part.name)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit of somebody's function is a failure like any other
         log.warning("%s failed (%s: %s); tables show whole advantages only", part.name, type(error).__name__, error)
     return None
 
