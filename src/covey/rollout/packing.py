@@ -1,73 +1,100 @@
-"""Packs episodes into micro-batches in which every distinct prompt appears once.
+"""Packs episodes into micro-batches in which no token is computed twice, whatever the episodes share.
 
-The completions of a group share their prompt, so the token-wise work of a forward pass (embeddings, linear
-layers, norms) needs `P + sum(R)` tokens, not `G * (P + max(R))`. One pack with a prompt of 4 tokens and two
-completions of 3 and 2:
+A pack is a trie of its rows' token ids (`covey.rollout.tries`) as a forest of branches: a branch is a run of tokens that
+leaves another branch after some of its tokens, or begins a tree. Where rows part, the way with most tokens goes on in
+the same branch. A prompt of 4 tokens, two completions of 3 and 2, and a third that begins as the first does:
 
-    packed index   0  1  2  3 | 4  5 | 6
-    token_ids     11 12 13 14 |21 22 |31        a completion's last token is no input: nothing follows it
-    position_ids   0  1  2  3 | 4  5 | 4
-    blocks         Block(start=0, prefix_len=4, suffix_lens=(2, 1))
+    packed index   0  1  2  3  4  5 | 6 | 7
+    token_ids     11 12 13 14 21 22 |23 |31      a row's last token is no input: nothing follows it
+    position_ids   0  1  2  3  4  5 | 5 | 4
+    leave          8  8  8  8  7  6 | 7 | 8
+    branches      Branch(start=0, length=6, parent=-1, at=0)
+                  Branch(start=6, length=1, parent=0, at=5)
+                  Branch(start=7, length=1, parent=0, at=4)
 
-    s              0  1  2  3  4
-    targets       21 22  2 31  2                the sampled tokens, row by row
-    score_at       3  4  5  3  6                the packed index whose hidden state predicts the target
-    row            0  0  0  1  1
-    column         0  1  2  0  1
+Token k is seen by the queries `k <= q < leave[k]`: a branch is followed by those that leave it, the last to leave first,
+each with its own, so that all that comes after a token lies behind it without a gap.
 
-Who may see whom is not stored: a suffix token sees its block's prefix and the earlier tokens of its own
-suffix. An agent's episode with foreign tokens between sampled segments has one long suffix in which only the
-sampled tokens are targets.
+    u              0  1  2  3  4  5  6           what is scored: distinct (place, next token)
+    score_at       3  3  4  4  5  6  7           the packed index whose hidden state predicts
+    targets       21 31 22 23  2 24  2           at a fork one state predicts several tokens
+    s              0  1  2  3  4  5  6  7        sampled tokens, row by row
+    pair           0  2  4  1  6  0  3  5        the first token of rows 0 and 2 is one and the same
+    row            0  0  0  1  1  2  2  2
+    column         0  1  2  0  1  0  1  2
 
-Order inside a pack: blocks in the order in which they were added, rows inside a block in the order of `rows`,
-and `s` runs over the pack's rows and, inside a row, over its sampled tokens. The same input always gives the
-same packs.
+A token that several rows sampled after the same tokens is computed and scored once, and enters each row's loss with that
+row's advantage, old log-probability, mask and weight.
+
+Sharing a group's prompt is "prefix grouping" (arXiv 2506.05433). Here every target of a fork is scored: none is dropped,
+and no token is repeated for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.rollout.tries import Node, build_trie, partition
 from covey.types import Episode, IntArray, Support
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """One prefix and the suffixes that continue it, contiguous in the pack.
+class Branch:
+    """A run of packed tokens, each of which follows the one before it.
 
     Attributes:
-        start: packed index of the prefix's first token; the suffixes follow the prefix directly.
-        prefix_len: P, at least 1.
-        suffix_lens: R of each row of the block; 0 for a row that needs the prefix alone (one sampled token).
+        start: packed index of its first token.
+        length: tokens, at least 1.
+        parent: number of the branch that it leaves; -1 = none.
+        at: how many tokens of the parent it follows, at least 1; without a parent, how many tokens before the pack (0,
+            but in pieces of a tree that is walked: `covey.rollout.walking`).
     """
 
     start: int
-    prefix_len: int
-    suffix_lens: tuple[int, ...]
+    length: int
+    parent: int
+    at: int
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of the block, prefix and suffixes."""
-        return self.prefix_len + sum(self.suffix_lens)
+    def stop(self) -> int:
+        """Packed index after its last token."""
+        return self.start + self.length
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens that a pass was given and took, see `count_tokens`.
+
+    Attributes:
+        raw: of all rows, each by itself.
+        unique: of the trie of all rows.
+        computed: of all packs.
+    """
+
+    raw: int
+    unique: int
+    computed: int
+
+
+@dataclass(frozen=True, eq=False)
 class Pack:
-    """One micro-batch: M packed tokens that score S sampled tokens of n rows (drawn in the module docstring).
+    """One micro-batch: M packed tokens, U things to score, S sampled tokens of n rows (drawn in the module docstring).
 
     Attributes:
         token_ids: `[M]`.
         position_ids: `[M]` position of each token in its own sequence.
-        blocks: the layout of the M tokens.
-        score_at: `[S]` packed index whose hidden state predicts the s-th sampled token.
-        targets: `[S]` the sampled token ids.
+        branches: the layout of the M tokens; a parent comes before what leaves it.
+        score_at: `[U]` packed index whose hidden state predicts the u-th target, ascending.
+        targets: `[U]` the sampled token ids.
+        pair: `[S]` which of the U each sampled token is.
         row: `[S]` row in this pack, 0..n-1.
         column: `[S]` index among that row's sampled tokens: the column in the batch's `[N, T]` arrays.
         rows: `[n]` row number in the batch of each row in this pack.
@@ -75,9 +102,10 @@ class Pack:
 
     token_ids: IntArray
     position_ids: IntArray
-    blocks: tuple[Block, ...]
+    branches: tuple[Branch, ...]
     score_at: IntArray
     targets: IntArray
+    pair: IntArray
     row: IntArray
     column: IntArray
     rows: IntArray
@@ -89,8 +117,19 @@ class Pack:
 
     @property
     def num_targets(self) -> int:
-        """S, sampled tokens that are scored."""
-        return len(self.targets)
+        """S, sampled tokens of all rows."""
+        return len(self.pair)
+
+    @cached_property
+    def first(self) -> IntArray:
+        """`[U]` one of the S sampled tokens that each of the U is."""
+        found: IntArray = np.unique(self.pair, return_index=True)[1]
+        return found
+
+    @cached_property
+    def leave(self) -> IntArray:
+        """`[M]` packed index after the last token that sees each token: `k <= q < leave[k]`."""
+        return leave_of(self.branches, self.num_tokens)
 
     def take(self, values_NT: NDArray[Scalar]) -> NDArray[Scalar]:
         """Values `[N, T]` of the whole batch -> `[S]` of this pack."""
@@ -100,8 +139,24 @@ class Pack:
         """Write values `[S]` of this pack into an array `[N, T]` of the whole batch."""
         into_NT[self.rows[self.row], self.column] = values_S
 
+    def path(self, index: int) -> IntArray:
+        """Packed indices of a token and all before it in its sequence, in order."""
+        number = next(n for n, branch in enumerate(self.branches) if branch.start <= index < branch.stop)
+        parts, stop = [], index + 1
+        while number >= 0:
+            branch = self.branches[number]
+            parts.append(np.arange(branch.start, stop))
+            number, stop = branch.parent, self.branches[branch.parent].start + branch.at
+        return np.concatenate(parts[::-1])
+
+    def sequences(self) -> list[IntArray]:
+        """The n rows' input tokens, each as the plain model would get it."""
+        last = np.zeros(len(self.rows), np.int64)
+        np.maximum.at(last, self.row, self.score_at[self.pair])  # deeper in a row is further on in the pack
+        return [self.token_ids[self.path(int(index))] for index in last]
+
     def support(self, episodes: Sequence[Episode]) -> Support | None:
-        """The kept ids of the pack's S targets, or None when no row of the pack recorded them.
+        """The kept ids of the pack's U targets, or None when no row of the pack recorded them.
 
         Args:
             episodes: all N episodes of the batch.
@@ -112,54 +167,59 @@ class Pack:
         kept = [episodes[row].support for row in self.rows]
         if all(support is None for support in kept):
             return None
-        present = [support for support in kept if support is not None]
-        if len(present) != len(kept):
-            missing = next(int(row) for row, support in zip(self.rows, kept, strict=True) if support is None)
+        missing = [int(row) for row, support in zip(self.rows, kept, strict=True) if support is None]
+        if missing:
             raise ValueError(
-                f"row {missing} recorded no kept ids while others did; sample the whole batch with keep_support on"
+                f"row {missing[0]} recorded no kept ids while others did; sample the whole batch with keep_support on"
             )
-        counts = np.concatenate([np.diff(support.offsets) for support in present])
-        return Support(
-            ids=np.concatenate([support.ids for support in present]).astype(np.int64),
-            offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        )
+        places = zip(self.row[self.first], self.column[self.first], strict=True)
+        parts = [_kept(kept[row], column) for row, column in places]
+        counts = np.cumsum([0, *(len(part) for part in parts)])
+        return Support(ids=np.concatenate(parts).astype(np.int64), offsets=counts.astype(np.int64))
 
 
-@dataclass(slots=True)
-class _Item:
-    """Rows with one prefix that go into the same pack."""
-
-    prefix: IntArray
-    rows: list[int]
-    num_tokens: int
+def _kept(support: Support | None, column: int) -> IntArray:
+    assert support is not None
+    return support.ids[support.offsets[column] : support.offsets[column + 1]]
 
 
-@dataclass(slots=True)
-class _Bin:
-    items: list[_Item] = field(default_factory=list)
-    num_tokens: int = 0
-    num_rows: int = 0
-
-    def add(self, item: _Item) -> None:
-        self.items.append(item)
-        self.num_tokens += item.num_tokens
-        self.num_rows += len(item.rows)
+def leave_of(branches: Sequence[Branch], num_tokens: int) -> IntArray:
+    """`Pack.leave` of branches in their order."""
+    ends = [branch.stop for branch in branches]  # of each branch with all that leaves it
+    found = np.zeros(num_tokens, np.int64)
+    leaving: list[list[tuple[int, int]]] = [[] for _ in branches]
+    for number in reversed(range(len(branches))):
+        branch = branches[number]
+        found[branch.start : branch.stop] = branch.stop
+        for at, end in leaving[number]:  # the last to leave comes first: later ones end further on
+            here = found[branch.start : branch.start + at]
+            np.maximum(here, end, out=here)
+            ends[number] = max(ends[number], end)
+        if branch.parent >= 0:
+            leaving[branch.parent].append((branch.at, ends[number]))
+    return found
 
 
 def pack_episodes(
-    episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None = None, tokens_per_pack: int = 8192
+    episodes: Sequence[Episode],
+    rows: Sequence[int] | IntArray | None = None,
+    tokens_per_pack: int = 8192,
+    *,
+    rows_per_pack: int | None = None,
+    whole_trees: bool = False,
 ) -> list[Pack]:
     """Pack rows of a batch into micro-batches of at most `tokens_per_pack` tokens.
 
-    Rows with equal prefixes (the tokens before the first sampled one, compared by value) share the prefix,
-    whatever group they belong to. A prefix with more rows than fit is repeated in several packs; a sequence
-    is never split, so one that exceeds the budget gets a pack of its own. Rows without a sampled token are
-    left out: there is nothing to score.
+    What rows share is found by their token ids, whatever group they belong to. A tree that is larger than the budget is
+    cut where that repeats least (`covey.rollout.tries.partition`); a sequence is never cut, so one that exceeds the
+    budget gets a pack of its own. Rows without a sampled token are left out: there is nothing to score.
 
     Args:
         episodes: all N episodes of the batch.
         rows: row numbers to pack; None = all N.
         tokens_per_pack: budget, in packed tokens.
+        rows_per_pack: most rows of a pack; None = any.
+        whole_trees: do not cut: a tree that is larger than the budget gets a pack of its own, to be walked.
 
     Returns:
         The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens
@@ -170,70 +230,35 @@ def pack_episodes(
     """
     if tokens_per_pack < 1:
         raise ValueError(f"tokens_per_pack={tokens_per_pack}: a pack needs room for at least one token; raise it")
-    bins: list[_Bin] = []
-    for same_prefix in _by_prefix(episodes, rows):
-        for item in _split(episodes, same_prefix, tokens_per_pack):
-            # First fit: a prefix stays whole if any pack has room for it, since every split repeats the
-            # prefix.
-            fitting = (b for b in bins if b.num_tokens + item.num_tokens <= tokens_per_pack)
-            target = next(fitting, None)
-            if target is None:
-                target = _Bin()
-                bins.append(target)
-            target.add(item)
-    return [_build(episodes, b.items) for b in bins]
+    inputs = _inputs(episodes, rows)
+    if not inputs:
+        return []
+    root = build_trie(inputs)
+    if whole_trees:
+        for tree in root.children:
+            _gather(tree)
+    parts = partition(root, tokens_per_pack, rows_per_pack)
+    return [_build(episodes, {row: inputs[row] for row in sorted(part)}) for part in parts]
 
 
-def fill_packs(
-    episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None, tokens_per_pack: int, rows_per_pack: int
-) -> list[Pack]:
-    """The same where a pack costs all of its tokens, used or not: a prefix is repeated wherever that fills a pack.
-
-    Large groups come first, and in each of them long rows.
-
-    Args:
-        episodes: all N episodes of the batch.
-        rows: row numbers to pack; None = all N.
-        tokens_per_pack: tokens of a pack; no sequence is longer.
-        rows_per_pack: most rows of a pack.
-
-    Raises:
-        ValueError: the first token of an episode is marked as sampled, or a sequence is longer than a pack.
-    """
-    groups = _by_prefix(episodes, rows)
-    needed = {row: _suffix_len(episodes[row]) for same in groups for row in same}
-    bins: list[_Bin] = []
-    for group in sorted(groups, key=lambda same: -sum(needed[row] for row in same)):
-        same = sorted(group, key=lambda row: -needed[row])
-        lengths = [needed[row] for row in same]
-        first = episodes[same[0]]
-        prefix = first.token_ids[: first.prompt_length]
-        if len(prefix) + lengths[0] > tokens_per_pack:
-            raise ValueError(
-                f"row {same[0]}: its {len(prefix) + lengths[0]} tokens are more than the "
-                f"{tokens_per_pack} of a pack; raise tokens_per_pack"
-            )
-        done = 0
-        while done < len(same):
-            open_ones = [(_fitting(b, len(prefix), lengths[done:], tokens_per_pack, rows_per_pack), b) for b in bins]
-            # as many rows as possible; of packs that take equally many, the fullest
-            count, target = max(open_ones, key=lambda one: (one[0], one[1].num_tokens), default=(0, _Bin()))
-            whole = count == len(same) - done
-            if not whole and sum(lengths[done : done + count]) <= len(prefix):  # it would fill less than it costs
-                target = _Bin()
-                count = _fitting(target, len(prefix), lengths[done:], tokens_per_pack, rows_per_pack)
-                bins.append(target)
-            num_tokens = len(prefix) + sum(lengths[done : done + count])
-            target.add(_Item(prefix, same[done : done + count], num_tokens))
-            done += count
-    return [_build(episodes, b.items) for b in bins]
+def _gather(tree: Node) -> None:
+    """Make a tree one thing that is not cut."""
+    rows = sorted(row for node in tree.nodes() for row in node.ending)
+    tree.end, tree.ending, tree.children = tree.begin + tree.size, rows, []
 
 
-def _by_prefix(episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None) -> list[list[int]]:
-    """Rows with equal prefixes together; those without a sampled token are left out."""
-    chosen = range(len(episodes)) if rows is None else [int(row) for row in rows]
-    by_prefix: dict[bytes, list[int]] = {}
-    for row in chosen:
+def count_tokens(episodes: Sequence[Episode], rows: Sequence[int] | IntArray, packs: Sequence[Pack]) -> TokenCounts:
+    """What the rows would take one by one, what is distinct in them, and what their packs take."""
+    inputs = _inputs(episodes, rows)
+    raw = sum(len(ids) for ids in inputs.values())
+    unique = build_trie(inputs).size if inputs else 0
+    return TokenCounts(raw, unique, sum(pack.num_tokens for pack in packs))
+
+
+def _inputs(episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None) -> dict[int, IntArray]:
+    """The tokens of each row that some sampled token needs as input: all before the last sampled one."""
+    found = {}
+    for row in range(len(episodes)) if rows is None else map(int, rows):
         episode = episodes[row]
         if not episode.sampled.any():
             continue
@@ -242,83 +267,94 @@ def _by_prefix(episodes: Sequence[Episode], rows: Sequence[int] | IntArray | Non
                 f"row {row}: its first token is marked as sampled, but nothing precedes it to predict it; "
                 "begin the episode with a prompt of at least one token"
             )
-        prefix = np.ascontiguousarray(episode.token_ids[: episode.prompt_length], dtype=np.int64)
-        by_prefix.setdefault(prefix.tobytes(), []).append(row)
-    return list(by_prefix.values())
+        found[row] = np.asarray(episode.token_ids[: int(np.flatnonzero(episode.sampled)[-1])], np.int64)
+    return found
 
 
-def _fitting(bin_: _Bin, prefix_len: int, lengths: Sequence[int], tokens: int, rows: int) -> int:
-    """How many of the rows, from the first on, a pack still takes together with their prefix."""
-    room = tokens - bin_.num_tokens - prefix_len
-    fitting = int(np.searchsorted(np.cumsum(lengths), room, side="right")) if room >= 0 else 0
-    return min(fitting, rows - bin_.num_rows)
-
-
-def _suffix_len(episode: Episode) -> int:
-    """Tokens after the prefix that some sampled token needs as input: all before the last sampled one."""
-    last_sampled = int(np.flatnonzero(episode.sampled)[-1])
-    return last_sampled - episode.prompt_length
-
-
-def _split(episodes: Sequence[Episode], rows: list[int], budget: int) -> list[_Item]:
-    """Cut rows that share a prefix into as few items of at most `budget` tokens as their order allows."""
-    prefix = episodes[rows[0]].token_ids[: episodes[rows[0]].prompt_length]
-    items: list[_Item] = []
-    for row in rows:
-        length = _suffix_len(episodes[row])
-        if not items or items[-1].num_tokens + length > budget:
-            items.append(_Item(prefix, [], len(prefix)))
-        items[-1].rows.append(row)
-        items[-1].num_tokens += length
-    return items
-
-
-def _build(episodes: Sequence[Episode], items: list[_Item]) -> Pack:
-    token_ids: list[IntArray] = []
-    position_ids: list[IntArray] = []
-    score_at: list[IntArray] = []
-    targets: list[IntArray] = []
-    row_of: list[IntArray] = []
-    column_of: list[IntArray] = []
-    blocks: list[Block] = []
-    rows: list[int] = []
-    start = 0
-    for item in items:
-        prefix_len = len(item.prefix)
-        token_ids.append(item.prefix)
-        position_ids.append(np.arange(prefix_len))
-        suffix_start = start + prefix_len
-        suffix_lens: list[int] = []
-        for row in item.rows:
-            episode = episodes[row]
-            length = _suffix_len(episode)
-            token_ids.append(episode.token_ids[prefix_len : prefix_len + length])
-            position_ids.append(np.arange(prefix_len, prefix_len + length))
-            sampled_at = np.flatnonzero(episode.sampled)
-            # The token before a sampled one predicts it: the prefix's last token, or one of this row's
-            # suffix.
-            before = sampled_at - 1
-            in_suffix = before - prefix_len + suffix_start
-            score_at.append(np.where(before < prefix_len, start + before, in_suffix))
-            targets.append(episode.token_ids[sampled_at])
-            row_of.append(np.full(len(sampled_at), len(rows)))
-            column_of.append(np.arange(len(sampled_at)))
-            rows.append(row)
-            suffix_lens.append(length)
-            suffix_start += length
-        blocks.append(Block(start, prefix_len, tuple(suffix_lens)))
-        start = suffix_start
+def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray]) -> Pack:
+    rows = list(inputs)
+    branches, order = _lay_out(build_trie(inputs))
+    token_ids = [inputs[node.source][node.begin : node.end] for node in order]
+    position_ids = [np.arange(node.begin, node.end) for node in order]
+    where = _paths(order)
+    score_at, targets, row_of, column_of = [], [], [], []
+    for place, row in enumerate(rows):
+        sampled_at = np.flatnonzero(episodes[row].sampled)
+        score_at.append(where[row][sampled_at - 1])  # the token before a sampled one predicts it
+        targets.append(episodes[row].token_ids[sampled_at])
+        row_of.append(np.full(len(sampled_at), place))
+        column_of.append(np.arange(len(sampled_at)))
+    at, target, row, column = (_join(parts) for parts in (score_at, targets, row_of, column_of))
+    kinds = _kinds(episodes, [rows[n] for n in row], column)
+    distinct, first, pair = np.unique(np.stack([at, target, kinds]), axis=1, return_index=True, return_inverse=True)
     return Pack(
         token_ids=_join(token_ids),
         position_ids=_join(position_ids),
-        blocks=tuple(blocks),
-        score_at=_join(score_at),
-        targets=_join(targets),
-        row=_join(row_of),
-        column=_join(column_of),
+        branches=tuple(branches),
+        score_at=distinct[0],
+        targets=target[first],
+        pair=pair.reshape(-1),
+        row=row,
+        column=column,
         rows=np.asarray(rows, dtype=np.int64),
     )
 
 
-def _join(parts: list[IntArray]) -> IntArray:
+def _lay_out(root: Node) -> tuple[list[Branch], list[Node]]:
+    """Branches, and the nodes in the order in which their tokens lie in the pack."""
+    branches: list[Branch] = []
+    order: list[Node] = []
+    start = 0
+    waiting = [(tree, -1, 0) for tree in reversed(root.children)]
+    while waiting:
+        node, parent, at = waiting.pop()
+        number, begin = len(branches), node.begin
+        leaving = []
+        while True:
+            order.append(node)
+            if not node.children:
+                break
+            heavy = max(node.children, key=lambda child: child.size)
+            leaving += [(child, number, node.end - begin) for child in reversed(node.children) if child is not heavy]
+            node = heavy
+        waiting += leaving  # the last to leave is taken first
+        branches.append(Branch(start, node.end - begin, parent, at))
+        start += node.end - begin
+    return branches, order
+
+
+def _paths(order: Sequence[Node]) -> dict[int, IntArray]:
+    """Row -> `[L]` packed index of each of its input tokens."""
+    places: dict[int, IntArray] = {}
+    parents = {id(child): node for node in order for child in node.children}
+    start = 0
+    found = {}
+    for node in order:
+        places[id(node)] = np.arange(start, start + node.length)
+        start += node.length
+    for node in order:
+        if node.ending:
+            chain, at = [], node
+            while True:
+                chain.append(places[id(at)])
+                if id(at) not in parents:
+                    break
+                at = parents[id(at)]
+            path = np.concatenate(chain[::-1])
+            found |= dict.fromkeys(node.ending, path)
+    return found
+
+
+def _kinds(episodes: Sequence[Episode], rows: Sequence[int], column: IntArray) -> IntArray:
+    """`[S]` equal where the kept ids are: a token drawn from other ids has another probability."""
+    known: dict[bytes, int] = {b"": 0}
+    kinds = np.zeros(len(rows), np.int64)
+    for s, row in enumerate(rows):
+        support = episodes[row].support
+        if support is not None:
+            kinds[s] = known.setdefault(_kept(support, int(column[s])).tobytes(), len(known))
+    return kinds
+
+
+def _join(parts: Sequence[IntArray]) -> IntArray:
     return np.concatenate(parts).astype(np.int64, copy=False)

@@ -1,0 +1,143 @@
+"""Sequences as a trie: what several of them begin with is there once, however deep.
+
+    rows      a b c d        nodes   a b          rows 0, 1, 2     depth 0..2
+              a b c e                  c          rows 0, 1        depth 2..3
+              a b f                      d        row 0            depth 3..4
+                                         e        row 1            depth 3..4
+                                       f          row 2            depth 2..3
+
+A node is a run of tokens that the same rows have; it begins where rows part, and a row may end at any node. Nothing is
+declared: common instructions, a group's prompt, the turns of a conversation and equal completions are found by their
+token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from covey.types import IntArray
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A run of tokens, and what follows it.
+
+    Attributes:
+        begin: depth of its first token, counted from the beginning of the sequence.
+        end: depth after its last one. The root of a forest has no tokens: begin = end = 0.
+        source: a row that has these tokens, at `begin:end`.
+        ending: rows that end here.
+        children: what follows, in the order of their first rows.
+        size: tokens of the node and of all that follows it.
+    """
+
+    begin: int
+    end: int
+    source: int
+    ending: list[int] = field(default_factory=list)
+    children: list[Node] = field(default_factory=list)
+    size: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the node itself."""
+        return self.end - self.begin
+
+    def nodes(self) -> Iterator[Node]:
+        """The node and all that follow it, parents before children."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += reversed(node.children)
+
+
+def build_trie(sequences: Mapping[int, IntArray]) -> Node:
+    """The trie of some rows' token ids.
+
+    Args:
+        sequences: row -> `[L]` ids; the order of the rows is that of the mapping.
+
+    Returns:
+        The root, a node without tokens whose children are the trees of the forest.
+    """
+    order = {row: place for place, row in enumerate(sequences)}
+    keys = {row: ids.astype(">u4").tobytes() for row, ids in sequences.items()}  # bytes in the order of the numbers
+    rows = sorted(sequences, key=lambda row: (keys[row], order[row]))
+    shared = np.array([0, *(_common(sequences[one], sequences[two]) for one, two in zip(rows, rows[1:], strict=False))])
+    root = Node(0, 0, rows[0] if rows else 0)
+    waiting = [(root, 0, len(rows))]  # a node, and its rows in the sorted order
+    while waiting:
+        node, first, last = waiting.pop()
+        while first < last and len(sequences[rows[first]]) == node.end:  # a beginning sorts before what it begins
+            node.ending.append(rows[first])
+            first += 1
+        cuts = [first, *(np.flatnonzero(shared[first + 1 : last] == node.end) + first + 1).tolist(), last]
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            if begin < end:
+                whole = len(sequences[rows[begin]]) if end - begin == 1 else int(shared[begin + 1 : end].min())
+                child = Node(node.end, whole, rows[begin])
+                node.children.append(child)
+                waiting.append((child, begin, end))
+    _finish(root, order)
+    return root
+
+
+def _finish(root: Node, order: Mapping[int, int]) -> None:
+    """Sizes, and children in the order of their first rows."""
+    first: dict[int, int] = {}
+    for node in reversed(list(root.nodes())):
+        node.size = node.length + sum(child.size for child in node.children)
+        node.children.sort(key=lambda child: first[id(child)])
+        places = [order[row] for row in node.ending] + [first[id(child)] for child in node.children[:1]]
+        first[id(node)] = min(places, default=0)
+
+
+def _common(one: IntArray, two: IntArray) -> int:
+    """How many first ids are equal."""
+    length = min(len(one), len(two))
+    differs = one[:length] != two[:length]
+    return int(np.argmax(differs)) if differs.any() else length
+
+
+def partition(root: Node, budget: int, most_rows: int | None = None) -> list[list[int]]:
+    """Part the rows so that each part's own trie has at most `budget` tokens, and little is in several parts.
+
+    From the leaves up: at each node the parts found below it are put together, the largest first, wherever they fit with
+    the path to the node, which they then have once. What cannot be put together repeats the path. So parts share the
+    deepest nodes that the budget lets them share. A row that is longer than the budget is a part of its own.
+
+    Args:
+        root: of `build_trie`.
+        budget: most tokens of a part.
+        most_rows: most rows of a part; None = any.
+
+    Returns:
+        The rows of each part.
+    """
+    found: dict[int, list[tuple[int, list[int]]]] = {}  # node -> parts: tokens below the node, and rows
+    for node in reversed(list(root.nodes())):
+        parts = [part for child in node.children for part in found.pop(id(child))]
+        parts += [(0, [row]) for row in node.ending]
+        merged = _fit(parts, budget - node.end, most_rows)
+        found[id(node)] = [(tokens + node.length, rows) for tokens, rows in merged]
+    return [rows for _, rows in found[id(root)]]
+
+
+def _fit(parts: Sequence[tuple[int, list[int]]], room: int, most_rows: int | None) -> Sequence[tuple[int, list[int]]]:
+    """Put parts together, first fit, the largest first; all in their own order where everything fits."""
+    most = most_rows or sum(len(rows) for _, rows in parts)
+    if sum(tokens for tokens, _ in parts) <= room and sum(len(rows) for _, rows in parts) <= most:
+        return [(sum(tokens for tokens, _ in parts), [row for _, rows in parts for row in rows])] if parts else []
+    bins: list[tuple[int, list[int]]] = []
+    for tokens, rows in sorted(parts, key=lambda part: -part[0]):
+        for number, (held, others) in enumerate(bins):
+            if held + tokens <= room and len(others) + len(rows) <= most:
+                bins[number] = (held + tokens, others + rows)
+                break
+        else:
+            bins.append((tokens, rows))
+    return bins
