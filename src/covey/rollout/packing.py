@@ -1,8 +1,8 @@
 """Packs episodes into micro-batches in which no token is computed twice, whatever the episodes share.
 
-A pack is a trie of its rows' token ids (`covey.rollout.tries`) as a forest of branches: a branch is a run of tokens that
-leaves another branch after some of its tokens, or begins a tree. Where rows part, the way with most tokens goes on in
-the same branch. A prompt of 4 tokens, two completions of 3 and 2, and a third that begins as the first does:
+A pack is a trie of its rows' token ids (`covey.rollout.tries`) as a forest of branches: a branch is a run of tokens
+that leaves another branch after some of its tokens, or begins a tree. Where rows part, the way with most tokens goes on
+in the same branch. A prompt of 4 tokens, two completions of 3 and 2, and a third that begins as the first does:
 
     packed index   0  1  2  3  4  5 | 6 | 7
     token_ids     11 12 13 14 21 22 |23 |31      a row's last token is no input: nothing follows it
@@ -12,8 +12,8 @@ the same branch. A prompt of 4 tokens, two completions of 3 and 2, and a third t
                   Branch(start=6, length=1, parent=0, at=5)
                   Branch(start=7, length=1, parent=0, at=4)
 
-Token k is seen by the queries `k <= q < leave[k]`: a branch is followed by those that leave it, the last to leave first,
-each with its own, so that all that comes after a token lies behind it without a gap.
+Token k is seen by the queries `k <= q < leave[k]`: a branch is followed by those that leave it, the last to leave
+first, each with its own, so that all that comes after a token lies behind it without a gap.
 
     u              0  1  2  3  4  5  6           what is scored: distinct (place, next token)
     score_at       3  3  4  4  5  6  7           the packed index whose hidden state predicts
@@ -23,11 +23,11 @@ each with its own, so that all that comes after a token lies behind it without a
     row            0  0  0  1  1  2  2  2
     column         0  1  2  0  1  0  1  2
 
-A token that several rows sampled after the same tokens is computed and scored once, and enters each row's loss with that
-row's advantage, old log-probability, mask and weight.
+A token that several rows sampled after the same tokens is computed and scored once, and enters each row's loss with
+that row's advantage, old log-probability, mask and weight.
 
-Sharing a group's prompt is "prefix grouping" (arXiv 2506.05433). Here every target of a fork is scored: none is dropped,
-and no token is repeated for it.
+Sharing a group's prompt is "prefix grouping" (arXiv 2506.05433). Here every target of a fork is scored: none is
+dropped, and no token is repeated for it.
 """
 
 from __future__ import annotations
@@ -286,14 +286,15 @@ def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray]) -> Pack:
         column_of.append(np.arange(len(sampled_at)))
     at, target, row, column = (_join(parts) for parts in (score_at, targets, row_of, column_of))
     kinds = _kinds(episodes, [rows[n] for n in row], column)
-    distinct, first, pair = np.unique(np.stack([at, target, kinds]), axis=1, return_index=True, return_inverse=True)
+    key = (at * (target.max() + 1) + target) * (kinds.max() + 1) + kinds
+    _, first, pair = np.unique(key, return_index=True, return_inverse=True)
     return Pack(
         token_ids=_join(token_ids),
         position_ids=_join(position_ids),
         branches=tuple(branches),
-        score_at=distinct[0],
+        score_at=at[first],
         targets=target[first],
-        pair=pair.reshape(-1),
+        pair=pair,
         row=row,
         column=column,
         rows=np.asarray(rows, dtype=np.int64),
@@ -347,8 +348,10 @@ def _paths(order: Sequence[Node]) -> dict[int, IntArray]:
 
 def _kinds(episodes: Sequence[Episode], rows: Sequence[int], column: IntArray) -> IntArray:
     """`[S]` equal where the kept ids are: a token drawn from other ids has another probability."""
-    known: dict[bytes, int] = {b"": 0}
+    known: dict[bytes, int] = {}
     kinds = np.zeros(len(rows), np.int64)
+    if all(episodes[row].support is None for row in dict.fromkeys(rows)):
+        return kinds
     for s, row in enumerate(rows):
         support = episodes[row].support
         if support is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -67,7 +68,7 @@ def build_trie(sequences: Mapping[int, IntArray]) -> Node:
     order = {row: place for place, row in enumerate(sequences)}
     keys = {row: ids.astype(">u4").tobytes() for row, ids in sequences.items()}  # bytes in the order of the numbers
     rows = sorted(sequences, key=lambda row: (keys[row], order[row]))
-    shared = np.array([0, *(_common(sequences[one], sequences[two]) for one, two in zip(rows, rows[1:], strict=False))])
+    shared = np.array([0, *(_common(sequences[one], sequences[two]) for one, two in pairwise(rows))])
     root = Node(0, 0, rows[0] if rows else 0)
     waiting = [(root, 0, len(rows))]  # a node, and its rows in the sorted order
     while waiting:
@@ -76,7 +77,7 @@ def build_trie(sequences: Mapping[int, IntArray]) -> Node:
             node.ending.append(rows[first])
             first += 1
         cuts = [first, *(np.flatnonzero(shared[first + 1 : last] == node.end) + first + 1).tolist(), last]
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in pairwise(cuts):
             if begin < end:
                 whole = len(sequences[rows[begin]]) if end - begin == 1 else int(shared[begin + 1 : end].min())
                 child = Node(node.end, whole, rows[begin])
@@ -106,9 +107,9 @@ def _common(one: IntArray, two: IntArray) -> int:
 def partition(root: Node, budget: int, most_rows: int | None = None) -> list[list[int]]:
     """Part the rows so that each part's own trie has at most `budget` tokens, and little is in several parts.
 
-    From the leaves up: at each node the parts found below it are put together, the largest first, wherever they fit with
-    the path to the node, which they then have once. What cannot be put together repeats the path. So parts share the
-    deepest nodes that the budget lets them share. A row that is longer than the budget is a part of its own.
+    From the leaves up: at each node the parts found below it are put together, the largest first, wherever they fit
+    with the path to the node, which they then have once. What cannot be put together repeats the path. So parts share
+    the deepest nodes that the budget lets them share. A row that is longer than the budget is a part of its own.
 
     Args:
         root: of `build_trie`.
