@@ -65,6 +65,16 @@ class Support:
     ids: IntArray  # [K_0 + K_1 + ... + K_{T-1}]
     offsets: IntArray  # [T + 1]
 
+    def of(self, token: int) -> IntArray:
+        """The ids that were left for one of the T tokens."""
+        return self.ids[self.offsets[token] : self.offsets[token + 1]]
+
+    def take(self, tokens: IntArray) -> Support:
+        """Those of some of the tokens."""
+        parts = [self.of(int(token)) for token in tokens]
+        offsets = np.cumsum([0, *(len(part) for part in parts)]).astype(np.int64)
+        return Support(np.concatenate([np.zeros(0, np.int64), *parts]), offsets)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:

@@ -95,7 +95,7 @@ def _told(failed: Exception | None, ranks: Ranks) -> Exception | None:
 class SharedPacks:
     """See `covey.pytorch.gradient_sum.Share`: each rank runs its part, and knows all results."""
 
-    side_by_side = False
+    alone = False
 
     def __init__(self, ranks: Ranks) -> None:
         """With these ranks, which may be one."""

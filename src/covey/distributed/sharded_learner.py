@@ -98,7 +98,7 @@ class ShardedPacks:
         own: how many of the packs under way are this rank's; those after them only fill up.
     """
 
-    side_by_side = False
+    alone = False
 
     def __init__(self, ranks: Ranks) -> None:
         """With these ranks."""

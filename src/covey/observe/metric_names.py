@@ -37,6 +37,11 @@ METRICS: dict[str, MetricDefinition] = _table(
 step | steps | steps finished when the line was written; the line describes the step that made this number
 epoch | epochs | passes over the training data so far, with fraction
 num_tokens | tokens | prompt and sampled tokens of all steps so far, a prompt counted for each completion
+tokens/raw | tokens | that the rows of the update's passes would take one by one, as inputs: prompts and completions
+    without a completion's last token, each for itself; added over its optimiser steps
+tokens/unique | tokens | of these, those that differ in themselves or in what precedes them: the step as one tree
+tokens/computed | tokens | that the passes computed: more than tokens/unique where a tree is cut to stay within
+    optim.tokens_per_micro_batch, or the model cannot share
 policy_version | | version of the weights that sampled this step's completions (the oldest, if several)
 phase | | position of the phase in schedule.phases, from 0
 loss | | loss of the whole step, KL and entropy terms included, mean over the passes over it (as all that follows of

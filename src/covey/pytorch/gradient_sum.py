@@ -44,10 +44,10 @@ class Share(Protocol):
     """Which packs of a step this process runs, and how it puts together what all processes found.
 
     Attributes:
-        side_by_side: packs may run side by side in this process.
+        alone: nobody else runs packs of the step: they may run side by side, and a tree need not be cut.
     """
 
-    side_by_side: bool
+    alone: bool
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> Iterable[Result]:
         """The results of `work` on all packs, in their order, whoever ran them."""
@@ -61,7 +61,7 @@ class Share(Protocol):
 class Alone:
     """One process runs everything."""
 
-    side_by_side = True
+    alone = True
 
     def map(self, work: Work[Result], packs: Sequence[Pack]) -> Iterable[Result]:
         """See `Share.map`."""
@@ -75,7 +75,7 @@ class Alone:
 class AloneInFixedPoint(Alone):
     """One process runs everything, to the bits that several would find."""
 
-    side_by_side = False
+    alone = False
 
     def sum(self, parameters: Sequence[Tensor], packs: int, *, side_by_side: bool) -> GradientSum:
         """See `Share.sum`."""

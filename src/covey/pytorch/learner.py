@@ -1,7 +1,8 @@
 """The PyTorch learner: log-probabilities, gradients of a whole optimiser step, and the optimiser.
 
 A step is split into packs of at most `tokens_per_micro_batch` tokens, or on a CPU into smaller ones that run side by
-side (`map_in_threads`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so
+side (`map_in_threads`). A tree of sequences that is larger, and would repeat much where it is cut, is walked piece by
+piece (`covey.pytorch.walk`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so
 the split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
 computed again from zero gradients.
 """
@@ -12,22 +13,25 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import astuple
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from covey.algorithms import Correction, LossTerms, Objective, add_metrics, mismatch_correction, policy_loss
+from covey.algorithms import Correction, LossTerms, Objective, add_metrics
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.gradient_sum import Alone, Share
 from covey.pytorch.lanes import map_in_threads
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
+from covey.pytorch.pack_loss import StepLoss
 from covey.pytorch.policy import Policy
+from covey.pytorch.walk import walk_gradient, walk_scores
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
-from covey.rollout.packing import Pack, pack_episodes
+from covey.rollout.packing import Pack, count_tokens, pack_episodes
+from covey.rollout.walking import Piece, pieces_of
 from covey.types import Batch, BoolArray, Episode
 
 log = logging.getLogger(__name__)
@@ -36,8 +40,8 @@ Kept = TypeVar("Kept")
 
 _LANES = 2
 """Micro-batches side by side on a CPU."""
-_REPEATED = 1.05
-"""Prompts that smaller packs repeat may add this much work, or the lanes do not pay."""
+_REPEATED = 1.02
+"""Tokens that packs repeat may add this much work, or a tree is not cut but walked."""
 
 FLOAT16_LOSS_SCALE = 4096.0
 """Of losses under float16's autocast, whose smallest number is 6e-8. A step that overflows is skipped."""
@@ -123,21 +127,22 @@ class Learner:
         """Log-probabilities, and entropies if asked for, of the rows' sampled tokens. `[N, T]`, 0 elsewhere."""
 
         @torch.no_grad()
-        def score(pack: Pack) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-            found = self._score(pack, batch.episodes, temperature, entropy=entropy)
-            return _numbers(found.logp), None if found.entropy is None else _numbers(found.entropy)
+        def score(pack: Pack) -> NDArray[np.float32]:
+            if self._is_walked(pack):
+                found = self._walk(pack, batch.episodes, partial(walk_scores, pack=pack), temperature, entropy=entropy)
+                return _numbers(found)
+            one = self._score(pack, batch.episodes, temperature, entropy=entropy)
+            return _numbers(torch.stack([one.logp] if one.entropy is None else [one.logp, one.entropy]))
 
         def run() -> tuple[FloatNT, FloatNT | None]:
-            logp = np.zeros(batch.mask.shape, np.float32)
-            uncertainty = np.zeros(batch.mask.shape, np.float32) if entropy else None
+            wholes = np.zeros((1 + entropy, *batch.mask.shape), np.float32)
             packs, lanes = self._packs(batch.episodes, rows)
             with self.policy.reference.active() if reference else nullcontext():  # for all lanes at once
                 found = self._share.map(lambda packs: map_in_threads(score, packs, lanes), packs)
-                for pack, (own_logp, own_entropy) in zip(packs, found, strict=True):
-                    pack.put(own_logp, logp)
-                    if uncertainty is not None and own_entropy is not None:
-                        pack.put(own_entropy, uncertainty)
-            return logp, uncertainty
+                for pack, own in zip(packs, found, strict=True):
+                    for values, whole in zip(own, wholes, strict=True):
+                        pack.put(values[pack.pair], whole)
+            return wholes[0], wholes[1] if entropy else None
 
         return self._within_memory(run)
 
@@ -177,8 +182,23 @@ class Learner:
         stale batch, which older weights have sampled; the factor `min(exp(trainer_old - sampler's), cap)` leads from
         those to it (decoupled PPO, arXiv 2110.00641). Without, the old policy is the one that sampled.
         """
-        weights, kl_weights = loss_weights(batch, objective, max_completion_length)
         exact = cast(ExactKL | None, objective.vocabulary_kl)
+        scoring: dict[str, Any] = {
+            "entropy": True,
+            "entropy_grad": objective.differentiates_entropy,
+            "exact_kl": exact,
+        }
+        loss = StepLoss(
+            batch,
+            objective,
+            *loss_weights(batch, objective, max_completion_length),
+            self.policy.device,
+            reference,
+            trainer_old,
+            correction,
+            selected,
+            entropy_coef,
+        )
 
         def run() -> Gradients:
             self.policy.train()
@@ -190,43 +210,6 @@ class Learner:
             finally:
                 self.policy.eval()
 
-        def loss_of(pack: Pack) -> tuple[TokenScores, LossTerms]:
-            found = self._score(
-                pack,
-                batch.episodes,
-                temperature,
-                entropy=True,
-                entropy_grad=objective.differentiates_entropy,
-                exact_kl=exact,
-            )
-            rows_NT = _RowView(pack, self.policy.device)
-            current = rows_NT.scatter(found.logp)
-            mask = rows_NT.of(batch.mask)
-            old = sampler = rows_NT.of(batch.old_logprobs)
-            factor = None
-            if correction is not None:
-                trainer = current.detach() if trainer_old is None else rows_NT.of(trainer_old)
-                counted = mask if kl_weights is None else mask | (rows_NT.of(kl_weights) > 0)
-                factor = mismatch_correction(trainer, sampler, counted, *astuple(correction))
-                old = trainer
-            terms = policy_loss(
-                current,
-                old,
-                rows_NT.of(batch.advantages),
-                mask,
-                rows_NT.of(weights),
-                objective,
-                ref=None if reference is None else rows_NT.of(reference),
-                kl=None if found.exact_kl is None else rows_NT.scatter(found.exact_kl),
-                entropy=None if found.entropy is None else rows_NT.scatter(found.entropy),
-                correction=factor,
-                kl_weights=None if kl_weights is None else rows_NT.of(kl_weights),
-                sampler=sampler,
-                selected=None if selected is None else rows_NT.of(selected),
-                entropy_coef=entropy_coef,
-            )
-            return found, terms
-
         parameters = self.policy.trainable_parameters()
 
         def accumulate() -> Gradients:
@@ -236,27 +219,32 @@ class Learner:
             packs, lanes = self._packs(batch.episodes, rows, exact_kl=exact is not None)
             total = self._share.sum(parameters, len(packs), side_by_side=lanes > 1)
 
-            def gradient(pack: Pack) -> tuple[torch.Tensor, LossTerms, Sequence[torch.Tensor | None]]:
-                found, terms = loss_of(pack)
+            def gradient(pack: Pack) -> tuple[torch.Tensor, list[LossTerms], Sequence[torch.Tensor | None]]:
+                if self._is_walked(pack):
+                    walk = partial(walk_gradient, pack=pack, loss=loss, scale=self._loss_scale)
+                    return *self._walk(pack, batch.episodes, walk, temperature, **scoring), ()
+                found = self._score(pack, batch.episodes, temperature, **scoring)
+                terms = loss.of(pack, found.logp, found.entropy, found.exact_kl)
                 known = [found.logp, cast(torch.Tensor, found.entropy)]
                 known += [] if found.exact_kl is None else [found.exact_kl]
                 own = torch.stack([each.detach() for each in known])
-                return own, terms, total.differentiate(terms.loss * self._loss_scale)
+                return own, [terms], total.differentiate(terms.loss * self._loss_scale)
 
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
                 for own, terms, grads in map_in_threads(gradient, packs, lanes):
                     total.add(grads)
-                    yield _numbers(own), {name: float(value) for name, value in terms.metrics.items()}
+                    yield _numbers(own), add_metrics_float([_floats(part) for part in terms])
 
             parts = []
             for pack, (own, metrics) in zip(packs, self._share.map(add, packs), strict=True):
                 parts.append(metrics)
                 for values, whole in zip(own, kept, strict=True):
-                    pack.put(values, whole)
+                    pack.put(values[pack.pair], whole)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
             logp, uncertainty, *kl = kept
-            return Gradients(add_metrics_float(parts), logp, scored, uncertainty, *kl)
+            tokens = count_tokens(batch.episodes, rows, packs)
+            return Gradients(add_metrics_float(parts), logp, scored, uncertainty, *kl or [None], tokens)
 
         return self._within_memory(run)
 
@@ -322,18 +310,38 @@ class Learner:
         self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, exact_kl: bool = False
     ) -> tuple[list[Pack], int]:
         """Micro-batches, and how many of them run side by side; together these stay within the token budget."""
-        budget = self.tokens_per_micro_batch
-        packs = pack_episodes(episodes, rows.tolist(), budget)
+        budget, numbers = self.tokens_per_micro_batch, rows.tolist()
+        packs = pack_episodes(episodes, numbers, budget)
         # exact KL switches adapters off and on inside each pass
-        beside = self._side_by_side and self._share.side_by_side and self.policy.runs_side_by_side
-        if exact_kl or torch.get_num_threads() < _LANES or not beside:
-            return packs, 1
-        smaller = pack_episodes(episodes, rows.tolist(), max(budget // _LANES, 1))
-        sizes = [pack.num_tokens for pack in smaller]
-        repeats = sum(sizes) > _REPEATED * sum(pack.num_tokens for pack in packs)
-        if len(smaller) < _LANES or max(sizes) * _LANES > budget or repeats:
-            return packs, 1
-        return smaller, _LANES
+        beside = self._side_by_side and self._share.alone and self.policy.runs_side_by_side and not exact_kl
+        most = _REPEATED * count_tokens(episodes, rows, packs).unique
+        if beside and torch.get_num_threads() >= _LANES:
+            smaller = pack_episodes(episodes, numbers, max(budget // _LANES, 1))
+            sizes = [pack.num_tokens for pack in smaller]
+            if len(smaller) >= _LANES and max(sizes) * _LANES <= budget and sum(sizes) <= most:
+                return smaller, _LANES
+        if self._share.alone and self.policy.can_walk and sum(pack.num_tokens for pack in packs) > most:
+            packs = pack_episodes(episodes, numbers, budget, whole_trees=True)
+        return packs, 1
+
+    def _is_walked(self, pack: Pack) -> bool:
+        """Whether a pack is a tree that was not cut."""
+        too_large = pack.num_tokens > self.tokens_per_micro_batch and len(pack.branches) > 1
+        return too_large and self._share.alone and self.policy.can_walk
+
+    def _walk(
+        self, pack: Pack, episodes: Sequence[Episode], walk: Callable[..., Kept], temperature: float, **options: Any
+    ) -> Kept:
+        """Walk a pack's pieces, each scored on the path that it hangs on."""
+        pieces = pieces_of(pack, self.tokens_per_micro_batch)
+        support = pack.support(episodes)
+        paths = self.policy.open_paths(max(piece.past for root in pieces for piece in root.pieces()), **options)
+
+        def score(piece: Piece) -> TokenScores:
+            own = None if support is None else support.take(piece.scored)
+            return self.policy.score(piece, temperature=temperature, supports=own, paths=paths, **options)
+
+        return walk(pieces, score=score)
 
     def _score(
         self,
@@ -380,26 +388,6 @@ class Learner:
             )
 
 
-class _RowView:
-    """Moves between a pack's `[S]` values, its `[n, T]` rows and the batch's `[N, T]` arrays."""
-
-    def __init__(self, pack: Pack, device: torch.device) -> None:
-        self._rows = pack.rows
-        self._width = int(pack.column.max()) + 1
-        self._device = device
-        flat = pack.row * self._width + pack.column
-        self._index = torch.from_numpy(flat).to(device)
-
-    def scatter(self, values: torch.Tensor) -> torch.Tensor:
-        """`[S]` -> `[n, T]`, differentiable; 0 where the row has no token."""
-        empty = values.new_zeros(len(self._rows) * self._width)
-        return empty.index_copy(0, self._index, values).view(len(self._rows), self._width)
-
-    def of(self, values_NT: NDArray[np.generic]) -> torch.Tensor:
-        """The pack's rows of a batch array, as a tensor `[n, T]`."""
-        return torch.from_numpy(np.ascontiguousarray(values_NT[self._rows, : self._width])).to(self._device)
-
-
 def add_metrics_float(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """`covey.algorithms.add_metrics` over plain numbers."""
     return {name: float(value) for name, value in add_metrics([_arrays(part) for part in parts]).items()}
@@ -407,6 +395,10 @@ def add_metrics_float(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
     return values.float().cpu().numpy()
+
+
+def _floats(terms: LossTerms) -> dict[str, float]:
+    return {name: float(value) for name, value in terms.metrics.items()}
 
 
 def _arrays(part: Mapping[str, float]) -> dict[str, NDArray[np.float64]]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from covey.adapters import Adapter, fingerprint
 from covey.algorithms import Correction, Objective, count_step, token_weights
 from covey.errors import ConfigError, GenerationError
+from covey.rollout.packing import TokenCounts
 from covey.rollout.turns import TurnGenerator
 from covey.types import Batch, BoolArray, Generator, SamplingSettings
 
@@ -30,6 +31,7 @@ class Gradients:
         scored: `[N, T]` the tokens that were.
         entropy: `[N, T]` entropies in nats, likewise.
         kl: `[N, T]` the KL over the vocabulary, likewise, where the objective has one.
+        tokens: what the pass was given and took, where it is known.
     """
 
     metrics: dict[str, float]
@@ -37,6 +39,7 @@ class Gradients:
     scored: BoolArray
     entropy: FloatNT
     kl: FloatNT | None = None
+    tokens: TokenCounts | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -172,15 +172,11 @@ class Pack:
             raise ValueError(
                 f"row {missing[0]} recorded no kept ids while others did; sample the whole batch with keep_support on"
             )
+        present = [support for support in kept if support is not None]
         places = zip(self.row[self.first], self.column[self.first], strict=True)
-        parts = [_kept(kept[row], column) for row, column in places]
+        parts = [present[row].of(column) for row, column in places]
         counts = np.cumsum([0, *(len(part) for part in parts)])
         return Support(ids=np.concatenate(parts).astype(np.int64), offsets=counts.astype(np.int64))
-
-
-def _kept(support: Support | None, column: int) -> IntArray:
-    assert support is not None
-    return support.ids[support.offsets[column] : support.offsets[column + 1]]
 
 
 def leave_of(branches: Sequence[Branch], num_tokens: int) -> IntArray:
@@ -355,7 +351,7 @@ def _kinds(episodes: Sequence[Episode], rows: Sequence[int], column: IntArray) -
     for s, row in enumerate(rows):
         support = episodes[row].support
         if support is not None:
-            kinds[s] = known.setdefault(_kept(support, int(column[s])).tobytes(), len(known))
+            kinds[s] = known.setdefault(support.of(int(column[s])).tobytes(), len(known))
     return kinds
 
 

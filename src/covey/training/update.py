@@ -6,8 +6,9 @@ There are `num_iterations` passes over the batch, each of `num_minibatches` opti
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ def update(
     if algorithm.correction is not None and len(parts) > 1 and not looks_at_policy:
         trainer_old, _ = learner.scores(batch, rows, temperature=temperature)
     passes: list[dict[str, float]] = []
+    tokens: Counter[str] = Counter()
     masks: list[dict[str, float]] = []
     masked, selected = batch, None
     for step, learning_rate in enumerate(rates):
@@ -160,6 +162,8 @@ def update(
             if len(parts) == 1:
                 trainer_old = gradients.logp
         passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
+        if gradients.tokens is not None:
+            tokens.update({f"tokens/{kind}": count for kind, count in asdict(gradients.tokens).items()})
         if algorithm.use_adaptive_entropy and np.isfinite(norm):
             state.last_entropy = passes[-1]["entropy"]
             state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
@@ -171,7 +175,7 @@ def update(
         result.optimizer_steps += 1
     if not passes and not result.skipped:
         result.skipped = _why_nothing(masked)
-    result.metrics |= _of_all_passes(passes) | _means(masks)
+    result.metrics |= _of_all_passes(passes) | _means(masks) | tokens
     result.metrics.setdefault("loss", 0.0)
     result.metrics.setdefault("grad_norm", 0.0)
     result.metrics["time/reference"] = referenced - began

@@ -1,0 +1,177 @@
+"""A tree that is larger than memory, as pieces to be walked depth first.
+
+    pack (a tree)            pieces                                     kept while a piece runs
+    ──────────────┬────      trunk: the run down to a fork from which   all of the path above it: keys, values,
+                  └──        more hangs than fits                       and what its backward needs
+          ┬────────          followers: what hangs on the trunk, put
+          └────────          together as the budget allows; and the
+                             way on from the fork, a piece likewise
+
+What is kept is always one path from the root, so that a follower's tokens at position p see the kept tokens at
+positions `0..p-1` that are before its branch. A piece is run forward; then its followers, forward and backward, one after
+the other; then the piece itself is run backward with what they left for its keys and values. No token is computed twice,
+and memory follows the longest path and the budget, not the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from covey.rollout.packing import Branch, Pack
+from covey.types import IntArray
+
+_SMALLEST = 4
+"""Followers are put together to at least a fourth of the budget, also where the path leaves less."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Some tokens of a pack that are run together: m tokens, which score u targets.
+
+    Attributes:
+        token_ids: `[m]`.
+        position_ids: `[m]`.
+        branches: of the m tokens; one without a parent sees the kept path's first `at` tokens.
+        score_at: `[u]` which of the m tokens predicts.
+        targets: `[u]`.
+        past: tokens of the path above.
+        scored: `[u]` which of the pack's U targets these are.
+        rows: rows of the pack whose last target is here.
+        followers: what hangs on this piece, which is then one run of tokens, the path's next ones.
+    """
+
+    token_ids: IntArray
+    position_ids: IntArray
+    branches: tuple[Branch, ...]
+    score_at: IntArray
+    targets: IntArray
+    past: int
+    scored: IntArray
+    rows: IntArray
+    followers: tuple[Piece, ...]
+
+    @property
+    def trunk(self) -> bool:
+        """Whether others follow it."""
+        return bool(self.followers)
+
+    @property
+    def num_tokens(self) -> int:
+        """m."""
+        return len(self.token_ids)
+
+    def pieces(self) -> Iterator[Piece]:
+        """The piece and all that follow it."""
+        yield self
+        for follower in self.followers:
+            yield from follower.pieces()
+
+
+def pieces_of(pack: Pack, budget: int) -> list[Piece]:
+    """The pieces of a pack's trees, each with what follows it.
+
+    Args:
+        pack: to be walked.
+        budget: most tokens of a piece together with the path above it, where the path leaves room.
+    """
+    return _Cutter(pack, budget).pieces()
+
+
+class _Cutter:
+    def __init__(self, pack: Pack, budget: int) -> None:
+        self._pack, self._budget = pack, budget
+        self._leaving: list[list[int]] = [[] for _ in pack.branches]
+        for number, branch in enumerate(pack.branches):
+            if branch.parent >= 0:
+                self._leaving[branch.parent].append(number)
+        last = np.full(len(pack.rows), -1)
+        np.maximum.at(last, pack.row, pack.score_at[pack.pair])
+        self._last = last  # [n] where each row's last target is scored
+
+    def pieces(self) -> list[Piece]:
+        roots = [number for number, branch in enumerate(self._pack.branches) if branch.parent < 0]
+        return self._hanging(roots, 0)
+
+    def _hanging(self, numbers: Sequence[int], above: int) -> list[Piece]:
+        """Pieces of branches that leave the path of `above` tokens: large ones by themselves, small ones together."""
+        found: list[Piece] = []
+        together: list[tuple[int, int]] = []
+        held, room = 0, self._room(above)
+        for number in numbers:
+            whole = self._whole(number)
+            size = whole[1] - whole[0]
+            if size > room:
+                found.append(self._along(number, 0))
+                continue
+            if together and held + size > room:
+                found.append(self._piece(together, above))
+                together, held = [], 0
+            together.append(whole)
+            held += size
+        return found + ([self._piece(together, above)] if together else [])
+
+    def _along(self, number: int, begin: int) -> Piece:
+        """The piece that goes on along a branch from its token `begin`, with all that follows."""
+        branch = self._pack.branches[number]
+        first = branch.start + begin
+        above, end = int(self._pack.position_ids[first]), int(self._pack.leave[first])
+        if above + end - first <= self._budget:
+            return self._piece([(first, end)], above)
+        later = [other for other in self._leaving[number] if self._pack.branches[other].at > begin]
+        room = self._room(above + branch.length - begin)
+        sizes = {other: self._whole(other)[1] - self._whole(other)[0] for other in later}
+        large = [self._pack.branches[other].at for other in later if sizes[other] > room]
+        cut = min(large, default=branch.length)
+        here = [other for other in later if self._pack.branches[other].at <= cut]
+        followers = self._hanging(here, above + cut - begin)
+        if cut < branch.length:
+            followers.append(self._along(number, cut))
+        return self._piece([(first, branch.start + cut)], above, followers)
+
+    def _room(self, above: int) -> int:
+        """Tokens that may run together below a path."""
+        return max(self._budget - above, self._budget // _SMALLEST)
+
+    def _whole(self, number: int) -> tuple[int, int]:
+        """Where a branch lies with all that leaves it."""
+        start = self._pack.branches[number].start
+        return start, int(self._pack.leave[start])
+
+    def _piece(self, ranges: Sequence[tuple[int, int]], past: int, followers: Sequence[Piece] = ()) -> Piece:
+        pack = self._pack
+        ranges = sorted(ranges)
+        index = np.concatenate([np.arange(*each) for each in ranges])
+        place = np.full(pack.num_tokens, -1)
+        place[index] = np.arange(len(index))
+        scored = np.flatnonzero(place[pack.score_at] >= 0)
+        return Piece(
+            token_ids=pack.token_ids[index],
+            position_ids=pack.position_ids[index],
+            branches=self._branches(place),
+            score_at=place[pack.score_at[scored]],
+            targets=pack.targets[scored],
+            past=past,
+            scored=scored,
+            rows=np.flatnonzero(place[self._last] >= 0),
+            followers=tuple(followers),
+        )
+
+    def _branches(self, place: IntArray) -> tuple[Branch, ...]:
+        """The branches' parts in a piece."""
+        found: list[Branch] = []
+        numbers: dict[int, tuple[int, int]] = {}  # branch -> its number here, and where its part begins in it
+        for number, branch in enumerate(self._pack.branches):
+            inside = np.flatnonzero(place[branch.start : branch.stop] >= 0)
+            if not len(inside):
+                continue
+            begin, start = int(inside[0]), int(place[branch.start + inside[0]])
+            parent, at = -1, int(self._pack.position_ids[branch.start + begin])
+            if begin == 0 and branch.parent in numbers:
+                parent, cut = numbers[branch.parent]
+                at = branch.at - cut
+            numbers[number] = (len(found), begin)
+            found.append(Branch(start, len(inside), parent, at))
+        return tuple(found)
