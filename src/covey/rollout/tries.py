@@ -131,12 +131,12 @@ def partition(root: Node, budget: int, most_rows: int | None = None) -> list[lis
 def _fit(parts: Sequence[tuple[int, list[int]]], room: int, most_rows: int | None) -> Sequence[tuple[int, list[int]]]:
     """Put parts together, first fit, the largest first; all in their own order where everything fits."""
     most = most_rows or sum(len(rows) for _, rows in parts)
-    if sum(tokens for tokens, _ in parts) <= room and sum(len(rows) for _, rows in parts) <= most:
+    if sum(tokens for tokens, _ in parts) <= max(room, 0) and sum(len(rows) for _, rows in parts) <= most:
         return [(sum(tokens for tokens, _ in parts), [row for _, rows in parts for row in rows])] if parts else []
     bins: list[tuple[int, list[int]]] = []
     for tokens, rows in sorted(parts, key=lambda part: -part[0]):
         for number, (held, others) in enumerate(bins):
-            if held + tokens <= room and len(others) + len(rows) <= most:
+            if (tokens == 0 or held + tokens <= room) and len(others) + len(rows) <= most:
                 bins[number] = (held + tokens, others + rows)
                 break
         else:

@@ -1,0 +1,201 @@
+"""Steps as trees: the same scores, losses, metrics and gradients as one sequence at a time, however they are packed.
+
+Everything runs in float64; what learners return is rounded to float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+
+from covey.algorithms import LOSSES, Correction, make_objective
+from covey.pytorch.gradient_sum import AloneInFixedPoint
+from covey.pytorch.learner import Learner
+from covey.pytorch.policy import Policy
+from covey.rollout.learning import Gradients
+from covey.types import Batch, Episode, Support
+
+TEMPERATURE = 0.8
+
+
+def learner_of(family: str = "llama", *, use_peft: bool = True, shared: bool = True, **options: Any) -> Learner:
+    policy = Policy.load(
+        tiny_model(family), tiny_tokenizer(), dtype="float64", lora_r=4, seed=3, use_peft=use_peft,
+        prefix_sharing=shared, gradient_checkpointing=options.pop("checkpointing", False),
+        fused_layers=options.pop("fused_layers", True),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_trainable_parameters():
+            if "lora_B" in name or not use_peft:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
+    return Learner(policy, learning_rate=1e-2, **options)
+
+
+def tree_batch(seed: int, *, rows: int = 14, agents: bool = True, supports: bool = False) -> Batch:
+    """Common instructions, prompts, forks within completions, equal completions, observations; numbers of their own."""
+    rng = np.random.default_rng(seed)
+    instructions = rng.integers(4, 97, 5)
+    prompts = [rng.integers(4, 97, rng.integers(1, 4)) for _ in range(3)]
+    episodes: list[Episode] = []
+    for row in range(rows):
+        before = [e for e in episodes if e.num_sampled > 1]
+        if before and row % 3:
+            other = before[rng.integers(len(before))]
+            first = int(np.argmax(other.sampled))
+            cut = int(rng.integers(first, len(other.token_ids) + 1))
+            ids, sampled = other.token_ids[:cut], other.sampled[:cut]
+        else:
+            ids = np.concatenate([instructions, prompts[row % 3]])
+            sampled = np.zeros(len(ids), np.bool_)
+        more = int(rng.integers(0 if sampled.any() else 1, 7))
+        new = rng.random(more) < 0.7 if agents else np.ones(more, np.bool_)
+        if not sampled.any():
+            new[0] = True
+        ids, sampled = np.concatenate([ids, rng.integers(4, 97, more)]), np.concatenate([sampled, new])
+        logprobs = np.where(sampled, rng.normal(-4, 0.4, len(ids)), 0).astype(np.float32)
+        kept = None
+        if supports:
+            choices = [np.unique([*rng.integers(4, 97, 2), token]) for token in ids[sampled]]
+            kept = Support(np.concatenate(choices), np.cumsum([0, *map(len, choices)]))
+        episodes.append(Episode(ids, sampled, logprobs, "", "stop", 1, kept))
+    width = max(episode.num_sampled for episode in episodes)
+    exists = np.arange(width) < np.array([[episode.num_sampled] for episode in episodes])
+    old = np.zeros(exists.shape, np.float32)
+    for row, episode in enumerate(episodes):
+        old[row, : episode.num_sampled] = episode.logprobs[episode.sampled]
+    advantages = np.where(exists, rng.normal(size=exists.shape), 0).astype(np.float32)
+    masked = exists & (rng.random(exists.shape) < 0.15)
+    return Batch(tuple(episodes), np.arange(rows) // 3, advantages, exists & ~masked, old, {"validity_mask": masked})
+
+
+@dataclass
+class Found:
+    gradients: Gradients
+    by_name: dict[str, torch.Tensor]
+
+
+def run(learner: Learner, batch: Batch, loss_type: str = "grpo", correction: Any = None, **options: Any) -> Found:
+    objective = make_objective(loss_type, **options)
+    rows = np.arange(len(batch.episodes))
+    settings: dict[str, Any] = {"temperature": TEMPERATURE, "max_completion_length": 12, "correction": correction}
+    logp, entropy = learner.scores(batch, rows, temperature=TEMPERATURE, entropy=True)
+    if objective.estimates_kl:
+        settings["reference"], _ = learner.scores(batch, rows, temperature=TEMPERATURE, reference=True)
+    if objective.loss.select is not None:
+        settings["selected"] = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask, entropy)
+    found = learner.forward_backward(batch, rows, objective, **settings)
+    np.testing.assert_allclose(found.logp, logp, rtol=0, atol=2e-6)
+    grads = {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
+    return Found(found, grads)
+
+
+def assert_same(ours: Found, theirs: Found) -> None:
+    mine, other = ours.gradients, theirs.gradients
+    np.testing.assert_array_equal(mine.scored, other.scored)
+    for name in ("logp", "entropy", "kl"):
+        if getattr(other, name) is not None:
+            np.testing.assert_allclose(getattr(mine, name), getattr(other, name), rtol=1e-6, atol=1e-6)
+    assert mine.metrics.keys() == other.metrics.keys()
+    for name, value in other.metrics.items():
+        assert mine.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+    assert ours.by_name.keys() == theirs.by_name.keys()
+    largest = max(float(g.abs().max()) for g in theirs.by_name.values())
+    assert largest > 0
+    for name, grad in theirs.by_name.items():
+        torch.testing.assert_close(ours.by_name[name], grad, rtol=0, atol=1e-6 * largest)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"tokens_per_micro_batch": 10_000},
+    "walked": {"tokens_per_micro_batch": 16},
+    "walked far": {"tokens_per_micro_batch": 3},
+    "cut": {"tokens_per_micro_batch": 16, "share": AloneInFixedPoint()},
+}
+OBJECTIVES: dict[str, dict[str, Any]] = {name: {"loss_type": name} for name in sorted(LOSSES)} | {
+    f"beta {kind}": {"beta": 0.1, "kl_estimator": kind} for kind in ("k1", "k2", "k3", "exact", "exact_weighted")
+}
+OBJECTIVES |= {
+    "entropy": {"entropy_coef": 0.05},
+    "kept exact": {"loss_type": "reinforce_kept", "beta": 0.1, "kl_estimator": "exact_weighted"},
+    "corrected": {"correction": Correction("token_truncate", 2.0)},
+    "corrected by sequence": {"correction": Correction("sequence_mask", 1.5, 0.5), "loss_type": "gspo"},
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Learner:
+    """One sequence at a time, in packs of their own, through the model's own layers."""
+    return learner_of(shared=False, tokens_per_micro_batch=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: str, alone: Learner) -> None:
+    batch, learner = tree_batch(0), learner_of(**WAYS[way])
+    ours = run(learner, batch, **OBJECTIVES[objective])
+    assert_same(ours, run(alone, batch, **OBJECTIVES[objective]))
+    tokens = ours.gradients.tokens
+    assert tokens is not None
+    assert (tokens.computed == tokens.unique) == (way != "cut")
+    assert tokens.raw > 2 * tokens.unique
+
+
+@pytest.mark.parametrize("way", ["whole", "walked"])
+@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_windows_and_soft_caps(family: str, use_peft: bool, way: str) -> None:
+    batch = tree_batch(1)
+    ours = run(learner_of(family, use_peft=use_peft, **WAYS[way]), batch, "dapo", beta=0.1, kl_estimator="exact")
+    one = learner_of(family, use_peft=use_peft, shared=False, tokens_per_micro_batch=1)
+    assert_same(ours, run(one, batch, "dapo", beta=0.1, kl_estimator="exact"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_kept_supports(way: str, alone: Learner) -> None:
+    """Equal tokens that were drawn from other ids have other probabilities, and are scored apart."""
+    batch = tree_batch(2, supports=True)
+    for objective in ({}, {"beta": 0.1, "kl_estimator": "exact"}, {"entropy_coef": 0.05}):
+        assert_same(run(learner_of(**WAYS[way]), batch, **objective), run(alone, batch, **objective))
+
+
+@pytest.mark.parametrize("way", ["whole", "walked"])
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"fused_layers": False}], ids=["checkpoints", "own code"])
+def test_slower_ways_give_the_same(options: dict[str, Any], way: str, alone: Learner) -> None:
+    batch = tree_batch(3)
+    both = options | WAYS[way]
+    assert_same(run(learner_of(**both), batch, beta=0.1), run(alone, batch, beta=0.1))
+    both = options | {"checkpointing": True, "fused_layers": False} | WAYS[way]
+    assert_same(run(learner_of(**both), batch, beta=0.1), run(alone, batch, beta=0.1))
+
+
+@pytest.mark.parametrize("seed", range(4, 12))
+def test_random_trees_at_random_budgets(seed: int, alone: Learner) -> None:
+    batch = tree_batch(seed, rows=20, agents=bool(seed % 2))
+    budget = int(np.random.default_rng(seed).integers(1, 60))
+    ours = run(learner_of(tokens_per_micro_batch=budget), batch, "cispo", beta=0.05)
+    assert_same(ours, run(alone, batch, "cispo", beta=0.05))
+
+
+def test_equal_completions_are_computed_once_and_counted_as_often_as_they_are(alone: Learner) -> None:
+    """Four equal rows with other advantages: the tokens of one, the gradient of four."""
+    batch = tree_batch(0, rows=1)
+    episode = batch.episodes[0]
+    rows = 4
+    four = Batch(
+        (episode,) * rows,
+        np.zeros(rows, np.int64),
+        np.repeat(batch.advantages, rows, 0) * np.arange(1, rows + 1, dtype=np.float32)[:, None],
+        np.repeat(batch.mask | batch.excluded["validity_mask"], rows, 0),
+        np.repeat(batch.old_logprobs, rows, 0),
+    )
+    ours = run(learner_of(), four)
+    assert_same(ours, run(alone, four))
+    tokens, one = ours.gradients.tokens, len(episode.token_ids[: np.flatnonzero(episode.sampled)[-1]])
+    assert tokens is not None
+    assert (tokens.raw, tokens.unique, tokens.computed) == (rows * one, one, one)
