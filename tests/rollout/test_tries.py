@@ -70,4 +70,4 @@ def test_cuts_repeat_what_is_least() -> None:
 
 
 def test_equal_rows_beyond_the_budget_are_one_part() -> None:
-    assert partition(build_trie(numbered([[1] * 9, [2], [1] * 9, [1] * 5])), 4) == [[3, 0, 2], [1]]
+    assert partition(build_trie(numbered([[1] * 9, [2], [1] * 9, [1] * 5])), 4) == [[0, 2, 3], [1]]

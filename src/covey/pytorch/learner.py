@@ -243,7 +243,7 @@ class Learner:
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
             logp, uncertainty, *kl = kept
-            tokens = count_tokens(batch.episodes, rows, packs)
+            tokens = count_tokens(batch.episodes, rows, sum(map(self._size, packs)))
             return Gradients(add_metrics_float(parts), logp, scored, uncertainty, *kl or [None], tokens)
 
         return self._within_memory(run)
@@ -310,19 +310,24 @@ class Learner:
         self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, exact_kl: bool = False
     ) -> tuple[list[Pack], int]:
         """Micro-batches, and how many of them run side by side; together these stay within the token budget."""
-        budget, numbers = self.tokens_per_micro_batch, rows.tolist()
-        packs = pack_episodes(episodes, numbers, budget)
+        pack = partial(pack_episodes, episodes, rows.tolist(), shared=self.policy.prefix_sharing_obstacle is None)
+        budget = self.tokens_per_micro_batch
+        packs = pack(budget)
+        most = _REPEATED * count_tokens(episodes, rows, 0).unique
         # exact KL switches adapters off and on inside each pass
         beside = self._side_by_side and self._share.alone and self.policy.runs_side_by_side and not exact_kl
-        most = _REPEATED * count_tokens(episodes, rows, packs).unique
         if beside and torch.get_num_threads() >= _LANES:
-            smaller = pack_episodes(episodes, numbers, max(budget // _LANES, 1))
-            sizes = [pack.num_tokens for pack in smaller]
+            smaller = pack(max(budget // _LANES, 1))
+            sizes = [self._size(each) for each in smaller]
             if len(smaller) >= _LANES and max(sizes) * _LANES <= budget and sum(sizes) <= most:
                 return smaller, _LANES
-        if self._share.alone and self.policy.can_walk and sum(pack.num_tokens for pack in packs) > most:
-            packs = pack_episodes(episodes, numbers, budget, whole_trees=True)
+        if self._share.alone and self.policy.can_walk and sum(map(self._size, packs)) > most:
+            packs = pack(budget, whole_trees=True)
         return packs, 1
+
+    def _size(self, pack: Pack) -> int:
+        """Tokens that a pack takes."""
+        return pack.num_tokens if self.policy.prefix_sharing_obstacle is None else pack.num_padded
 
     def _is_walked(self, pack: Pack) -> bool:
         """Whether a pack is a tree that was not cut."""

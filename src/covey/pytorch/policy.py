@@ -109,13 +109,10 @@ class Policy:
         check_scores(self.source, self._lm, self._probe_padded, expected)
         self.prefix_sharing_obstacle: str | None = "model.prefix_sharing is off"
         if prefix_sharing:
-            self.prefix_sharing_obstacle = find_obstacle(self._lm, self._probe_packed, expected)
-            if self.prefix_sharing_obstacle is not None:
-                logger.warning(
-                    "%s: prompts are not shared when scoring, which is slower: %s",
-                    self.source,
-                    self.prefix_sharing_obstacle,
-                )
+            found = _dropout_obstacle(self.model) or find_obstacle(self._lm, self._probe_packed, expected)
+            self.prefix_sharing_obstacle = found
+            if found is not None:
+                logger.warning("%s: tokens are not shared when scoring, which is slower: %s", self.source, found)
         self._fused: FusedDecoder | None = None
         self.fused_obstacle: str | None = "model.fused_layers is off"
         if autocast != "none":
@@ -301,8 +298,8 @@ class Policy:
         return _pick(out[0][0], torch.from_numpy(pack.score_at).to(device))
 
     def _hidden_padded(self, pack: Pack) -> Tensor:
-        sequences = _sequences(pack)
-        longest = max((len(sequence) for sequence in sequences), default=1)
+        sequences = pack.sequences()
+        longest = max(map(len, sequences))
         pad = cast(int, self.tokenizer.pad_token_id)
         tokens = np.full((len(sequences), longest), pad, dtype=np.int64)
         mask = np.zeros((len(sequences), longest), dtype=np.int64)
@@ -316,7 +313,7 @@ class Policy:
             position_ids=torch.arange(longest, device=device).expand(len(sequences), -1),
             use_cache=False,
         )
-        at = pack.row * longest + pack.position_ids[pack.score_at]
+        at = pack.row[pack.first] * longest + pack.position_ids[pack.score_at]
         return _pick(out[0].flatten(0, 1), torch.from_numpy(at).to(device))
 
     def _fuse(self, checkpoint: bool, expected: Expected) -> str | None:
@@ -456,21 +453,17 @@ class Policy:
             file.chmod(usual)  # safetensors lets nobody but the owner read, not even a server of another user
 
 
+def _dropout_obstacle(model: nn.Module) -> str | None:
+    """Why the adapters' dropout forbids to share tokens, if there is any."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and ".lora_dropout." in name and module.p > 0:
+            return f"lora_dropout={module.p} draws a mask for each token of each sequence; set it to 0 to share tokens"
+    return None
+
+
 def _pick(hidden: Tensor, index: Tensor) -> Tensor:
     """Rows of hidden `[M, d]`; a prompt's last row is picked for the first token of each completion."""
     return hidden.index_select(0, index)
-
-
-def _sequences(pack: Pack) -> list[np.ndarray[Any, np.dtype[np.int64]]]:
-    """Each row of a pack as the plain model would get it: prefix and suffix."""
-    sequences = []
-    for block in pack.blocks:
-        prefix = pack.token_ids[block.start : block.start + block.prefix_len]
-        start = block.start + block.prefix_len
-        for length in block.suffix_lens:
-            sequences.append(np.concatenate([prefix, pack.token_ids[start : start + length]]))
-            start += length
-    return sequences
 
 
 def switch_dropout_off(model: nn.Module) -> None:

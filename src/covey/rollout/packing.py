@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -114,6 +115,11 @@ class Pack:
     def num_tokens(self) -> int:
         """M, tokens in the forward pass."""
         return len(self.token_ids)
+
+    @property
+    def num_padded(self) -> int:
+        """Tokens of the rectangle that holds every row by itself."""
+        return len(self.rows) * (int(self.position_ids.max()) + 1)
 
     @property
     def num_targets(self) -> int:
@@ -203,6 +209,7 @@ def pack_episodes(
     *,
     rows_per_pack: int | None = None,
     whole_trees: bool = False,
+    shared: bool = True,
 ) -> list[Pack]:
     """Pack rows of a batch into micro-batches of at most `tokens_per_pack` tokens.
 
@@ -216,6 +223,8 @@ def pack_episodes(
         tokens_per_pack: budget, in packed tokens.
         rows_per_pack: most rows of a pack; None = any.
         whole_trees: do not cut: a tree that is larger than the budget gets a pack of its own, to be walked.
+        shared: False gives each row a tree of its own, for models that run rows as a padded rectangle; the budget is
+            then of `Pack.num_padded`.
 
     Returns:
         The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens
@@ -229,6 +238,8 @@ def pack_episodes(
     inputs = _inputs(episodes, rows)
     if not inputs:
         return []
+    if not shared:
+        return [_build(episodes, part, shared=False) for part in _rectangles(inputs, tokens_per_pack)]
     root = build_trie(inputs)
     if whole_trees:
         for tree in root.children:
@@ -237,18 +248,29 @@ def pack_episodes(
     return [_build(episodes, {row: inputs[row] for row in sorted(part)}) for part in parts]
 
 
+def _rectangles(inputs: Mapping[int, IntArray], budget: int) -> list[dict[int, IntArray]]:
+    """Rows of similar lengths together, as many as a rectangle of so many tokens holds."""
+    found: list[dict[int, IntArray]] = []
+    longest = 0
+    for row in sorted(inputs, key=lambda row: -len(inputs[row])):
+        if not found or (len(found[-1]) + 1) * longest > budget:
+            found.append({})
+            longest = len(inputs[row])
+        found[-1][row] = inputs[row]
+    return found
+
+
 def _gather(tree: Node) -> None:
     """Make a tree one thing that is not cut."""
     rows = sorted(row for node in tree.nodes() for row in node.ending)
     tree.end, tree.ending, tree.children = tree.begin + tree.size, rows, []
 
 
-def count_tokens(episodes: Sequence[Episode], rows: Sequence[int] | IntArray, packs: Sequence[Pack]) -> TokenCounts:
-    """What the rows would take one by one, what is distinct in them, and what their packs take."""
+def count_tokens(episodes: Sequence[Episode], rows: Sequence[int] | IntArray, computed: int) -> TokenCounts:
+    """What the rows would take one by one, and what is distinct in them, beside what their packs take."""
     inputs = _inputs(episodes, rows)
     raw = sum(len(ids) for ids in inputs.values())
-    unique = build_trie(inputs).size if inputs else 0
-    return TokenCounts(raw, unique, sum(pack.num_tokens for pack in packs))
+    return TokenCounts(raw, build_trie(inputs).size if inputs else 0, computed)
 
 
 def _inputs(episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None) -> dict[int, IntArray]:
@@ -267,9 +289,14 @@ def _inputs(episodes: Sequence[Episode], rows: Sequence[int] | IntArray | None) 
     return found
 
 
-def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray]) -> Pack:
+def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray], *, shared: bool = True) -> Pack:
     rows = list(inputs)
-    branches, order = _lay_out(build_trie(inputs))
+    if shared:
+        branches, order = _lay_out(build_trie(inputs))
+    else:
+        order = [Node(0, len(ids), row, [row]) for row, ids in inputs.items()]
+        starts = accumulate([0, *(node.length for node in order)])
+        branches = [Branch(start, node.length, -1, 0) for start, node in zip(starts, order, strict=False)]
     token_ids = [inputs[node.source][node.begin : node.end] for node in order]
     position_ids = [np.arange(node.begin, node.end) for node in order]
     where = _paths(order)
