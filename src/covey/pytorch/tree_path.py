@@ -52,7 +52,9 @@ class TreePath:
         if stop > self.capacity:
             raise ValueError(f"{stop} tokens on a path of capacity {self.capacity}: make it as long as the longest one")
         if layer not in self._layers:
-            self._layers[layer] = _Layer(*(x.new_empty(self.capacity, *x.shape[1:]) for x in (keys, values)))
+            self._layers[layer] = _Layer(
+                keys.new_empty(self.capacity, *keys.shape[1:]), values.new_empty(self.capacity, *values.shape[1:])
+            )
         held = self._layers[layer]
         held.keys[start:stop], held.values[start:stop] = keys, values
 
@@ -60,10 +62,7 @@ class TreePath:
         """The gradients `[stop - start, Hkv, D]` of the keys and values of these tokens so far, to be added to."""
         held = self._layers[layer]
         if held.gradients is None:
-            k, v = held.keys, held.values
-            held.gradients = (
-                torch.zeros_like(k, dtype=torch.promote_types(k.dtype, torch.float32)),
-                torch.zeros_like(v, dtype=torch.promote_types(v.dtype, torch.float32)),
-            )
+            wide = torch.promote_types(held.keys.dtype, torch.float32)
+            held.gradients = torch.zeros_like(held.keys, dtype=wide), torch.zeros_like(held.values, dtype=wide)
         keys, values = held.gradients
         return keys[start:stop], values[start:stop]
