@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from test_policy import EPISODES, PACK, WEIGHTS, assert_gradients, fill, gradients
+from test_policy import EPISODES, PACK, fill, gradients
 from tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -128,18 +128,21 @@ def test_finite_differences() -> None:
 
 
 def test_half_precision_is_as_close_as_the_models_own() -> None:
-    exact, half = policy_of(), policy_of(dtype=torch.bfloat16)
-    truth, own, mine = own_layers(exact), own_layers(half), half._hidden(PACK)
-    assert mine.dtype == torch.bfloat16
-    assert (mine - truth).norm() <= 1.2 * (own - truth).norm()
-    true_grads, own_grads = gradients(exact, weighted(truth)), gradients(half, weighted(own))
-    grads = gradients(half, weighted(mine))
-
-    def distance(found: dict[str, Tensor]) -> float:
-        return sum(float((found[name] - grad).norm() / grad.norm()) for name, grad in true_grads.items())
-
-    assert all(grad.dtype == torch.float32 for grad in grads.values())  # PEFT keeps adapters wide
-    assert distance(grads) <= 1.2 * distance(own_grads)
+    """Summed over three sets of weights: one alone is as much luck."""
+    errors = np.zeros((2, 2))
+    for seed in (1, 2, 3):
+        exact, half = policy_of(), policy_of(dtype=torch.bfloat16)
+        fill(exact, seed)
+        fill(half, seed)
+        truth = own_layers(exact)
+        true_grads = gradients(exact, weighted(truth))
+        for way, hidden in enumerate((half._hidden(PACK), own_layers(half))):
+            assert hidden.dtype == torch.bfloat16
+            grads = gradients(half, weighted(hidden))
+            assert all(grad.dtype == torch.float32 for grad in grads.values())  # PEFT keeps adapters wide
+            errors[way, 0] += float((hidden.detach() - truth.detach()).norm())
+            errors[way, 1] += sum(float((grads[name] - grad).norm() / grad.norm()) for name, grad in true_grads.items())
+    assert (errors[0] <= 1.2 * errors[1]).all()
 
 
 def test_half_the_memory_of_autograd_is_kept() -> None:

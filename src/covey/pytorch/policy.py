@@ -36,7 +36,7 @@ from covey.pytorch.lora import attach, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate
-from covey.pytorch.tree_layout import TreeLayout
+from covey.pytorch.tree_layout import Tokens, TreeLayout
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 from covey.types import Support
@@ -285,7 +285,7 @@ class Policy:
             return self._fused.hidden(pack)
         return self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)
 
-    def _hidden_packed(self, pack: Pack, layout: TreeLayout | None = None) -> Tensor:
+    def _hidden_packed(self, pack: Tokens, layout: TreeLayout | None = None) -> Tensor:
         device = self.device
         out = self._transformer(
             input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
