@@ -10,16 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig
 from test_policy import EPISODES, PACK, WEIGHTS, assert_gradients, fill, gradients
-from test_prefix_attention import SHAPES
 from tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from covey.errors import ModelError
 from covey.pytorch import Policy
-from covey.pytorch.fused.attention import AnyAttention, CpuAttention, HeadShape
 from covey.pytorch.fused.decoder import FusedDecoder, _Activations
-from covey.pytorch.prefix_attention import PrefixLayout
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode
 
@@ -281,25 +278,3 @@ def test_the_owner_keeps_its_weights_and_can_save_them(tmp_path: Path) -> None:
     policy.model.merge_and_unload().save_pretrained(tmp_path)
     plain = Policy.load(AutoModelForCausalLM.from_pretrained(tmp_path), tiny_tokenizer(), use_peft=False)
     torch.testing.assert_close(plain.score(PACK).logp, scores, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_both_attentions_agree(name: str) -> None:
-    blocks = SHAPES[name]
-    shape = HeadShape(heads=4, kv_heads=2, dim=8)
-    tokens = sum(block.num_tokens for block in blocks)
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(tokens, shape.width, generator=generator, dtype=torch.float64)
-    grad = torch.randn(tokens, 32, generator=generator, dtype=torch.float64)
-    results = []
-    for attention in (CpuAttention(blocks, shape), AnyAttention(PrefixLayout.from_blocks(blocks), shape)):
-        out, lse = attention.forward(qkv)
-        results.append((out, attention.backward(grad, qkv, out, lse)))
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-9, atol=1e-9)
-
-
-def test_scores_through_the_head_have_the_plain_gradients() -> None:
-    usual, own = policy_of(dtype=torch.float32), policy_of(dtype=torch.float32, fused_layers=False)
-    found = gradients(usual, (usual.score(PACK).logp * WEIGHTS).sum())
-    assert_gradients(found, gradients(own, (own.score(PACK).logp * WEIGHTS).sum()))

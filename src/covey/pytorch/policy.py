@@ -33,9 +33,10 @@ from covey.pytorch.fused.decoder import FusedDecoder
 from covey.pytorch.loading import LoadedModel, causal_lm, load_model, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach, save_adapter
-from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, PrefixLayout
+from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate
+from covey.pytorch.tree_layout import TreeLayout
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 from covey.types import Support
@@ -275,7 +276,7 @@ class Policy:
         return logits
 
     def _hidden(self, pack: Pack) -> Tensor:
-        """`[S, d]` the hidden states that predict the pack's targets."""
+        """`[U, d]` the hidden states that predict the pack's targets."""
         if self._autocast is not None:
             with torch.autocast(self.device.type, self._autocast):
                 shares = self.prefix_sharing_obstacle is None
@@ -284,7 +285,7 @@ class Policy:
             return self._fused.hidden(pack)
         return self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)
 
-    def _hidden_packed(self, pack: Pack, layout: PrefixLayout | None = None) -> Tensor:
+    def _hidden_packed(self, pack: Pack, layout: TreeLayout | None = None) -> Tensor:
         device = self.device
         out = self._transformer(
             input_ids=torch.from_numpy(pack.token_ids).to(device)[None],
@@ -293,7 +294,7 @@ class Policy:
             # read it.
             attention_mask=torch.zeros(1, 1, 1, 1, device=device, dtype=self._lm.dtype),
             use_cache=False,
-            **{LAYOUT_ARGUMENT: layout or PrefixLayout.from_blocks(pack.blocks, device)},
+            **{LAYOUT_ARGUMENT: layout or TreeLayout.of(pack.branches, device)},
         )
         return _pick(out[0][0], torch.from_numpy(pack.score_at).to(device))
 
@@ -335,7 +336,7 @@ class Policy:
         self._fused = fused
         return None
 
-    def _probe_packed(self, pack: Pack, layout: PrefixLayout) -> Tensor:
+    def _probe_packed(self, pack: Pack, layout: TreeLayout) -> Tensor:
         return self._probe(self._hidden_packed(pack, layout))
 
     def _probe_padded(self, pack: Pack) -> Tensor:
@@ -462,7 +463,7 @@ def _dropout_obstacle(model: nn.Module) -> str | None:
 
 
 def _pick(hidden: Tensor, index: Tensor) -> Tensor:
-    """Rows of hidden `[M, d]`; a prompt's last row is picked for the first token of each completion."""
+    """Rows of hidden `[M, d]`; where sequences part, a row is picked for each."""
     return hidden.index_select(0, index)
 
 

@@ -14,17 +14,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from covey.errors import ModelError
-from covey.pytorch.prefix_attention import NAME_PREFIX, PLAIN_IMPLEMENTATIONS, PrefixLayout
+from covey.pytorch.prefix_attention import NAME_PREFIX, PLAIN_IMPLEMENTATIONS
 from covey.pytorch.rounding import computing_in, unexplained, wide
+from covey.pytorch.tree_layout import TreeLayout
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode
 
 
 class Expected:
-    """What a model's own code says about a small pack: log-probabilities over the vocabulary, `[S, V]`.
+    """What a model's own code says about a small pack: log-probabilities over the vocabulary, `[U, V]`.
 
     Attributes:
-        pack: two prompts with three and two continuations.
+        pack: see `probe_pack`.
         truth: in float32 or wider.
         own: in the model's own precision.
     """
@@ -52,13 +53,13 @@ def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Te
 
 
 def find_obstacle(
-    model: PreTrainedModel, score_packed: Callable[[Pack, PrefixLayout], Tensor], expected: Expected | None = None
+    model: PreTrainedModel, score_packed: Callable[[Pack, TreeLayout], Tensor], expected: Expected | None = None
 ) -> str | None:
     """Switch a model to packed attention if it then scores as before.
 
     Args:
         model: changed to packed attention on success, unchanged otherwise.
-        score_packed: a pack's log-probabilities `[S, V]` through packed attention.
+        score_packed: a pack's log-probabilities `[U, V]` through packed attention.
         expected: the model's own; None = ask it.
 
     Returns:
@@ -79,7 +80,7 @@ def find_obstacle(
         return "it does not use transformers' attention interface"
     try:
         expected = expected or Expected(model)
-        layout = PrefixLayout.from_blocks(expected.pack.blocks, model.device)
+        layout = TreeLayout.of(expected.pack.branches, model.device)
         with torch.no_grad():
             model.set_attn_implementation(NAME_PREFIX + before)
             reason = expected.differs(score_packed(expected.pack, layout)) or _missing_windows(model, layout)
@@ -92,13 +93,27 @@ def find_obstacle(
 
 
 def probe_pack(model: PreTrainedModel) -> Pack:
-    """Two prompts with three and two continuations, one of them with foreign tokens inside: 29 tokens."""
+    """Two prompts with six and two continuations: 37 tokens.
+
+    Of the first prompt's, two are equal, one parts from them after its first token and one inside. Of the second's, one
+    has foreign tokens inside.
+    """
     rng = np.random.default_rng(0)
     vocab_size = int(model.config.get_text_config().vocab_size)
     prefixes = [rng.integers(0, vocab_size, 6), rng.integers(0, vocab_size, 4)]
     episodes = []
-    for prefix, length in ((0, 5), (0, 2), (0, 4), (1, 1), (1, 7)):
-        token_ids = np.concatenate([prefixes[prefix], rng.integers(0, vocab_size, length)])
+    first = rng.integers(0, vocab_size, 5)
+    for prefix, shared, length in (
+        (0, 5, 0),
+        (0, 5, 0),
+        (0, 1, 3),
+        (0, 3, 4),
+        (0, 0, 2),
+        (0, 0, 4),
+        (1, 0, 1),
+        (1, 0, 7),
+    ):
+        token_ids = np.concatenate([prefixes[prefix], first[:shared], rng.integers(0, vocab_size, length)])
         sampled = np.arange(len(token_ids)) >= len(prefixes[prefix])
         if length == 7:
             sampled[-4:-2] = False
@@ -108,24 +123,17 @@ def probe_pack(model: PreTrainedModel) -> Pack:
 
 @torch.no_grad()
 def _plain(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> Tensor:
-    """`[S, V]` log-probabilities from the model's own logits in a precision, a sequence at a time."""
-    parts = []
-    row = 0
+    """`[U, V]` log-probabilities from the model's own logits in a precision, a sequence at a time."""
     with computing_in(model, dtype):
-        for block in pack.blocks:
-            prefix = pack.token_ids[block.start : block.start + block.prefix_len]
-            start = block.start + block.prefix_len
-            for length in block.suffix_lens:
-                tokens = np.concatenate([prefix, pack.token_ids[start : start + length]])
-                logits = model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
-                at = torch.from_numpy(pack.position_ids[pack.score_at[pack.row == row]]).to(model.device)
-                parts.append(logits[at].to(wide(dtype)).log_softmax(-1))
-                start += length
-                row += 1
-    return torch.cat(parts)
+        found = [
+            model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
+            for tokens in pack.sequences()
+        ]
+    at = zip(pack.row[pack.first], pack.position_ids[pack.score_at], strict=True)
+    return torch.stack([found[row][position] for row, position in at]).to(wide(dtype)).log_softmax(-1)
 
 
-def _missing_windows(model: PreTrainedModel, layout: PrefixLayout) -> str:
+def _missing_windows(model: PreTrainedModel, layout: TreeLayout) -> str:
     """Sliding windows longer than the probe cannot be felt, so they must be seen to reach the attention."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None)

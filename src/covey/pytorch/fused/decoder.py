@@ -16,7 +16,7 @@ a value, F' the backward of F, and `*` is element by element:
     y = m + D(p),  p = silu(g) * u              d(p) = D'(d(y));  d(u) = d(p) * silu(g);  d(g) = d(p) * u * silu'(g)
     [g | u] = G(N(m))                           d(m) = d(y) + N'(G'([d(g) | d(u)]))
     m = x + O(a)                                d(a) = O'(d(m))
-    a = attention(q, k, v)                      d(q), d(k), d(v): see `covey.pytorch.fused.attention`
+    a = attention(q, k, v)                      d(q), d(k), d(v): see `covey.pytorch.tree_attention`
     [q | k] = R N([q0 | k0])                    d([q0 | k0]) = N'(R^-1 d([q | k]));  R^-1 turns back: sin becomes -sin
     [q0 | k0 | v] = Q(N(x))                     d(x) = d(m) + N'(Q'([d(q0) | d(k0) | d(v)]))
 
@@ -42,10 +42,24 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from covey.errors import ModelError
-from covey.pytorch.fused.attention import AnyAttention, CpuAttention, HeadShape, attention_for
 from covey.pytorch.llama import Rotary, check_llama, rotate, window_of
 from covey.pytorch.lora import LeanLoraLinear
-from covey.rollout.packing import Pack
+from covey.pytorch.tree_attention import layer_backward, layer_forward
+from covey.pytorch.tree_layout import Tokens, TreeLayout
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Query heads, key/value heads and their dimension; a packed row is `[queries | keys | values]`."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Packed rows `[M, width]` -> views `[M, heads, dim]` of the three."""
+        q, k, v = torch.split(rows.view(len(rows), -1, self.dim), [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return q, k, v
 
 
 class FusedDecoder:
@@ -66,7 +80,7 @@ class FusedDecoder:
         self._embedding: nn.Embedding = decoder.embed_tokens
         if type(self._embedding) is not nn.Embedding:
             raise ModelError(f"an embedding of type {type(self._embedding).__name__}")
-        self._layers = [_Layer(layer, model.config) for layer in decoder.layers]
+        self._layers = [_Layer(layer, model.config, number) for number, layer in enumerate(decoder.layers)]
         parameters = [p for layer in self._layers for p in layer.parameters]
         strangers = {id(p) for p in model.parameters() if p.requires_grad} ^ {id(p) for p in parameters}
         if strangers:
@@ -86,14 +100,20 @@ class FusedDecoder:
         """Whether any pack can be run as the model is now."""
         return self._window is None and all(layer.can_run() for layer in self._layers)
 
-    def serves(self, pack: Pack) -> bool:
+    def serves(self, pack: Tokens) -> bool:
         """Whether this pack can be run as the model is now."""
-        longest = max(block.prefix_len + max(block.suffix_lens, default=0) for block in pack.blocks)
+        longest = int(pack.position_ids.max()) + 1
         return (self._window is None or longest <= self._window) and all(layer.can_run() for layer in self._layers)
 
-    def hidden(self, pack: Pack) -> Tensor:
-        """The hidden states `[S, d]` after the last norm that predict the pack's targets."""
-        return cast(Tensor, cast(Any, _Decode).apply(self, pack, torch.is_grad_enabled(), *self.parameters))
+    def hidden(self, pack: Tokens, layout: TreeLayout | None = None) -> Tensor:
+        """The hidden states `[U, d]` after the last norm that predict the pack's targets.
+
+        Args:
+            pack: the tokens.
+            layout: of them; None = that of a pack by itself.
+        """
+        layout = layout or TreeLayout.of(pack.branches, self._norm.device)
+        return cast(Tensor, cast(Any, _Decode).apply(self, pack, layout, torch.is_grad_enabled(), *self.parameters))
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +143,7 @@ class _Activations:
 class _Context:
     """What all layers of a pass share."""
 
-    attention: CpuAttention | AnyAttention
+    layout: TreeLayout
     cos: Tensor
     sin: Tensor
     eps: float
@@ -132,7 +152,8 @@ class _Context:
 class _Layer:
     """One decoder layer: attention and gated MLP, each after a norm and added to its input."""
 
-    def __init__(self, layer: Any, config: Any) -> None:
+    def __init__(self, layer: Any, config: Any, number: int) -> None:
+        self._number = number
         attention, mlp = layer.self_attn, layer.mlp
         self._qkv = Projection([attention.q_proj, attention.k_proj, attention.v_proj])
         self._out = Projection([attention.o_proj])
@@ -171,7 +192,8 @@ class _Layer:
             qk = _normed(kept.raw, _norm_scale(kept.raw, context.eps), self._head_weight())
         heads[:, : shape.heads + shape.kv_heads] = rotate(qk, context.cos, context.sin)
         kept.qkv = qkv
-        kept.attended, kept.lse = context.attention.forward(qkv)
+        attended, kept.lse = layer_forward(context.layout, self._number, *shape.split(qkv), scale=shape.dim**-0.5)
+        kept.attended = attended.flatten(1)
         middle, kept.out_low = self._out.forward(kept.attended, kept.out_adapters)
         kept.middle = middle.add_(kept.x)
         kept.middle_scale = _norm_scale(middle, context.eps)
@@ -212,11 +234,22 @@ class _Layer:
     def _attention_backward(self, kept: _Activations, grad: Tensor, context: _Context, *, first: bool) -> list[Tensor]:
         assert kept.attended is not None
         assert kept.qkv is not None
+        assert kept.lse is not None
         assert kept.scale is not None
         shape = self.shape
         grad_attended, out_grads = self._out.backward(grad, kept.attended, kept.out_low, kept.out_adapters)
         assert grad_attended is not None
-        grad_qkv = context.attention.backward(grad_attended, kept.qkv, kept.attended, kept.lse)
+        grad_qkv = torch.empty_like(kept.qkv)
+        layer_backward(
+            context.layout,
+            self._number,
+            grad_attended.view(len(grad_attended), shape.heads, shape.dim),
+            *shape.split(kept.qkv),
+            kept.attended.view(len(grad_attended), shape.heads, shape.dim),
+            kept.lse,
+            scale=shape.dim**-0.5,
+            into=shape.split(grad_qkv),
+        )
         heads = grad_qkv.view(len(grad_qkv), -1, shape.dim)[:, : shape.heads + shape.kv_heads]
         rotated_back = rotate(heads, context.cos, -context.sin)  # R^-1
         if kept.raw is None:
@@ -244,12 +277,13 @@ class _Decode(torch.autograd.Function):
     """Token ids -> the hidden states that are asked for; differentiable in the adapters."""
 
     @staticmethod
-    def forward(ctx: Any, decoder: FusedDecoder, pack: Pack, keep: bool, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, decoder: FusedDecoder, pack: Tokens, layout: TreeLayout, keep: bool, *parameters: Tensor
+    ) -> Tensor:
         device = decoder._norm.device
         x = functional.embedding(_to(pack.token_ids, device), decoder._embedding.weight)
         cos, sin = decoder._rotary(_to(pack.position_ids, device), x.dtype)
-        attention = attention_for(pack.blocks, decoder._layers[0].shape, device)
-        context = _Context(attention, cos, sin, decoder._eps)
+        context = _Context(layout, cos, sin, decoder._eps)
         layers = []
         for layer in decoder._layers:
             kept = layer.begin(x)
@@ -274,7 +308,7 @@ class _Decode(torch.autograd.Function):
         picked = torch.zeros_like(ctx.last)
         _add_norm_gradient(picked, grad.clone(), ctx.last, ctx.scale, decoder._norm)
         grad_x = picked.new_zeros(ctx.rows, picked.shape[1])
-        # a prompt's last row was picked once for each completion; on CPU the sum's order is that of the index
+        # where sequences part, a row is picked once for each; on CPU the sum's order is that of the index
         grad_x.index_add_(0, ctx.index, picked)
         found: list[list[Tensor]] = []
         for number in reversed(range(len(layers))):
@@ -283,7 +317,7 @@ class _Decode(torch.autograd.Function):
                 layer.forward(kept, ctx.context)
             found.append(layer.backward(kept, grad_x, ctx.context, first=number == 0))
         grads: Iterator[Tensor] = (g for of_layer in reversed(found) for g in of_layer)
-        return None, None, None, *grads
+        return None, None, None, None, *grads
 
 
 def _to(values: Any, device: torch.device) -> Tensor:
