@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from test_policy import EPISODES, PACK, WEIGHTS, assert_gradients, fill, gradients
+from test_policy import EPISODES, PACK, fill, gradients
 from tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
-from covey.pytorch import tree_attention, tree_flex
-from covey.pytorch.tree_layout import TreeLayout, similar_lengths
-from covey.rollout.packing import Branch, leave_of
+from covey.rollout.packing import Branch
 
 HEADS, KV_HEADS, WIDTH, VALUE_WIDTH = 4, 2, 3, 5
 
