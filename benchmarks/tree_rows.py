@@ -8,8 +8,10 @@ to be computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 VOCABULARY = 49152
 """Of SmolLM2."""
@@ -18,7 +20,7 @@ NAMES = ("groups", "preamble", "steps", "conversations", "fork2", "fork4", "fork
 BUDGETS = (1024, 4096, 16384)
 """Tokens of a pack, where packings are compared; at least the longest row."""
 FORKED_TREES = {2: 16, 4: 6, 8: 2, 16: 1}
-"""For each compression so many that about 2,000 tokens are unique, half of that where small."""
+"""For each compression so many that about 2,000 tokens are unique, a quarter of that where small."""
 
 Draw = Callable[[int], list[int]]
 
@@ -90,13 +92,13 @@ def make(name: str, *, small: bool = False, seed: int = 0, vocabulary: int = VOC
     random_ = random.Random(f"{name} {seed}")
     draw = _drawing(random_, vocabulary)
     if name.startswith("fork"):
-        compression, node = int(name[4:]), 8 if small else 16
+        compression, node = int(name[4:]), 4 if small else 16
         rows = forked(compression, node, FORKED_TREES[compression], draw)
         lengths = f"{len(rows)} rows of {len(rows[0].token_ids)} tokens"
         return Workload(name, f"{FORKED_TREES[compression]} forked trees, {lengths}", rows, [])
     if name in ("groups", "preamble"):
         size, shortest, longest = (4, 30, 50) if small else (8, 60, 100)
-        shared = draw({"groups": 0, "preamble": 400 if small else 1000}[name])
+        shared = draw({"groups": 0, "preamble": 200 if small else 1000}[name])
         plays = []
         for group in range(size):
             opening = shared + draw(random_.randrange(55, 66))
@@ -152,6 +154,12 @@ def mixed(vocabulary: int, seed: int = 0) -> list[Row]:
     return [row for play in plays for row in (play.growing(), *play.turns())] + forked(4, 3, 1, draw)
 
 
+def first(rows: Sequence[Row], tokens: int) -> int:
+    """How many rows, from the first on, have at most so many inputs together; at least one."""
+    totals = list(accumulate(len(row.inputs) for row in rows))
+    return max(1, sum(total <= tokens for total in totals))
+
+
 def budgets(rows: Sequence[Row]) -> dict[int, int]:
     """The budget that each of `BUDGETS` becomes."""
     longest = max(len(row.token_ids) for row in rows)
@@ -173,3 +181,11 @@ def count_tokens(rows: Sequence[Row]) -> tuple[int, int]:
             unique += token not in node
             node = node.setdefault(token, {})
     return raw, unique
+
+
+def differences(mine: Mapping[str, Any], truth: Mapping[str, Any]) -> dict[str, float]:
+    """Largest difference of `logprobs`, and of all other arrays, gradients, relative to the largest gradient."""
+    assert set(mine) == set(truth)
+    off = {name: float(abs(mine[name] - truth[name]).max()) for name in truth}
+    largest = max(float(abs(truth[name]).max()) for name in truth if name != "logprobs")
+    return {"logprob": off.pop("logprobs"), "gradient": max(off.values()) / largest}

