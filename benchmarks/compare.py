@@ -33,24 +33,31 @@ ALLOCATORS = {
 
 
 class Worker:
-    """One library training one workload in a process of its own, a step at a time."""
+    """One library training one workload in a process of its own, a step at a time. `ready` is what it said first."""
 
-    def __init__(self, python: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self,
+        python: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        script: str = "worker.py",
+    ) -> None:
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [python, str(HERE / "worker.py"), *arguments],
+            [python, str(HERE / script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
             env=os.environ | environment,
         )
-        self._read()
+        self.ready = self._read()
 
-    def step(self) -> dict[str, float]:
-        """Let it train one step."""
+    def step(self, command: str = "") -> dict[str, Any]:
+        """Let it train one step, or do what else it knows."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{command}\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -60,13 +67,13 @@ class Worker:
         self._process.wait()
         self._log.close()
 
-    def _read(self) -> dict[str, float]:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
             raise SystemExit(f"{' '.join(map(str, self._process.args))}\nended early; its log is {self._log.name}")
-        found: dict[str, float] = json.loads(line)
+        found: dict[str, Any] = json.loads(line)
         return found
 
 

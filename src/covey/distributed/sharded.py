@@ -35,6 +35,7 @@ from covey.pytorch.probe import probe_pack
 from covey.pytorch.reference import Reference
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
+from covey.rollout.walking import Piece
 
 _SAMPLED = 4096
 """Numbers of each gradient that the probe compares, besides its norm."""
@@ -51,7 +52,7 @@ class Scoring(nn.Module):
         self.model = policy.model
         self._policy = policy
 
-    def forward(self, pack: Pack, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def forward(self, pack: Pack | Piece, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`Policy.score`, in a tuple: FSDP2 finds no tensors in a dataclass, and would not finish the backward."""
         found = Policy.score(self._policy, pack, **settings)
         return found.logp, found.entropy, found.exact_kl
@@ -113,7 +114,7 @@ class ShardedPolicy(Policy):
                 f"{self.source}: sharded over {ranks.world} ranks, {problem}; use distributed.learner_kind='replicated'"
             )
 
-    def score(self, pack: Pack, *, reference: bool = False, **settings: Any) -> TokenScores:
+    def score(self, pack: Pack | Piece, *, reference: bool = False, **settings: Any) -> TokenScores:
         """See `Policy.score`."""
         if reference:
             with self.reference.active():

@@ -2,8 +2,8 @@
 
 A step is split into packs of at most `tokens_per_micro_batch` tokens, or on a CPU into smaller ones that run side by
 side (`map_in_threads`). A tree of sequences that is larger, and would repeat much where it is cut, is walked piece by
-piece (`covey.pytorch.walk`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so
-the split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
+piece (`covey.pytorch.walk`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`),
+so the split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
 computed again from zero gradients.
 """
 
@@ -28,6 +28,7 @@ from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
 from covey.pytorch.pack_loss import StepLoss
 from covey.pytorch.policy import Policy
+from covey.pytorch.tree_path import Paths
 from covey.pytorch.walk import walk_gradient, walk_scores
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
 from covey.rollout.packing import Pack, count_tokens, pack_episodes
@@ -242,9 +243,9 @@ class Learner:
                     pack.put(values[pack.pair], whole)
                 pack.put(np.ones(pack.num_targets, np.bool_), scored)
             total.finish()
-            logp, uncertainty, *kl = kept
+            logp, uncertainty, kl = *kept[:2], kept[2] if exact else None
             tokens = count_tokens(batch.episodes, rows, sum(map(self._size, packs)))
-            return Gradients(add_metrics_float(parts), logp, scored, uncertainty, *kl or [None], tokens)
+            return Gradients(add_metrics_float(parts), logp, scored, uncertainty, kl, tokens)
 
         return self._within_memory(run)
 
@@ -340,7 +341,7 @@ class Learner:
         """Walk a pack's pieces, each scored on the path that it hangs on."""
         pieces = pieces_of(pack, self.tokens_per_micro_batch)
         support = pack.support(episodes)
-        paths = self.policy.open_paths(max(piece.past for root in pieces for piece in root.pieces()), **options)
+        paths = Paths(max(piece.past for root in pieces for piece in root.pieces()))
 
         def score(piece: Piece) -> TokenScores:
             own = None if support is None else support.take(piece.scored)

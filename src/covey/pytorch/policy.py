@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,9 +37,11 @@ from covey.pytorch.lora import attach, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate
-from covey.pytorch.tree_layout import Tokens, TreeLayout
+from covey.pytorch.tree_layout import TreeLayout
+from covey.pytorch.tree_path import Paths, TreePath
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
+from covey.rollout.walking import Piece
 from covey.types import Support
 
 logger = logging.getLogger("covey.pytorch")
@@ -201,6 +204,11 @@ class Policy:
         return isinstance(self.model, PeftModel)
 
     @property
+    def can_walk(self) -> bool:
+        """True where a tree that is larger than the budget may be run piece by piece (`covey.pytorch.walk`)."""
+        return self.prefix_sharing_obstacle is None
+
+    @property
     def runs_side_by_side(self) -> bool:
         """True where passes over several packs may run at the same time in threads: the fused layers on a CPU, without
         dropout, whose random numbers would be drawn in no fixed order.
@@ -209,7 +217,7 @@ class Policy:
 
     def score(
         self,
-        pack: Pack,
+        pack: Pack | Piece,
         *,
         temperature: float = 1.0,
         reference: bool = False,
@@ -217,45 +225,48 @@ class Policy:
         entropy_grad: bool = False,
         supports: Support | None = None,
         exact_kl: ExactKL | None = None,
+        paths: Paths | None = None,
     ) -> TokenScores:
-        """Score the S sampled tokens of a pack, in its order, under the sampling distribution.
+        """Score the U targets of a pack, in its order, under the sampling distribution.
 
         Args:
-            pack: one micro-batch.
+            pack: one micro-batch, or a piece of one that is walked.
             temperature: that the tokens were sampled at.
             reference: score under the reference policy, without gradients.
             entropy: return entropies too.
             entropy_grad: make them differentiable.
             supports: kept ids of each target (`pack.support(episodes)`).
             exact_kl: return the exact divergence from the reference too; runs the reference once.
+            paths: what the pieces before a piece have left.
 
         Returns:
-            Differentiable scores `[S]`; under `torch.no_grad()` nothing is kept for a backward pass.
+            Differentiable scores `[U]`; under `torch.no_grad()` nothing is kept for a backward pass.
         """
         if reference:
             with self.reference.active():
-                return self._score(pack, temperature, entropy, False, supports, None)
+                return self._score(pack, temperature, entropy, False, supports, None, paths)
         compared = None
         if exact_kl is not None:
             with self.reference.active():
                 compared = ReferenceDistribution(
-                    self._hidden(pack).detach(),
+                    self._hidden(pack, None if paths is None else paths.reference).detach(),
                     self._reference_logits(Head.of(self._lm).frozen()),
                     exact_kl,
                 )
-        return self._score(pack, temperature, entropy, entropy_grad, supports, compared)
+        return self._score(pack, temperature, entropy, entropy_grad, supports, compared, paths)
 
     def _score(
         self,
-        pack: Pack,
+        pack: Pack | Piece,
         temperature: float,
         entropy: bool,
         entropy_grad: bool,
         supports: Support | None,
         compared: ReferenceDistribution | None,
+        paths: Paths | None,
     ) -> TokenScores:
         return score_tokens(
-            self._hidden(pack),
+            self._hidden(pack, None if paths is None else paths.own),
             torch.from_numpy(pack.targets).to(self.device),
             Head.of(self._lm),
             temperature=temperature,
@@ -275,17 +286,22 @@ class Policy:
 
         return logits
 
-    def _hidden(self, pack: Pack) -> Tensor:
+    def _hidden(self, pack: Pack | Piece, path: TreePath | None = None) -> Tensor:
         """`[U, d]` the hidden states that predict the pack's targets."""
-        if self._autocast is not None:
-            with torch.autocast(self.device.type, self._autocast):
-                shares = self.prefix_sharing_obstacle is None
-                return (self._hidden_packed(pack) if shares else self._hidden_padded(pack)).to(self._lm.dtype)
-        if self._fused is not None and self._fused.serves(pack):
-            return self._fused.hidden(pack)
-        return self._hidden_packed(pack) if self.prefix_sharing_obstacle is None else self._hidden_padded(pack)
+        if self.prefix_sharing_obstacle is not None:
+            run = partial(self._hidden_padded, cast(Pack, pack))
+        else:
+            layout = TreeLayout.of(pack.branches, self.device)
+            if isinstance(pack, Piece):
+                layout = TreeLayout.of(pack.branches, self.device, past=pack.past, path=path, trunk=pack.trunk)
+            fused = self._fused if self._fused is not None and self._fused.serves(pack) else None
+            run = partial(self._hidden_packed if fused is None else fused.hidden, pack, layout)
+        if self._autocast is None:
+            return run()
+        with torch.autocast(self.device.type, self._autocast):
+            return run().to(self._lm.dtype)
 
-    def _hidden_packed(self, pack: Tokens, layout: TreeLayout | None = None) -> Tensor:
+    def _hidden_packed(self, pack: Pack | Piece, layout: TreeLayout | None = None) -> Tensor:
         device = self.device
         out = self._transformer(
             input_ids=torch.from_numpy(pack.token_ids).to(device)[None],

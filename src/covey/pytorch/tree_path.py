@@ -66,3 +66,14 @@ class TreePath:
             held.gradients = torch.zeros_like(held.keys, dtype=wide), torch.zeros_like(held.values, dtype=wide)
         keys, values = held.gradients
         return keys[start:stop], values[start:stop]
+
+
+class Paths:
+    """The paths of one walk: the policy's, and its reference's where both are run.
+
+    Args:
+        capacity: tokens of the longest path.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.own, self.reference = TreePath(capacity), TreePath(capacity)

@@ -67,7 +67,8 @@ def walk_gradient(
             slopes.extend(torch.zeros_like(value) for value in values)
         if len(piece.rows):
             leaves = [value.clone().requires_grad_() for value in values]
-            terms.append(loss.of(pack, leaves[0], leaves[1], *leaves[2:], rows=piece.rows))
+            logp, entropy, *kl = leaves
+            terms.append(loss.of(pack, logp, entropy, kl[0] if kl else None, piece.rows))
             given = torch.autograd.grad(terms[-1].loss * scale, leaves, allow_unused=True)
             for slope, own in zip(slopes, given, strict=True):
                 if own is not None:
@@ -75,8 +76,8 @@ def walk_gradient(
         for follower in piece.followers:
             visit(follower)
         index = torch.from_numpy(piece.scored).to(loss.device)
-        known = [(value, slope[index]) for value, slope in zip(_known(found), slopes, strict=True)]
-        torch.autograd.backward(*zip(*[pair for pair in known if pair[0].requires_grad], strict=True))
+        known = [pair for pair in zip(_known(found), slopes, strict=True) if pair[0].requires_grad]
+        torch.autograd.backward([value for value, _ in known], [slope[index] for _, slope in known])
 
     for piece in pieces:
         visit(piece)

@@ -300,14 +300,12 @@ def _build(episodes: Sequence[Episode], inputs: Mapping[int, IntArray], *, share
     token_ids = [inputs[node.source][node.begin : node.end] for node in order]
     position_ids = [np.arange(node.begin, node.end) for node in order]
     where = _paths(order)
-    score_at, targets, row_of, column_of = [], [], [], []
-    for place, row in enumerate(rows):
-        sampled_at = np.flatnonzero(episodes[row].sampled)
-        score_at.append(where[row][sampled_at - 1])  # the token before a sampled one predicts it
-        targets.append(episodes[row].token_ids[sampled_at])
-        row_of.append(np.full(len(sampled_at), place))
-        column_of.append(np.arange(len(sampled_at)))
-    at, target, row, column = (_join(parts) for parts in (score_at, targets, row_of, column_of))
+    sampled_at = [np.flatnonzero(episodes[row].sampled) for row in rows]
+    both = list(zip(rows, sampled_at, strict=True))
+    at = _join([where[number][places - 1] for number, places in both])  # the token before a sampled one predicts it
+    target = _join([episodes[number].token_ids[places] for number, places in both])
+    row = np.repeat(np.arange(len(rows)), [len(places) for places in sampled_at])
+    column = _join([np.arange(len(places)) for places in sampled_at])
     kinds = _kinds(episodes, [rows[n] for n in row], column)
     key = (at * (target.max() + 1) + target) * (kinds.max() + 1) + kinds
     _, first, pair = np.unique(key, return_index=True, return_inverse=True)
@@ -352,7 +350,7 @@ def _paths(order: Sequence[Node]) -> dict[int, IntArray]:
     places: dict[int, IntArray] = {}
     parents = {id(child): node for node in order for child in node.children}
     start = 0
-    found = {}
+    found: dict[int, IntArray] = {}
     for node in order:
         places[id(node)] = np.arange(start, start + node.length)
         start += node.length

@@ -8,9 +8,9 @@
                              way on from the fork, a piece likewise
 
 What is kept is always one path from the root, so that a follower's tokens at position p see the kept tokens at
-positions `0..p-1` that are before its branch. A piece is run forward; then its followers, forward and backward, one after
-the other; then the piece itself is run backward with what they left for its keys and values. No token is computed twice,
-and memory follows the longest path and the budget, not the tree.
+positions `0..p-1` that are before its branch. A piece is run forward; then its followers, forward and backward, one
+after the other; then the piece itself is run backward with what they left for its keys and values. No token is computed
+twice, and memory follows the longest path and the budget, not the tree.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Piece:
 
     @property
     def num_tokens(self) -> int:
-        """m."""
+        """M."""
         return len(self.token_ids)
 
     def pieces(self) -> Iterator[Piece]:
