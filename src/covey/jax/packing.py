@@ -114,9 +114,9 @@ class MicroBatch:
         bits = np.full((*self.arrays["targets"].shape, -(-vocabulary // 8)), 255, np.uint8)
         for into, pack in zip(bits, self.packs, strict=False):
             for target, s in enumerate(pack.first):
-                support, column = episodes[pack.rows[pack.row[s]]].support, pack.column[s]
+                support = episodes[pack.rows[pack.row[s]]].support
                 if support is not None:
-                    ids = support.ids[support.offsets[column] : support.offsets[column + 1]]
+                    ids = support.of(int(pack.column[s]))
                     into[target] = 0
                     np.bitwise_or.at(into[target], ids // 8, (128 >> (ids % 8)).astype(np.uint8))
         return bits

@@ -373,7 +373,7 @@ def _paths(order: Sequence[Node]) -> dict[int, IntArray]:
 
 def _kinds(episodes: Sequence[Episode], rows: Sequence[int], column: IntArray) -> IntArray:
     """`[S]` equal where the kept ids are: a token drawn from other ids has another probability."""
-    known: dict[bytes, int] = {}
+    known: dict[bytes, int] = {b"": 0}  # where none were recorded
     kinds = np.zeros(len(rows), np.int64)
     if all(episodes[row].support is None for row in dict.fromkeys(rows)):
         return kinds
