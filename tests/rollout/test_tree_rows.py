@@ -10,7 +10,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]
 
-from tree_rows import NAMES, Play, Row, count_tokens, first, forked, make
+from tree_rows import NAMES, Play, Row, count_tokens, first, forked, make  # noqa: E402
 
 PLAY = Play(opening=[1, 2], said=[[], [5]], answers=[[3, 4], [6]], ask=[9], group=0)
 
