@@ -2,8 +2,8 @@
 
 The parent starts one worker for each version and lets them take turns. `update` and `sample` answer with a JSON line:
 
-    {"seconds": 12.3, "peak_bytes": 900000000, "tokens": {"raw": 4096, "unique": 2048, "computed": 2048}}
-    {"seconds": 8.4, "prefill_tokens": 3100, "decoded_tokens": 320, "cache_bytes": 40000000}
+    {"seconds": 12.3, "cpu_seconds": 21.4, "peak_bytes": 900000000, "tokens": {"raw": 4096, "unique": 2048, ...}}
+    {"seconds": 8.4, "cpu_seconds": 12.1, "prefill_tokens": 3100, "decoded_tokens": 320, "cache_bytes": 40000000}
 
 and `compare` writes log-probabilities and gradients of the first rows to a file. With `--alone` these rows go one after
 another through the model's own layers: the reference, which is also slower by what the fused layers gain. `families` in
@@ -128,26 +128,29 @@ class Update:
         return {"computed": sum(pack.num_tokens for each in packs for pack in each)}
 
 
-def measured(run: Callable[[], dict[str, int]]) -> dict[str, Any]:
-    """Seconds of a call, and the peak of the resident memory above what was held before it."""
+def timed(run: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """Seconds of a call, and of its threads: whatever else runs here lengthens those less; with what it returned."""
+    began, cpu = time.perf_counter(), time.process_time()
+    found = run()
+    return {"seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu}, found
+
+
+def measured(update: Update) -> dict[str, Any]:
+    """Run an update: its seconds, its tokens, and the peak of the resident memory above what was held before it."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed counts as held, and its next use as nothing
     known = forget_peak()
     held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    began = time.perf_counter()
-    tokens = run()
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "peak_bytes": peak_rss_bytes() - held if known else None, "tokens": tokens}
+    seconds, tokens = timed(update.run)
+    return seconds | {"peak_bytes": peak_rss_bytes() - held if known else None, "tokens": tokens}
 
 
 def sample(engine: Engine, workload: Workload) -> dict[str, Any]:
     """Play all episodes side by side; answers have exactly the length asked for, whatever the policy says."""
     play = _single if len(workload.plays[0].said) == 1 else _turns if workload.steps else _conversations
-    began = time.perf_counter()
-    play(engine, workload)
-    seconds, stats = time.perf_counter() - began, engine.last_stats
+    seconds, _ = timed(lambda: play(engine, workload))
     names = ("prefill_tokens", "reused_tokens", "decoded_tokens", "cache_bytes", "prefill_seconds")
-    return {"seconds": seconds} | {name: getattr(stats, name) for name in names if hasattr(stats, name)}
+    return seconds | {name: getattr(engine.last_stats, name) for name in names if hasattr(engine.last_stats, name)}
 
 
 def _single(engine: Engine, workload: Workload) -> None:
@@ -278,7 +281,7 @@ def main() -> None:
             np.savez(args.arrays, **update.compare())
             say({"rows": compared})
         else:
-            say(measured(update.run))
+            say(measured(update))
 
 
 if __name__ == "__main__":

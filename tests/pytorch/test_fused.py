@@ -128,24 +128,28 @@ def test_finite_differences() -> None:
 
 
 def test_half_precision_is_as_close_as_the_models_own() -> None:
-    """Summed over three sets of weights: one alone is as much luck."""
-    errors = np.zeros((2, 2))
-    for seed in (1, 2, 3):
+    """In the median of five adapters: how far rounding leads is a matter of chance."""
+    forward, backward = [], []
+    for seed in range(5):
         exact, half = policy_of(), policy_of(dtype=torch.bfloat16)
-        fill(exact, seed)
-        fill(half, seed)
-        truth = own_layers(exact)
-        true_grads = gradients(exact, weighted(truth))
-        for way, hidden in enumerate((half._hidden(PACK), own_layers(half))):
-            assert hidden.dtype == torch.bfloat16
-            grads = gradients(half, weighted(hidden))
-            assert all(grad.dtype == torch.float32 for grad in grads.values())  # PEFT keeps adapters wide
-            errors[way, 0] += float((hidden.detach() - truth.detach()).norm())
-            errors[way, 1] += sum(float((grads[name] - grad).norm() / grad.norm()) for name, grad in true_grads.items())
-    assert (errors[0] <= 1.2 * errors[1]).all()
+        for policy in (exact, half):
+            fill(policy, seed)
+        truth, own, mine = own_layers(exact), own_layers(half), half._hidden(PACK)
+        assert mine.dtype == torch.bfloat16
+        forward.append(float(((mine - truth).norm() / (own - truth).norm()).detach()))
+        true_grads, own_grads = gradients(exact, weighted(truth)), gradients(half, weighted(own))
+        grads = gradients(half, weighted(mine))
+        assert all(grad.dtype == torch.float32 for grad in grads.values())  # PEFT keeps adapters wide
+        errors = [
+            sum(float((found[name] - grad).norm() / grad.norm()) for name, grad in true_grads.items())
+            for found in (grads, own_grads)
+        ]
+        backward.append(errors[0] / errors[1])
+    assert np.median(forward) <= 1.2
+    assert np.median(backward) <= 1.2
 
 
-def test_less_memory_than_by_autograd_is_kept() -> None:
+def test_less_memory_than_autograds_is_kept() -> None:
     policy = policy_of()
     kept_by_autograd: dict[int, int] = {}
     parameters = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
@@ -211,14 +215,21 @@ def test_merged_adapters_go_through_the_models_own_layers() -> None:
     torch.testing.assert_close(policy._hidden(PACK), policy_of()._hidden(PACK), rtol=1e-9, atol=1e-9)
 
 
-def test_dropout_is_drawn_for_each_sequence() -> None:
+def test_dropout_shares_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """A mask for each token of each sequence: sequences that share a token would share its mask."""
     policy = policy_of(lora_dropout=0.5)
-    assert policy.fused_obstacle is not None
-    assert "lora_dropout=0.5" in policy.fused_obstacle
+    assert policy.prefix_sharing_obstacle is not None
+    assert policy.prefix_sharing_obstacle.startswith("lora_dropout=0.5")
+    assert policy.fused_obstacle == policy.prefix_sharing_obstacle
+    assert "lora_dropout=0.5" in caplog.text
+    equal = Episode(np.arange(4, 9), np.arange(5) > 2, np.zeros(5, np.float32), "", "stop", 0)
+    (pack,) = pack_episodes([equal, equal], shared=False)
+    assert pack.pair.tolist() == [0, 1, 2, 3]
+    logp = policy.score(pack).logp
+    assert torch.equal(logp[:2], logp[2:])
     policy.train()
-    torch.manual_seed(0)
-    first = policy._hidden(PACK)
-    assert not torch.equal(first, policy._hidden(PACK))
+    logp = policy.score(pack).logp
+    assert not torch.isclose(logp[:2], logp[2:]).any()
 
 
 def test_a_window_shorter_than_the_sequences_goes_through_the_models_own_layers() -> None:

@@ -61,7 +61,7 @@ def make_episodes() -> list[Episode]:
 
 EPISODES = make_episodes()
 (PACK,) = pack_episodes(EPISODES)
-WEIGHTS = torch.linspace(-1, 1, PACK.num_targets)
+WEIGHTS = torch.linspace(-1, 1, len(PACK.targets))
 
 
 def policy_of(family: str = "llama", *, use_peft: bool = True, filled: bool = True, **options: Any) -> Policy:
@@ -78,7 +78,7 @@ def fill(policy: Policy, seed: int) -> None:
 
 
 def plain_scores(policy: Policy, pack: Pack = PACK, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies from the model's own forward, without padding, in the pack's order."""
+    """Log-probabilities and entropies `[U]` from the model's own forward, without padding."""
     logps, entropies = [], []
     with policy.plain() as model:
         for row in pack.rows:
@@ -88,7 +88,12 @@ def plain_scores(policy: Policy, pack: Pack = PACK, temperature: float = TEMPERA
             logp = (logits[at - 1] / temperature).log_softmax(-1)
             logps.append(logp[torch.arange(len(at)), episode.token_ids[at]])
             entropies.append(-(logp.exp() * logp).sum(-1))
-    return torch.cat(logps), torch.cat(entropies)
+    return torch.cat(logps)[in_order(pack)], torch.cat(entropies)[in_order(pack)]
+
+
+def in_order(pack: Pack = PACK) -> Tensor:
+    """`[U]` where each target is among all rows' sampled tokens, one row after another."""
+    return torch.from_numpy(np.lexsort((pack.column, pack.row)).argsort()[pack.first])
 
 
 def gradients(policy: Policy, loss: Tensor) -> dict[str, Tensor]:
@@ -98,11 +103,11 @@ def gradients(policy: Policy, loss: Tensor) -> dict[str, Tensor]:
 
 
 def assert_gradients(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Equal to 1e-4 of the largest element of each parameter's gradient."""
+    """Equal to 2e-4 of the largest element of each parameter's gradient."""
     assert mine.keys() == expected.keys()
     for name, grad in mine.items():
         largest = float(expected[name].abs().max())
-        assert float((grad - expected[name]).abs().max()) <= 1e-4 * largest + 1e-6, name
+        assert float((grad - expected[name]).abs().max()) <= 2e-4 * largest + 1e-6, name
 
 
 @pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
@@ -159,13 +164,13 @@ def test_packs_do_not_show() -> None:
     policy = policy_of()
     expected = np.full((len(EPISODES), 12), np.nan)
     with torch.no_grad():
-        PACK.put(policy.score(PACK).logp.numpy(), expected)
+        PACK.put(policy.score(PACK).logp.numpy()[PACK.pair], expected)
         for budget in (1, 15, 40):
             found = np.full_like(expected, np.nan)
             packs = pack_episodes(EPISODES, tokens_per_pack=budget)
             assert len(packs) > 1
             for pack in packs:
-                pack.put(policy.score(pack).logp.numpy(), found)
+                pack.put(policy.score(pack).logp.numpy()[pack.pair], found)
             np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -209,7 +214,7 @@ def test_exact_kl_is_the_sum_over_the_vocabulary(kind: Any, use_peft: bool) -> N
             episode = EPISODES[row]
             logits = policy.model(torch.from_numpy(episode.token_ids)[None]).logits[0]
             rows.append((logits[np.flatnonzero(episode.sampled) - 1] / TEMPERATURE).log_softmax(-1))
-        return torch.cat(rows)
+        return torch.cat(rows)[in_order()]
 
     with policy.reference.active():
         logq = log_distributions()
@@ -240,9 +245,10 @@ def test_lora_on_the_head_is_served_through_the_module() -> None:
 
 def test_support_renormalises() -> None:
     policy = policy_of()
-    only = Support(PACK.targets, np.arange(PACK.num_targets + 1))
+    only = Support(PACK.targets, np.arange(len(PACK.targets) + 1))
     assert policy.score(PACK, supports=only).logp.abs().max() < 1e-5
-    everything = Support(np.tile(np.arange(VOCAB_SIZE), PACK.num_targets), np.arange(PACK.num_targets + 1) * VOCAB_SIZE)
+    count = len(PACK.targets)
+    everything = Support(np.tile(np.arange(VOCAB_SIZE), count), np.arange(count + 1) * VOCAB_SIZE)
     torch.testing.assert_close(policy.score(PACK, supports=everything).logp, policy.score(PACK).logp)
 
 
@@ -264,7 +270,7 @@ class DoubledLogits(LlamaForCausalLM):
         return out
 
 
-def test_a_model_that_cannot_share_prompts_is_padded_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_share_is_padded_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = tiny_model("llama")
     for layer in model.model.layers:
         layer.self_attn.__class__ = ForgetfulAttention
@@ -275,7 +281,7 @@ def test_a_model_that_cannot_share_prompts_is_padded_and_says_why_once(caplog: p
     assert policy.prefix_sharing_obstacle is not None
     assert "differ by" in policy.prefix_sharing_obstacle
     (record,) = caplog.records
-    assert "prompts are not shared" in record.getMessage()
+    assert "tokens are not shared" in record.getMessage()
     assert model.config._attn_implementation == "sdpa"
     torch.testing.assert_close(scores.logp, plain_scores(policy)[0], rtol=1e-4, atol=1e-4)
 

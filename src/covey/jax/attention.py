@@ -54,26 +54,25 @@ def cached(cache: KeysValues, positions: jax.Array, window: int | None, keep: Ca
     return attend
 
 
-def packed(block: jax.Array, member: jax.Array, positions: jax.Array, window: int | None) -> Attend:
-    """Rows `[B, S]` of prompts and what follows them, as `covey.jax.packing` lays them out.
+def packed(leave: jax.Array, positions: jax.Array, window: int | None) -> Attend:
+    """Packs `[B, S]` of tokens that share what their rows begin with, as `covey.jax.packing` lays them out.
 
-    A token sees the earlier ones of its own completion, and the prompt of its block. Queries are taken some at a time,
-    against the keys up to the last of them: what lies behind is seen by none.
+    Token k is seen by the queries `k <= q < leave[k]`: by itself and by all that follows it in some row. Queries are
+    taken some at a time, against the keys up to the last of them: what lies behind is seen by none.
 
     Args:
-        block: `[B, S]`.
-        member: `[B, S]`.
+        leave: `[B, S]`.
         positions: `[B, S]`.
         window: see `ModelConfig.sliding_window`.
     """
-    width = block.shape[1]
+    width = leave.shape[1]
     step = max(_QUERIES, -(-width // _MOST_PARTS))
     parts = [(start, min(start + step, width)) for start in range(0, width, step)]
 
     def seen(start: int, end: int) -> jax.Array:
         of, by = (slice(None), slice(start, end), None), (slice(None), None, slice(0, end))
-        found = (block[of] == block[by]) & ((member[by] == 0) | (member[of] == member[by]))
-        found &= jnp.arange(start, end)[:, None] >= jnp.arange(end)
+        query = jnp.arange(start, end)[:, None]
+        found = (jnp.arange(end) <= query) & (query < leave[by])
         return found if window is None else found & (positions[of] - positions[by] < window)
 
     masks = [seen(start, end)[:, None, None] for start, end in parts]

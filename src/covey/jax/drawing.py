@@ -189,12 +189,13 @@ def log_probabilities(logits: jax.Array, temperature: jax.Array | float, support
         support: `[..., ceil(V / 8)]` bits of the only tokens there are; where none is set, nothing was recorded and all
             are possible.
     """
-    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    logp = jax.nn.log_softmax(wide / temperature, axis=-1)
-    if support is None:
-        return logp
-    keep = _unpacked(support, logp.shape[-1])
-    return restrict_to_support(logp, keep | ~jnp.any(keep, axis=-1, keepdims=True))
+    wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    if support is not None:
+        keep = _unpacked(support, wide.shape[-1])
+        wide = jnp.where(keep | ~jnp.any(keep, axis=-1, keepdims=True), wide, -jnp.inf)
+    # Not `restrict_to_support`: the gradient of its maximum is 0 / 0 where compiled code has computed the logits twice,
+    # rounded in two ways, and finds none that equals it. Here it has none.
+    return jax.nn.log_softmax(wide, axis=-1)
 
 
 def kept(logp: jax.Array, cuts: SamplingParams) -> jax.Array | None:

@@ -22,6 +22,7 @@ from covey.jax.policy import Policy, from_names, named_leaves, to_names
 from covey.jax.scoring import loss_terms, score_batch
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
+from covey.rollout.packing import Pack, count_tokens
 from covey.types import Batch, BoolArray
 
 Arrays = dict[str, Any]
@@ -145,7 +146,8 @@ class Learner:
         if objective.vocabulary_kl is not None:
             given["reference"] = self.policy.reference.variables
         total = self._zeros(self.policy.trained)
-        found = []
+        found: list[dict[str, NDArray[np.float64]]] = []
+        packs: list[Pack] = []
         settings = {"objective": objective, "temperature": temperature, "correction": correction}
 
         def arguments(arrays: Arrays) -> tuple[Any, ...]:
@@ -159,10 +161,12 @@ class Learner:
             for each, whole in zip(scores, kept, strict=True):
                 part.put(np.asarray(each), whole)
             part.put(np.ones(scores[0].shape, np.bool_), scored)
+            packs += part.packs
         self._gradient = total if found else None  # no row, no step
         logp, uncertainty, *kl = kept
         told = {name: float(value) for name, value in add_metrics(found).items()}
-        return Gradients(told, logp, scored, uncertainty, *kl)
+        counts = count_tokens(batch.episodes, rows, sum(pack.num_tokens for pack in packs))
+        return Gradients(told, logp, scored, uncertainty, kl[0] if kl else None, counts)
 
     def gradient(self) -> dict[str, NDArray[np.float32]]:
         """The gradient that `forward_backward` has left, by the parameters' names."""

@@ -1,20 +1,20 @@
 """Micro-batches of few shapes, since each shape is compiled once.
 
-`covey.rollout.packing` packs prompts, each once, and what follows them into rows of at most S tokens; B such rows are
-padded to `[B, S]`. S is 384, or 512, 768, 1024, ... where a sequence is longer:
+`covey.rollout.packing` packs rows of a batch, what they share once, into packs of at most S tokens; B such packs are
+padded to `[B, S]`. S is 384, or 512, 768, 1024, ... where a sequence is longer. The pack that is drawn there, in 9:
 
-    tokens    [B, S]     [11 12 13 14 21 22 31  0]
-    positions [B, S]     [ 0  1  2  3  4  5  4  0]
-    block     [B, S]     [ 1  1  1  1  1  1  1  0]    which prompt a token belongs to; 0 = padding
-    member    [B, S]     [ 0  0  0  0  1  1  2  0]    which completion of it; 0 = the prompt itself
-    targets   [B, T]     [21 22  2 31  2  0  0  0 ..] the sampled tokens, and where they are predicted
-    score_at  [B, T]     [ 3  4  5  3  6  0  0  0 ..]
-    counts    [B]        5
+    tokens    [B, S]     [11 12 13 14 21 22 23 31  0]
+    positions [B, S]     [ 0  1  2  3  4  5  5  4  0]
+    leave     [B, S]     [ 8  8  8  8  7  6  7  8  9]    token k is seen by k <= q < leave[k]; padding by itself
+    targets   [B, T]     [21 31 22 23  2 24  2  0  0 ..] distinct sampled tokens, and where they are predicted
+    score_at  [B, T]     [ 3  3  4  4  5  6  7  0  0 ..]
+    counts    [B]        7
 
-What is computed for each target goes to a grid of one line for each completion, as losses want it:
+What is computed for each target goes to a grid of one line for each row of the batch, as losses want it. A token that
+several rows sampled goes to each of them:
 
-    place     [B, M, S]  [[0 1 2 0 ..] [3 4 0 0 ..] ...] which target
-    exists    [B, M, S]  [[1 1 1 0 ..] [1 1 0 0 ..] ...]
+    place     [B, M, S]  [[0 2 4 0 ..] [1 6 0 0 ..] [0 3 5 0 ..] ...] which target
+    exists    [B, M, S]  [[1 1 1 0 ..] [1 1 0 0 ..] [1 1 1 0 ..] ...]
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.rollout.packing import Pack, fill_packs
+from covey.rollout.packing import Pack, pack_episodes
 from covey.types import BoolArray, Episode, IntArray
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-_COMPLETIONS = 32
-"""Completions that a row has room for; more where rows are long."""
+_ROWS = 32
+"""Rows of the batch that a pack has room for; more where it is long."""
 _TOKENS_EACH = 32
 _SHORTEST = 384
-"""Tokens of the narrowest row, unless the budget is smaller: short sequences share one."""
+"""Tokens of the narrowest pack, unless the budget is smaller: short sequences share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Shape:
 
     @property
     def members(self) -> int:
-        """M, most completions of a row."""
-        return max(_COMPLETIONS, self.width // _TOKENS_EACH)
+        """M, most rows of a pack."""
+        return max(_ROWS, self.width // _TOKENS_EACH)
 
     @property
     def targets(self) -> int:
-        """T: a prompt's last token predicts a target for each completion, every other token one at most."""
+        """T: a distinct target is an edge of the trie, or the end of a row; see `_packs_of` for what is neither."""
         return self.width + self.members
 
 
@@ -67,7 +67,7 @@ def shapes_for(sequence: int, budget: int, multiple: int = 1) -> list[Shape]:
     Args:
         sequence: most tokens of a prompt with what follows it.
         budget: tokens of a micro-batch, padding included, for each of `multiple` devices; a sequence that is longer
-            makes a row of its own.
+            makes a pack of its own.
         multiple: B is one of its multiples.
     """
     widths = [size_up(min(budget, _SHORTEST))]
@@ -113,16 +113,12 @@ class MicroBatch:
         """`[B, T, ceil(V / 8)]` bits of the tokens that could be drawn; all of them where none were recorded."""
         bits = np.full((*self.arrays["targets"].shape, -(-vocabulary // 8)), 255, np.uint8)
         for into, pack in zip(bits, self.packs, strict=False):
-            target = 0
-            for row in pack.rows:
-                support = episodes[row].support
-                count = int(episodes[row].sampled.sum())
-                for t in range(count if support is not None else 0):
-                    assert support is not None
-                    ids = support.ids[support.offsets[t] : support.offsets[t + 1]]
-                    into[target + t] = 0
-                    np.bitwise_or.at(into[target + t], ids // 8, (128 >> (ids % 8)).astype(np.uint8))
-                target += count
+            for target, s in enumerate(pack.first):
+                support = episodes[pack.rows[pack.row[s]]].support
+                if support is not None:
+                    ids = support.of(int(pack.column[s]))
+                    into[target] = 0
+                    np.bitwise_or.at(into[target], ids // 8, (128 >> (ids % 8)).astype(np.uint8))
         return bits
 
 
@@ -160,7 +156,7 @@ def pack_rows(episodes: Sequence[Episode], rows: Sequence[int], shapes: Sequence
     for shape in shapes:
         here = [row for row in waiting if lengths[row] <= shape.width]
         later = [row for row in waiting if lengths[row] > shape.width]
-        packs = fill_packs(episodes, here, shape.width, shape.members)
+        packs = _packs_of(episodes, here, shape)
         if later:  # a micro-batch that would not be full: its rows fill the gaps between longer ones
             whole = len(packs) // shape.rows * shape.rows
             later += [int(row) for pack in packs[whole:] for row in pack.rows]
@@ -170,33 +166,45 @@ def pack_rows(episodes: Sequence[Episode], rows: Sequence[int], shapes: Sequence
     return found
 
 
+def _packs_of(episodes: Sequence[Episode], rows: Sequence[int], shape: Shape) -> list[Pack]:
+    """Packs of a shape, none with more targets than it has room for.
+
+    There are too many where the same token was sampled at the same place from other kept ids again and again, which
+    one sampler hardly does: fewer rows have fewer of them, and one alone has none twice.
+    """
+    found = []
+    for pack in pack_episodes(episodes, rows, shape.width, rows_per_pack=shape.members, fixed_size=True):
+        if len(pack.targets) <= shape.targets:
+            found.append(pack)
+        else:
+            half = len(pack.rows) // 2
+            for part in (pack.rows[:half], pack.rows[half:]):
+                found += _packs_of(episodes, part.tolist(), shape)
+    return found
+
+
 def fill(packs: Sequence[Pack], shape: Shape) -> MicroBatch:
     """At most B packs as one micro-batch; what is missing is empty."""
-    tokens, positions, block, member = (np.zeros((shape.rows, shape.width), np.int32) for _ in range(4))
+    tokens, positions = (np.zeros((shape.rows, shape.width), np.int32) for _ in range(2))
+    leave = np.tile(np.arange(1, shape.width + 1, dtype=np.int32), (shape.rows, 1))
     targets, score_at = (np.zeros((shape.rows, shape.targets), np.int32) for _ in range(2))
-    counts = np.array([*(pack.num_targets for pack in packs), *[0] * (shape.rows - len(packs))], np.int32)
+    counts = np.array([*(len(pack.targets) for pack in packs), *[0] * (shape.rows - len(packs))], np.int32)
     place = np.zeros((shape.rows, shape.members, shape.width), np.int32)
     exists = np.zeros(place.shape, np.bool_)
     rows = np.full((shape.rows, shape.members), -1, np.int64)
     for at, pack in enumerate(packs):
         tokens[at, : pack.num_tokens] = pack.token_ids
         positions[at, : pack.num_tokens] = pack.position_ids
-        for number, one in enumerate(pack.blocks, start=1):
-            block[at, one.start : one.start + one.num_tokens] = number
-            start = one.start + one.prefix_len
-            member[at, start : one.start + one.num_tokens] = np.repeat(
-                np.arange(1, len(one.suffix_lens) + 1), one.suffix_lens
-            )
-        targets[at, : pack.num_targets] = pack.targets
-        score_at[at, : pack.num_targets] = pack.score_at
-        place[at, pack.row, pack.column] = np.arange(pack.num_targets)
+        leave[at, : pack.num_tokens] = pack.leave
+        targets[at, : counts[at]] = pack.targets
+        score_at[at, : counts[at]] = pack.score_at
+        place[at, pack.row, pack.column] = pack.pair
         exists[at, pack.row, pack.column] = True
         rows[at, : len(pack.rows)] = pack.rows
     arrays = {
         "tokens": tokens,
         "positions": positions,
-        "block": block,
-        "member": member,
+        "leave": leave,
         "targets": targets,
         "score_at": score_at,
         "counts": counts,

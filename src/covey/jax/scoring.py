@@ -52,9 +52,9 @@ def score_batch(
         kl_estimator: `exact` or `exact_weighted`.
 
     Returns:
-        `[B · M, S]` each: a line for each completion, 0 where there is no target.
+        `[B · M, S]` each: a line for each row of the batch, 0 where there is no target.
     """
-    attend = packed(batch["block"], batch["member"], batch["positions"], config.sliding_window)
+    attend = packed(batch["leave"], batch["positions"], config.sliding_window)
 
     def states(variables: Any) -> tuple[jax.Array, jax.Array]:
         """`[B, T, d]` that the output head reads to predict each target, and the head `[d, V]`."""

@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.rollout.tries import Node, build_trie, partition
+from covey.rollout.tries import Node, build_trie, fill_gaps, partition
 from covey.types import Episode, IntArray, Support
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -210,6 +210,7 @@ def pack_episodes(
     rows_per_pack: int | None = None,
     whole_trees: bool = False,
     shared: bool = True,
+    fixed_size: bool = False,
 ) -> list[Pack]:
     """Pack rows of a batch into micro-batches of at most `tokens_per_pack` tokens.
 
@@ -225,6 +226,7 @@ def pack_episodes(
         whole_trees: do not cut: a tree that is larger than the budget gets a pack of its own, to be walked.
         shared: False gives each row a tree of its own, for models that run rows as a padded rectangle; the budget is
             then of `Pack.num_padded`.
+        fixed_size: packs cost the whole budget, used or not: fewer of them at the price of some repeated tokens.
 
     Returns:
         The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens
@@ -245,6 +247,8 @@ def pack_episodes(
         for tree in root.children:
             _gather(tree)
     parts = partition(root, tokens_per_pack, rows_per_pack)
+    if fixed_size:
+        parts = fill_gaps(root, parts, tokens_per_pack, rows_per_pack)
     return [_build(episodes, {row: inputs[row] for row in sorted(part)}) for part in parts]
 
 
@@ -369,7 +373,7 @@ def _paths(order: Sequence[Node]) -> dict[int, IntArray]:
 
 def _kinds(episodes: Sequence[Episode], rows: Sequence[int], column: IntArray) -> IntArray:
     """`[S]` equal where the kept ids are: a token drawn from other ids has another probability."""
-    known: dict[bytes, int] = {}
+    known: dict[bytes, int] = {b"": 0}  # where none were recorded
     kinds = np.zeros(len(rows), np.int64)
     if all(episodes[row].support is None for row in dict.fromkeys(rows)):
         return kinds

@@ -13,7 +13,7 @@ token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -142,3 +142,56 @@ def _fit(parts: Sequence[tuple[int, list[int]]], room: int, most_rows: int | Non
         else:
             bins.append((tokens, rows))
     return bins
+
+
+def fill_gaps(root: Node, parts: Sequence[list[int]], budget: int, most_rows: int | None = None) -> list[list[int]]:
+    """Do with fewer parts where a part costs its budget, used or not: the smallest goes row by row into gaps of others.
+
+    A row goes where it adds least, the longest first. What it shares with none there is repeated: this is no gain where
+    each token has its price.
+
+    Args:
+        root: of `build_trie`.
+        parts: of `partition`, with the same limits.
+        budget: most tokens of a part.
+        most_rows: most rows of a part; None = any.
+
+    Returns:
+        The rows of each part.
+    """
+    lengths, paths = {id(node): node.length for node in root.nodes()}, _paths(root)
+
+    def tokens(nodes: Iterable[int]) -> int:
+        return sum(lengths[node] for node in nodes)
+
+    most = most_rows or len(paths)
+    found = [list(part) for part in parts]
+    nodes: list[set[int]] = [set().union(*(paths[row] for row in part)) for part in parts]
+    while len(found) > 1:
+        sizes = [tokens(part) for part in nodes]
+        small = sizes.index(min(sizes))
+        rows, others = [list(part) for part in found], [set(part) for part in nodes]
+        moving, sizes[small] = sorted(rows[small], key=lambda row: -tokens(paths[row])), budget + 1
+        for row in moving:
+            added = {n: tokens(paths[row] - part) for n, part in enumerate(others)}
+            fitting = [n for n in added if sizes[n] + added[n] <= budget and len(rows[n]) < most]
+            if not fitting:
+                return found
+            best = min(fitting, key=lambda n: added[n])
+            rows[best].append(row)
+            others[best] |= paths[row]
+            sizes[best] += added[best]
+        del rows[small], others[small]
+        found, nodes = rows, others
+    return found
+
+
+def _paths(root: Node) -> dict[int, frozenset[int]]:
+    """Row -> the nodes that spell it, by `id`."""
+    found: dict[int, frozenset[int]] = {}
+    waiting = [(root, frozenset([id(root)]))]
+    while waiting:
+        node, path = waiting.pop()
+        found |= dict.fromkeys(node.ending, path)
+        waiting += [(child, path | {id(child)}) for child in node.children]
+    return found

@@ -1,0 +1,54 @@
+"""The rows of `benchmarks/trees.py`, by hand."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]
+
+from tree_rows import NAMES, Play, Row, count_tokens, first, forked, make  # noqa: E402
+
+PLAY = Play(opening=[1, 2], said=[[], [5]], answers=[[3, 4], [6]], ask=[9], group=0)
+
+
+def test_a_growing_row_has_all_turns_and_no_asks() -> None:
+    row = PLAY.growing()
+    assert row.token_ids == [1, 2, 3, 4, 5, 6]
+    assert row.sampled == [False, False, True, True, False, True]
+    assert row.inputs == [1, 2, 3, 4, 5]
+
+
+def test_each_turn_repeats_the_history_without_the_asks() -> None:
+    one, two = PLAY.turns()
+    assert (one.token_ids, one.inputs) == ([1, 2, 9, 3, 4], [1, 2, 9, 3])
+    assert (two.token_ids, two.inputs) == ([1, 2, 3, 4, 5, 9, 6], [1, 2, 3, 4, 5, 9])
+
+
+def test_inputs_are_counted_raw_and_once() -> None:
+    # inputs 1 2 9 3 and 1 2 3 4 5 9: the second adds 3 4 5 9; the last row's are a beginning of the first's
+    rows = [*PLAY.turns(), Row([1, 2, 7], [False, False, True], 1)]
+    assert count_tokens(rows) == (4 + 6 + 2, 4 + 4)
+
+
+def test_first_rows_within_a_budget_and_at_least_one() -> None:
+    assert [first(PLAY.turns(), tokens) for tokens in (1, 4, 9, 10)] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("compression", [2, 4, 8, 16])
+def test_forks_have_the_compression_they_are_named_for(compression: int) -> None:
+    draw = random.Random(0)
+    rows = forked(compression, 4, 3, lambda count: [draw.randrange(10**9) for _ in range(count)])
+    raw, unique = count_tokens(rows)
+    assert raw == compression * unique
+    assert len(rows) == 3 * 2 * compression
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_workloads_repeat_and_can_be_trained_on(name: str) -> None:
+    workload = make(name, small=True)
+    assert workload.rows == make(name, small=True).rows
+    assert all(row.sampled[-1] and not row.sampled[0] for row in workload.rows)
