@@ -147,11 +147,13 @@ def test_what_is_planned() -> None:
     """A prompt of 40 with completions of 50, the longest, 45 and 3; the last one has the first's first two tokens."""
     branches = [Branch(0, 90, -1, 0), Branch(90, 3, 0, 42), Branch(93, 45, 0, 40)]
     layout = TreeLayout.of(branches)
-    assert [type(part) for part in layout.own] == [Run, Run, Rectangle]
+    rectangle, *runs = layout.own
+    assert isinstance(rectangle, Rectangle)
+    assert [run.rows for run in runs if isinstance(run, Run)] == [slice(0, 90), slice(93, 138)]
     (across,) = layout.across
     assert (across.queries, across.keys, across.query_position) == (slice(90, 138), slice(0, 40), 40)
-    rectangle = layout.own[2].take(torch.arange(138))
-    assert rectangle.tolist() == [[40, 41, 90, 91, 92]]
+    assert rectangle.take(torch.arange(138)).tolist() == [[40, 41, 90, 91, 92]]
+    assert rectangle.take_gradient(torch.ones(138)).tolist() == [[0, 0, 1, 1, 1]]
     assert across.keys_within(30) == slice(11, 40)
     assert across.keys_within(1) == slice(40, 40)
     assert layout.positions[[89, 90, 93, 137]].tolist() == [89, 42, 40, 84]
@@ -163,6 +165,8 @@ def test_what_is_planned() -> None:
     ]
     alone = TreeLayout.of([Branch(0, 3, -1, 0), Branch(3, 9, 0, 2)])
     assert alone.across == []  # two tokens are repeated sooner than a call is made
+    (run,) = TreeLayout.of([Branch(start, 40, -1, 0) for start in (0, 40, 80)]).own
+    assert run.take(torch.arange(120)).shape == (3, 40)
     with pytest.raises(ValueError, match="a trunk of 3 branches after 0 of 0 tokens"):
         TreeLayout.of(branches, trunk=True)
 

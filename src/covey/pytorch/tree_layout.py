@@ -8,9 +8,10 @@ Two kinds of parts, see `covey.pytorch.tree_attention`:
     across    branches that leave a branch b after e of its tokens, with all that leaves them, over `b[:e]`: without a
               gap in the pack (`covey.rollout.packing`), so slices again. Nothing is copied and no key is repeated
 
-A fork costs a call in each layer, whatever it computes. So a branch that leaves b after `at` tokens may be cut at an
-earlier e: the tokens `b[e:at]` are repeated before it, and before all that leaves it, inside the rectangles. Their
-keys and values are seen there, their own outputs are dropped.
+A fork costs a call in each layer, whatever it computes. So a short branch that leaves b after `at` tokens may be cut
+at an earlier e: the tokens `b[e:at]` are repeated before it, and before all that leaves it, inside the rectangles.
+Their keys and values are seen there, their own outputs are dropped. For long branches, which no rectangle holds,
+copying takes longer than the call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from covey.rollout.packing import Branch
 from covey.types import IntArray
 
 ALONE = 32  # tokens of a branch that is worth a call of its own (measured: from there copying costs more)
-REPEATED = 16  # tokens that are repeated sooner than a call is made for a fork
+REPEATED = 16  # tokens that are repeated sooner than a call is made for a fork (measured likewise)
 
 
 class Tokens(Protocol):
@@ -52,22 +53,28 @@ class Tokens(Protocol):
 
 
 class Run:
-    """One branch, a slice of the pack."""
+    """Branches of one length, one after another: a slice of the pack.
 
-    def __init__(self, rows: slice) -> None:
-        self._rows = rows
+    Args:
+        start: packed index of the first one's first token.
+        length: of each.
+        count: how many.
+    """
+
+    def __init__(self, start: int, length: int, count: int) -> None:
+        self.rows, self._shape = slice(start, start + count * length), (count, length)
 
     def take(self, values: Tensor) -> Tensor:
-        """Values `[M, ...]` of the pack -> `[1, L, ...]`."""
-        return values[self._rows][None]
+        """Values `[M, ...]` of the pack -> `[n, L, ...]`."""
+        return values[self.rows].unflatten(0, self._shape)
 
     def take_gradient(self, grad: Tensor) -> Tensor:
         """The same."""
         return self.take(grad)
 
     def put(self, values: Tensor, into: Tensor) -> None:
-        """Write the branch's values `[1, L, ...]` into `[M, ...]`."""
-        into[self._rows] = values[0]
+        """Write the branches' values `[n, L, ...]` into `[M, ...]`."""
+        self.take(into).copy_(values)
 
     def add_repeated(self, values: Tensor, into: Tensor) -> None:
         """Nothing is repeated."""
@@ -229,22 +236,26 @@ def _positions(branches: Sequence[Branch]) -> list[int]:
 
 
 def _own(branches: Sequence[Branch], before: Sequence[IntArray], device: torch.device | str) -> list[Run | Rectangle]:
-    own: list[Run | Rectangle] = []
-    small = []
+    small: list[int] = []
+    alone: list[int] = []
     for number, branch in enumerate(branches):
-        if len(before[number]) == 0 and branch.length >= ALONE:
-            own.append(Run(slice(branch.start, branch.stop)))
-        else:
-            small.append(number)
+        (small if len(before[number]) or branch.length < ALONE else alone).append(number)
     rows = [np.concatenate([before[n], np.arange(branches[n].start, branches[n].stop)]) for n in small]
+    own: list[Run | Rectangle] = []
     for group in similar_lengths([len(row) for row in rows]):
         if len(group) == 1 and len(before[small[group[0]]]) == 0:
-            branch = branches[small[group[0]]]
-            own.append(Run(slice(branch.start, branch.stop)))
+            alone.append(small[group[0]])
         else:
             group = sorted(group)  # as they lie in the pack
             own.append(Rectangle([rows[i] for i in group], [len(before[small[i]]) for i in group], device))
-    return own
+    runs: list[tuple[int, int, int]] = []
+    for branch in (branches[number] for number in alone):
+        start, length, count = runs[-1] if runs else (0, 0, 0)
+        if (branch.start, branch.length) == (start + count * length, length):
+            runs[-1] = (start, length, count + 1)
+        else:
+            runs.append((branch.start, branch.length, 1))
+    return own + [Run(*run) for run in runs]
 
 
 def similar_lengths(lens: Sequence[int], ratio: float = 2.0, enough: int = 16) -> list[list[int]]:
@@ -267,7 +278,8 @@ def similar_lengths(lens: Sequence[int], ratio: float = 2.0, enough: int = 16) -
 def _cut(branches: Sequence[Branch], first: Sequence[int], repeated: int) -> tuple[list[Across], list[IntArray]]:
     """The parts across branches, and of each branch the packed indices of what is repeated before it."""
     ends = [branch.stop for branch in branches]  # of each branch with all that leaves it
-    below = [1] * len(branches)
+    below = [1] * len(branches)  # branches
+    longest = [branch.length for branch in branches]  # of these
     leaving: dict[int, list[int]] = {}
     for number in reversed(range(len(branches))):
         parent = branches[number].parent
@@ -275,13 +287,15 @@ def _cut(branches: Sequence[Branch], first: Sequence[int], repeated: int) -> tup
         if parent >= 0:
             ends[parent] = max(ends[parent], ends[number])
             below[parent] += below[number]
+            longest[parent] = max(longest[parent], longest[number])
     across: list[Across] = []
     cuts = [branch.at if branch.parent < 0 else 0 for branch in branches]
     for parent, numbers in leaving.items():
         if parent >= 0:
             cut = 0
             for number in sorted(numbers, key=lambda n: branches[n].at):
-                if (branches[number].at - cut) * below[number] > repeated:
+                again = branches[number].at - cut
+                if again * below[number] > repeated or again + longest[number] >= ALONE:
                     cut = branches[number].at
                 cuts[number] = cut
     for parent in sorted(leaving):  # those further up first
