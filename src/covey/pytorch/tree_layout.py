@@ -66,7 +66,7 @@ class Run:
 
     def take(self, values: Tensor) -> Tensor:
         """Values `[M, ...]` of the pack -> `[n, L, ...]`."""
-        return values[self.rows].unflatten(0, self._shape)
+        return values[self.rows].view(*self._shape, *values.shape[1:])
 
     def take_gradient(self, grad: Tensor) -> Tensor:
         """The same."""
