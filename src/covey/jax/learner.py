@@ -165,7 +165,7 @@ class Learner:
         self._gradient = total if found else None  # no row, no step
         logp, uncertainty, *kl = kept
         told = {name: float(value) for name, value in add_metrics(found).items()}
-        counts = count_tokens(batch.episodes, rows, packs)
+        counts = count_tokens(batch.episodes, rows, sum(pack.num_tokens for pack in packs))
         return Gradients(told, logp, scored, uncertainty, kl[0] if kl else None, counts)
 
     def gradient(self) -> dict[str, NDArray[np.float32]]:
