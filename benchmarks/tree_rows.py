@@ -154,6 +154,25 @@ def mixed(vocabulary: int, seed: int = 0) -> list[Row]:
     return [row for play in plays for row in (play.growing(), *play.turns())] + forked(4, 3, 1, draw)
 
 
+def count_prefill(rows: Sequence[Row]) -> int:
+    """Tokens that a sampler which forgets nothing has to prefill: the prompts' trie without what it has decoded.
+
+    Each row's prompt is all before its last sampled segment. Keys and values of a segment's tokens are there when it
+    has been sampled, but for those of its last token.
+    """
+    prefilled = 0
+    trie: dict[int, dict] = {}
+    for row in rows:
+        node, sampled = trie, row.sampled
+        prompt = len(row.inputs)
+        while sampled[prompt - 1]:
+            prompt -= 1
+        for t, token in enumerate(row.token_ids[:prompt]):
+            prefilled += token not in node and not (sampled[t] and sampled[t + 1])
+            node = node.setdefault(token, {})
+    return prefilled
+
+
 def first(rows: Sequence[Row], tokens: int) -> int:
     """How many rows, from the first on, have at most so many inputs together; at least one."""
     totals = list(accumulate(len(row.inputs) for row in rows))

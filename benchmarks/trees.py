@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from compare import HERE, Worker, machine, say
-from tree_rows import NAMES, count_tokens, differences, first, make
+from tree_rows import NAMES, count_prefill, count_tokens, differences, first, make
 
 SOURCE = HERE.parent / "src"
 
@@ -77,6 +77,7 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
             workers[version].step("compare")
         workers.pop("alone").stop()
         if workload.plays:
+            row["least_prefill"] = count_prefill(workload.rows)
             for version, runs in in_turns("sample", workers, args).items():
                 counts = {name: value for name, value in runs[0].items() if name not in ("seconds", "cpu_seconds")}
                 row[version] |= counts | times("sampling", runs)
@@ -154,7 +155,8 @@ def tables(found: Mapping[str, Any]) -> str:
         cells += [over(row, version, "update") for version in versions[1:]]
         updates.append([*cells, *each(row, lambda of: f"{(of['peak_bytes'] or 0) / 1e9:.2f}")])
         if "sampling" in row["tree"]:
-            cells = [name, *each(row, lambda of: f"{of.get('prefill_tokens', 0):,}")[:2]]
+            cells = [name, f"{row['least_prefill']:,}"]
+            cells += each(row, lambda of: f"{of.get('prefill_tokens', 0):,}")[:2]
             cells += [f"{row['tree']['decoded_tokens']:,}"]
             cells += [f"{seconds(row, version, 'sampling'):.2f}" for version in versions[:2]]
             cells += [over(row, "before", "sampling")]
@@ -170,24 +172,28 @@ def tables(found: Mapping[str, Any]) -> str:
     )
     text += "\nSampling\n\n"
     text += _table(
-        "workload|prefill tokens|before prefill|sampled|tree s|before s|before / tree|cache MB|before MB",
+        "workload|least prefill|tree prefill|before prefill|sampled|tree s|before s|before / tree|cache MB|before MB",
         samplings,
     )
     text += "\nLargest differences from one sequence at a time; gradients relative to the largest\n\n"
     text += _table("model|rows|log-probability|before's|gradient|before's", exact)
     if "trl" in found:
         text += f"\nTokens of all packs at several budgets, and TRL {found['trl']['version']}\n\n"
-        text += _table("workload|unique|TRL, one row|budget|tree|before|TRL", _packed(found))
+        text += _table(
+            "workload|unique|TRL, one pack|budget|tree learner|tree packs|before packs|TRL packs", _packed(found)
+        )
     return text
 
 
 def _packed(found: Mapping[str, Any]) -> list[list[str]]:
+    """Ours as packs, and what the learner made of the tree at the budget that it was measured at."""
     lines = []
     for name, theirs in found["trl"]["workloads"].items():
         row = found["rows"][name]
         for budget, tokens in theirs["packed"].items():
             ours = [f"{row[v]['packed'][budget]:,}" if v in row else "" for v in ("tree", "before")]
-            lines.append([name, f"{row['unique']:,}", f"{theirs['whole']:,}", budget, *ours, f"{tokens:,}"])
+            learner = f"{row['tree']['tokens']['computed']:,}" if int(budget) == row["budget"] else ""
+            lines.append([name, f"{row['unique']:,}", f"{theirs['whole']:,}", budget, learner, *ours, f"{tokens:,}"])
     return lines
 
 

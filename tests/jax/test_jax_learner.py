@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jax_cases import like_pytorch, torch_names
+from jax_cases import like_pytorch, torch_names, tree_batch
 from learner_cases import make_batch, make_learner
 
 from covey.algorithms import make_objective
@@ -95,6 +95,14 @@ def test_agents_correction_and_kept_supports() -> None:
         return replace(episode, support=Support(np.concatenate(kept), ends))
 
     equal(*both(replace(batch, episodes=tuple(map(with_support, batch.episodes))), "grpo", beta=0.1))
+
+
+def test_rows_that_share_what_they_sampled() -> None:
+    found = both(tree_batch(supports=True), "dapo", beta=0.1, entropy_coef=0.01)
+    equal(*found)
+    theirs, ours = (result.tokens for *_, result in found)
+    assert ours == theirs
+    assert ours.unique == ours.computed < 0.7 * ours.raw
 
 
 def test_the_cut_into_micro_batches_changes_nothing() -> None:

@@ -20,6 +20,24 @@ def test_shapes_are_those_that_a_run_may_need() -> None:
     assert shapes_for(50, 40) == [Shape(1, 48), Shape(1, 64)]  # the budget is smaller than a sequence
 
 
+def test_the_example_of_the_module_docstring() -> None:
+    ids = ([11, 12, 13, 14, 21, 22, 2], [11, 12, 13, 14, 31, 2], [11, 12, 13, 14, 21, 23, 24])
+    episodes = [Episode(np.array(i), np.arange(len(i)) > 3, np.zeros(len(i), np.float32), "", "stop", 1) for i in ids]
+    (part,) = pack_rows(episodes, range(3), [Shape(2, 9)])
+    arrays = {name: array[0] for name, array in part.arrays.items()}
+    assert arrays["tokens"].tolist() == [11, 12, 13, 14, 21, 22, 23, 31, 0]
+    assert arrays["positions"].tolist() == [0, 1, 2, 3, 4, 5, 5, 4, 0]
+    assert arrays["leave"].tolist() == [8, 8, 8, 8, 7, 6, 7, 8, 9]
+    assert arrays["targets"][:8].tolist() == [21, 31, 22, 23, 2, 24, 2, 0]
+    assert arrays["score_at"][:8].tolist() == [3, 3, 4, 4, 5, 6, 7, 0]
+    assert arrays["counts"] == 7
+    assert arrays["place"][:3, :4].tolist() == [[0, 2, 4, 0], [1, 6, 0, 0], [0, 3, 5, 0]]
+    assert arrays["exists"][:3, :4].sum(axis=1).tolist() == [3, 2, 3]
+    assert part.arrays["leave"][1].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]  # an empty pack: each sees itself
+    assert not part.arrays["exists"][1].any()
+    assert part.rows[:4].tolist() == [0, 1, 2, -1]
+
+
 def test_lengths_of_all_kinds_fill_what_is_computed() -> None:
     rng = np.random.default_rng(0)
     episodes = []

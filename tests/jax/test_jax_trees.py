@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_cases import moved, small_transformer
+from jax_cases import grown, moved, small_transformer, tree_batch
 
 from covey.algorithms import Correction, Objective, make_objective
 from covey.jax import attention
@@ -24,54 +24,13 @@ from covey.rollout.learning import loss_weights
 from covey.rollout.packing import pack_episodes
 from covey.types import Batch, Episode, Support
 
-VOCAB, TEMPERATURE = 13, 0.7
+VOCAB, TEMPERATURE = 13, 0.7  # ids of `grown`
 
 
 @pytest.fixture(autouse=True)
 def wide() -> Iterator[None]:
     with jax.enable_x64(True):
         yield
-
-
-def grown(rng: np.random.Generator, count: int = 14, agents: bool = True) -> list[Episode]:
-    """Rows that begin as others do, up to any token; some end within others, some are equal to others."""
-    rows: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
-    for n in range(count):
-        ids, sampled = rng.integers(2, VOCAB, 3), np.zeros(3, np.bool_)
-        if n % 5:  # else a tree of its own
-            ids, sampled = rows[rng.integers(len(rows))]
-            kept = int(rng.integers(2, len(ids) + 1))
-            ids, sampled = ids[:kept], sampled[:kept]
-        if n % 7:  # else as far as the other
-            more = rng.integers(2, VOCAB, rng.integers(1, 7))
-            ids = np.concatenate([ids, more])
-            sampled = np.concatenate([sampled, rng.random(len(more)) < (0.7 if agents else 1)])
-        ids, sampled = ids.copy(), sampled.copy()
-        sampled[0], sampled[-1] = False, len(sampled) > 1
-        rows.append((ids, sampled))
-    return [Episode(ids, sampled, np.zeros(len(ids), np.float32), "", "stop", 1) for ids, sampled in rows]
-
-
-def make_batch(seed: int = 0, supports: bool = False) -> Batch:
-    """Advantages, old log-probabilities and masks of shared tokens differ from row to row."""
-    rng = np.random.default_rng(seed)
-    episodes = grown(rng)
-    if supports:
-        episodes = [with_support(one, rng) for one in episodes]
-    width = max(one.num_sampled for one in episodes)
-    sampled = np.arange(width) < np.array([[one.num_sampled] for one in episodes])
-    excluded = sampled & (rng.random(sampled.shape) < 0.1)
-    mask = sampled & ~excluded
-    old = np.where(sampled, rng.normal(-2.5, 0.3, sampled.shape), 0).astype(np.float32)
-    advantages = np.where(mask, rng.normal(size=(len(episodes), 1)), 0).astype(np.float32)
-    return Batch(tuple(episodes), np.arange(len(episodes)) // 4, advantages, mask, old, {"some": excluded})
-
-
-def with_support(episode: Episode, rng: np.random.Generator) -> Episode:
-    """Kept ids: one of two sets for each token, so that the same token comes with the same and with other ones."""
-    sets = [np.arange(2, VOCAB), np.arange(VOCAB)]
-    kept = [sets[rng.integers(2)] for _ in range(episode.num_sampled)]
-    return replace(episode, support=Support(np.concatenate(kept), np.cumsum([0, *map(len, kept)])))
 
 
 @dataclass(frozen=True)
@@ -157,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_losses_and_gradients_are_those_of_one_sequence_at_a_time(case: str) -> None:
     options, others = CASES[case]
     objective = make_objective(**options)
-    batch = make_batch(supports=others.get("supports", False))
+    batch = tree_batch(supports=others.get("supports", False))
     policy = make_policy(others.get("window"), others.get("lora_rank", 0))
     correction = Correction("token_truncate", 1.2) if others.get("correction") else None
     learner = Learner(policy, learning_rate=1e-2, tokens_per_micro_batch=24)
@@ -196,17 +155,18 @@ def test_a_token_sees_what_its_own_row_has_before_it(window: int | None, monkeyp
     packs = pack_episodes(grown(rng, 30), None, 40)[:3]
     arrays = fill(packs, Shape(4, 44)).arrays
     q, k, v = (rng.normal(size=(4, 44, heads, 6)) for heads in (4, 2, 2))
-    mixed = packed(jnp.asarray(arrays["leave"]), jnp.asarray(arrays["positions"]), window)(*map(jnp.asarray, (q, k, v)))
+    mixed = jax.jit(lambda *x: packed(arrays["leave"], arrays["positions"], window)(*x))(q, k, v)
     assert np.isfinite(mixed).all()
     np.testing.assert_allclose(mixed[3], np.repeat(v[3], 2, axis=1))  # padding sees itself
+    paths = []
     for number, pack in enumerate(packs):
-        last = [int(pack.score_at[pack.pair[pack.row == row]].max()) for row in range(len(pack.rows))]
-        paths = [pack.path(index) for index in last]
-        padded = np.stack([np.resize(path, 16) for path in paths])  # what lies behind is seen by none
-        alone = causal(jnp.arange(16)[None], window)(*(jnp.asarray(x[number, padded]) for x in (q, k, v)))
-        for path, one in zip(paths, alone, strict=True):
-            np.testing.assert_allclose(mixed[number, path], one[: len(path)], rtol=1e-12, atol=1e-12)
-        assert {int(index) for path in paths for index in path} == set(range(pack.num_tokens))
+        own = [pack.path(int(pack.score_at[pack.pair[pack.row == row]].max())) for row in range(len(pack.rows))]
+        assert {int(index) for path in own for index in path} == set(range(pack.num_tokens))
+        paths += [(number, path) for path in own]
+    at = [(np.full(16, number), np.resize(path, 16)) for number, path in paths]  # what lies behind is seen by none
+    alone = jax.jit(causal(jnp.arange(16)[None], window))(*(np.stack([x[one] for one in at]) for x in (q, k, v)))
+    for (number, path), one in zip(paths, alone, strict=True):
+        np.testing.assert_allclose(mixed[number, path], one[: len(path)], rtol=1e-12, atol=1e-12)
 
 
 def test_a_pack_with_too_many_targets_is_taken_apart() -> None:

@@ -7,6 +7,7 @@ learners return is rounded to float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,12 @@ OBJECTIVES |= {
 }
 
 
+@cache
+def learner_in(way: str) -> Learner:
+    """The usual one, made once for all tests."""
+    return learner_of(**WAYS[way])
+
+
 @pytest.fixture(scope="module")
 def alone() -> Learner:
     """One sequence at a time, in packs of their own, through the model's own layers."""
@@ -141,8 +148,8 @@ def alone() -> Learner:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: str, alone: Learner) -> None:
-    batch, learner = tree_batch(0), learner_of(**WAYS[way])
-    ours = run(learner, batch, **OBJECTIVES[objective])
+    batch = tree_batch(0)
+    ours = run(learner_in(way), batch, **OBJECTIVES[objective])
     assert_same(ours, run(alone, batch, **OBJECTIVES[objective]))
     tokens = ours.gradients.tokens
     assert tokens is not None
@@ -165,7 +172,7 @@ def test_kept_supports(way: str, alone: Learner) -> None:
     """Equal tokens that were drawn from other ids have other probabilities, and are scored apart."""
     batch = tree_batch(2, supports=True)
     for objective in ({}, {"beta": 0.1, "kl_estimator": "exact"}, {"entropy_coef": 0.05}):
-        assert_same(run(learner_of(**WAYS[way]), batch, **objective), run(alone, batch, **objective))
+        assert_same(run(learner_in(way), batch, **objective), run(alone, batch, **objective))
 
 
 @pytest.mark.parametrize("way", ["whole", "walked"])

@@ -1,13 +1,15 @@
-"""Packs hold every prompt once and every scored token once, at the place that predicts it."""
+"""What rows share is in a pack once, and every scored token is predicted from its own past."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.rollout.packing import Block, Pack, fill_packs, pack_episodes
+from covey.rollout.packing import Branch, Pack, TokenCounts, count_tokens, pack_episodes
 from covey.types import Episode, Support
 
 
@@ -32,16 +34,78 @@ PROMPT = [11, 12, 13, 14]
 
 
 def test_the_example_of_the_module_docstring() -> None:
-    (pack,) = pack_episodes([episode(PROMPT, (True, [21, 22, 2])), episode(PROMPT, (True, [31, 2]))])
-    assert pack.token_ids.tolist() == [11, 12, 13, 14, 21, 22, 31]
-    assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 4]
-    assert pack.blocks == (Block(start=0, prefix_len=4, suffix_lens=(2, 1)),)
-    assert pack.targets.tolist() == [21, 22, 2, 31, 2]
-    assert pack.score_at.tolist() == [3, 4, 5, 3, 6]
-    assert pack.row.tolist() == [0, 0, 0, 1, 1]
-    assert pack.column.tolist() == [0, 1, 2, 0, 1]
-    assert pack.rows.tolist() == [0, 1]
-    assert (pack.num_tokens, pack.num_targets) == (7, 5)
+    episodes = [
+        episode(PROMPT, (True, [21, 22, 2])),
+        episode(PROMPT, (True, [31, 2])),
+        episode(PROMPT, (True, [21, 23, 24])),
+    ]
+    (pack,) = pack_episodes(episodes)
+    assert pack.token_ids.tolist() == [11, 12, 13, 14, 21, 22, 23, 31]
+    assert pack.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 5, 4]
+    assert pack.leave.tolist() == [8, 8, 8, 8, 7, 6, 7, 8]
+    assert pack.branches == (Branch(0, 6, -1, 0), Branch(6, 1, 0, 5), Branch(7, 1, 0, 4))
+    assert pack.score_at.tolist() == [3, 3, 4, 4, 5, 6, 7]
+    assert pack.targets.tolist() == [21, 31, 22, 23, 2, 24, 2]
+    assert pack.pair.tolist() == [0, 2, 4, 1, 6, 0, 3, 5]
+    assert pack.row.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert pack.column.tolist() == [0, 1, 2, 0, 1, 0, 1, 2]
+    assert pack.rows.tolist() == [0, 1, 2]
+    assert pack.first.tolist() == [0, 3, 1, 6, 2, 7, 4]
+    assert (pack.num_tokens, pack.num_targets) == (8, 8)
+    assert pack.path(6).tolist() == [0, 1, 2, 3, 4, 6]
+    assert [ids.tolist() for ids in pack.sequences()] == [[*PROMPT, 21, 22], [*PROMPT, 31], [*PROMPT, 21, 23]]
+    assert count_tokens(episodes, range(3), 8) == TokenCounts(raw=6 + 5 + 6, unique=8, computed=8)
+
+
+def test_the_way_with_most_tokens_goes_on_in_its_branch() -> None:
+    """Rows are long or short whatever their order, and one ends where others go on."""
+    short, long = episode([1], (True, [2, 3, 9])), episode([1], (True, [2, 4, 5, 6, 9]))
+    (pack,) = pack_episodes([short, long, episode([1], (True, [2, 9]))])
+    assert pack.token_ids.tolist() == [1, 2, 4, 5, 6, 3]
+    assert pack.branches == (Branch(0, 5, -1, 0), Branch(5, 1, 0, 2))
+    assert pack.leave.tolist() == [6, 6, 5, 5, 5, 6]
+    assert pack.targets[pack.pair].tolist() == [2, 3, 9, 2, 4, 5, 6, 9, 2, 9]
+
+
+def test_a_conversation_whose_turns_other_rows_leave() -> None:
+    """Two forks of one branch: what leaves last comes first, so that it lies inside what left before."""
+    turns = [1, 2, 3, 4, 5, 6]
+    episodes = [
+        episode(turns, (True, [7, 0])),
+        episode(turns[:2], (True, [8, 8, 0])),
+        episode(turns[:4], (True, [9, 9, 0])),
+        episode(turns[:4], (True, [9, 5, 0])),
+    ]
+    (pack,) = pack_episodes(episodes)
+    assert pack.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 9, 9, 5, 8, 8]
+    assert pack.branches == (Branch(0, 7, -1, 0), Branch(7, 2, 0, 4), Branch(9, 1, 1, 1), Branch(10, 2, 0, 2))
+    assert pack.leave.tolist() == [12, 12, 10, 10, 7, 7, 7, 10, 9, 10, 12, 12]
+
+
+def test_equal_rows_are_computed_once_and_scored_for_each() -> None:
+    (pack,) = pack_episodes([episode(PROMPT, (True, [5, 6]))] * 3)
+    assert pack.token_ids.tolist() == [*PROMPT, 5]
+    assert pack.targets.tolist() == [5, 6]
+    assert pack.pair.tolist() == [0, 1] * 3
+    assert pack.row.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_token_that_is_sampled_in_one_row_and_given_in_another_is_one_token() -> None:
+    (pack,) = pack_episodes([episode([1], (True, [2, 3])), episode([1, 2], (True, [3]))])
+    assert pack.token_ids.tolist() == [1, 2]
+    assert pack.targets.tolist() == [2, 3]
+    assert pack.pair.tolist() == [0, 1, 1]
+
+
+def test_models_that_cannot_share_get_each_row_by_itself() -> None:
+    episodes = [episode([1, 2], (True, [3])), episode([1, 2], (True, [4, 5, 6])), episode([1, 2], (True, [4, 5, 7]))]
+    packs = pack_episodes(episodes, tokens_per_pack=8, shared=False)
+    assert [pack.rows.tolist() for pack in packs] == [[1, 2], [0]]
+    assert packs[0].token_ids.tolist() == [1, 2, 4, 5] * 2
+    assert packs[0].branches == (Branch(0, 4, -1, 0), Branch(4, 4, -1, 0))
+    assert packs[0].targets.tolist() == [4, 5, 6, 4, 5, 7]
+    assert packs[0].pair.tolist() == [0, 1, 2, 3, 4, 5]
+    assert [pack.num_padded for pack in packs] == [8, 2]
 
 
 def test_foreign_tokens_between_sampled_segments_are_inputs_but_no_targets() -> None:
@@ -54,41 +118,43 @@ def test_foreign_tokens_between_sampled_segments_are_inputs_but_no_targets() -> 
     assert pack.column.tolist() == [0, 1, 2]
 
 
-def test_one_sampled_token_needs_no_suffix() -> None:
-    (pack,) = pack_episodes([episode([1, 2], (True, [3])), episode([1, 2], (True, [4, 5]))])
-    assert pack.blocks == (Block(0, 2, (0, 1)),)
-    assert pack.score_at.tolist() == [1, 1, 2]
-
-
-def test_equal_prefixes_are_shared_by_value_across_groups() -> None:
-    episodes = [episode([1, 2], (True, [3])), episode([9], (True, [3])), episode([1, 2], (True, [4]))]
-    (pack,) = pack_episodes(episodes)
-    assert pack.token_ids.tolist() == [1, 2, 9]
-    assert pack.rows.tolist() == [0, 2, 1]
-
-
-def test_a_group_that_exceeds_the_budget_repeats_its_prefix() -> None:
-    group = [episode(PROMPT, (True, [5, 5, 5, 2])) for _ in range(4)]  # 4 + 3 tokens each
+def test_rows_of_a_tree_stay_together_as_far_as_the_budget_lets_them() -> None:
+    group = [episode(PROMPT, (True, [20 + n, 5, 5, 2])) for n in range(4)]  # 4 + 3 tokens each
     packs = pack_episodes(group, tokens_per_pack=10)
     assert [pack.rows.tolist() for pack in packs] == [[0, 1], [2, 3]]
     assert [pack.num_tokens for pack in packs] == [10, 10]
+    assert count_tokens(group, range(4), 20) == TokenCounts(raw=28, unique=16, computed=20)
+    # Two that share more are not torn apart, in whatever order they come: 4 + 2 + 1 + 1 of 9 tokens.
+    deep = [episode(PROMPT, (True, [20 + n % 2, 5, n, 2])) for n in (0, 1, 2, 3)]
+    packs = pack_episodes(deep, tokens_per_pack=9)
+    assert [pack.rows.tolist() for pack in packs] == [[0, 2], [1, 3]]
+    assert [pack.num_tokens for pack in packs] == [8, 8]
 
 
 def test_a_sequence_longer_than_the_budget_gets_its_own_pack() -> None:
     episodes = [episode([1], (True, [2])), episode(PROMPT, (True, [5] * 20)), episode([2], (True, [2]))]
     packs = pack_episodes(episodes, tokens_per_pack=8)
-    assert [pack.rows.tolist() for pack in packs] == [[0, 2], [1]]
-    assert packs[1].num_tokens == 4 + 19
+    assert sorted(pack.rows.tolist() for pack in packs) == [[0, 2], [1]]
+    assert max(pack.num_tokens for pack in packs) == 4 + 19
 
 
-def test_whole_groups_fill_earlier_packs_first() -> None:
-    episodes = [
-        episode([1] * 4, (True, [2] * 3)),  # 6 tokens
-        episode([2] * 6, (True, [2] * 3)),  # 8: does not fit beside the first
-        episode([3] * 3, (True, [2] * 2)),  # 4: fits beside the first
-    ]
-    packs = pack_episodes(episodes, tokens_per_pack=10)
-    assert [pack.rows.tolist() for pack in packs] == [[0, 2], [1]]
+def test_a_tree_that_is_to_be_walked_is_not_cut() -> None:
+    group = [episode(PROMPT, (True, [20 + n, 5, 5, 2])) for n in range(4)]
+    other = [episode([7], (True, [8, 9])), episode([6], (True, [8, 9]))]
+    packs = pack_episodes([*group, *other], tokens_per_pack=10, whole_trees=True)
+    assert sorted(pack.rows.tolist() for pack in packs) == [[0, 1, 2, 3], [4, 5]]
+    assert sorted(pack.num_tokens for pack in packs) == [4, 16]
+
+
+def test_packs_of_fixed_size_are_filled_though_a_prompt_is_then_repeated() -> None:
+    """Three prompts of 4 with three completions of 4, in packs of 28: three trees, or two with a repeated prompt."""
+    three = [episode([10 * p] * 4, (True, [n, 5, 5, 5, 2])) for p in (1, 2, 3) for n in range(3)]
+    packs = pack_episodes(three, tokens_per_pack=28)
+    assert [pack.num_tokens for pack in packs] == [16, 16, 16]
+    packs = pack_episodes(three, tokens_per_pack=28, fixed_size=True)
+    assert [pack.num_tokens for pack in packs] == [16 + 4 + 4 + 4, 16 + 4 + 4]
+    packs = pack_episodes(three, tokens_per_pack=28, fixed_size=True, rows_per_pack=4)
+    assert [len(pack.rows) for pack in packs] == [3, 3, 3]
 
 
 def test_only_the_chosen_rows_with_something_to_score() -> None:
@@ -96,35 +162,41 @@ def test_only_the_chosen_rows_with_something_to_score() -> None:
     (pack,) = pack_episodes(episodes, rows=[1, 2])
     assert pack.rows.tolist() == [2]
     assert pack_episodes(episodes, rows=[1]) == []
+    assert count_tokens(episodes, [1], 0) == TokenCounts(0, 0, 0)
 
 
 def test_take_and_put_go_between_the_batch_and_a_pack() -> None:
-    episodes = [episode([1], (True, [2, 3])), episode([4], (True, [5, 6, 7]))]
-    (pack,) = pack_episodes(episodes, rows=[1])
-    batch = np.array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
-    assert pack.take(batch).tolist() == [3.0, 4.0, 5.0]
-    into = np.zeros((2, 3))
-    pack.put(np.array([7.0, 8.0, 9.0]), into)
-    assert into.tolist() == [[0, 0, 0], [7, 8, 9]]
+    episodes = [episode([1], (True, [2, 3])), episode([4], (True, [5, 6, 7])), episode([4], (True, [5, 8]))]
+    (pack,) = pack_episodes(episodes, rows=[1, 2])
+    batch = np.array([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0]])
+    assert pack.take(batch).tolist() == [3.0, 4.0, 5.0, 6.0, 7.0]
+    into = np.zeros((3, 3))
+    pack.put(np.array([5.0, 6.0, 8.0, 7.0])[pack.pair], into)  # of the distinct targets
+    assert into.tolist() == [[0, 0, 0], [5, 6, 7], [5, 8, 0]]
 
 
-def test_support_follows_the_order_of_the_targets() -> None:
+def test_supports_are_those_of_the_targets_and_tell_them_apart() -> None:
     first = Support(ids=np.array([2, 9, 3]), offsets=np.array([0, 2, 3]))
-    second = Support(ids=np.array([5]), offsets=np.array([0, 1]))
+    second = Support(ids=np.array([2, 9, 3, 4]), offsets=np.array([0, 2, 4]))
+    ids = [2, 3]
     episodes = [
-        episode([1], (True, [2, 3]), support=first),
-        episode([4], (True, [5]), support=second),
-        episode([4], (True, [5])),
+        episode([1], (True, ids), support=first),
+        episode([1], (True, ids), support=second),
+        episode([1], (True, ids), support=first),
+        episode([1], (True, ids)),
     ]
-    (pack,) = pack_episodes(episodes, rows=[1, 0])
+    (pack,) = pack_episodes(episodes, rows=[1, 0, 2])
+    assert pack.targets.tolist() == [2, 3, 3]
+    assert pack.pair.tolist() == [0, 1, 0, 2, 0, 1]
     support = pack.support(episodes)
     assert support is not None
-    assert support.ids.tolist() == [5, 2, 9, 3]
-    assert support.offsets.tolist() == [0, 1, 3, 4]
-    (without,) = pack_episodes(episodes, rows=[2])
+    assert support.ids.tolist() == [2, 9, 3, 3, 4]
+    assert support.offsets.tolist() == [0, 2, 3, 5]
+    (without,) = pack_episodes(episodes, rows=[3])
     assert without.support(episodes) is None
-    (mixed,) = pack_episodes(episodes, rows=[0, 2])
-    with pytest.raises(ValueError, match="row 2 recorded no kept ids"):
+    (mixed,) = pack_episodes(episodes, rows=[0, 3])
+    assert mixed.targets.tolist() == [2, 2, 3, 3]
+    with pytest.raises(ValueError, match="row 3 recorded no kept ids"):
         mixed.support(episodes)
 
 
@@ -135,69 +207,114 @@ def test_bad_arguments_are_named() -> None:
         pack_episodes([episode([], (True, [1, 2]))])
 
 
-def sequence_of(pack: Pack, row: int) -> list[int]:
-    """Input tokens of one row of a pack, put together from its block."""
-    seen = 0
-    for block in pack.blocks:
-        start = block.start + block.prefix_len
-        for length in block.suffix_lens:
-            if seen == row:
-                prefix = pack.token_ids[block.start : block.start + block.prefix_len]
-                return [*prefix.tolist(), *pack.token_ids[start : start + length].tolist()]
-            start += length
-            seen += 1
-    raise AssertionError(row)
-
-
 @st.composite
 def batches(draw: st.DrawFn) -> list[Episode]:
-    tokens = st.integers(0, 2)  # few ids, so that prefixes often coincide
+    """Rows of few ids, many of which begin as another row does: forks anywhere, equal rows, rows within rows."""
+    tokens = st.integers(0, 2)
     segment = st.tuples(st.booleans(), st.lists(tokens, min_size=1, max_size=4))
-    count = draw(st.integers(1, 6))
+    rows: list[tuple[list[int], list[bool]]] = []
+    for _ in range(draw(st.integers(1, 9))):
+        ids, sampled = draw(st.lists(tokens, min_size=1, max_size=3)), [False]
+        if rows and draw(st.booleans()):
+            ids, sampled = draw(st.sampled_from(rows))
+            ids = ids[: draw(st.integers(1, len(ids)))]
+        sampled = (sampled + [False] * len(ids))[: len(ids)]
+        for is_sampled, more in draw(st.lists(segment, max_size=3)):
+            ids, sampled = ids + more, sampled + [is_sampled] * len(more)
+        rows.append((ids, sampled))
     return [
-        episode(draw(st.lists(tokens, min_size=1, max_size=3)), *draw(st.lists(segment, max_size=3)))
-        for _ in range(count)
+        episode(ids[:1], *((was, [token]) for token, was in zip(ids[1:], sampled[1:], strict=True)))
+        for ids, sampled in rows
     ]
 
 
-@settings(max_examples=150, deadline=None)
-@given(batches(), st.integers(1, 20))
-def test_every_sampled_token_is_predicted_once_from_its_own_past(episodes: list[Episode], budget: int) -> None:
-    packs = pack_episodes(episodes, tokens_per_pack=budget)
-    assert all(pack.num_tokens <= budget or len(pack.rows) == 1 for pack in packs)
-    check(packs, episodes)
+def inputs_of(one: Episode) -> list[int]:
+    """What must be computed to score all sampled tokens of a row."""
+    return [int(token) for token in one.token_ids[: np.max(np.flatnonzero(one.sampled), initial=0)]]
 
 
-@settings(max_examples=150, deadline=None)
-@given(batches(), st.integers(15, 40), st.integers(1, 4))
-def test_filled_packs_keep_both_limits(episodes: list[Episode], budget: int, most: int) -> None:
-    packs = fill_packs(episodes, None, budget, most)
-    assert all(pack.num_tokens <= budget and len(pack.rows) <= most for pack in packs)
-    check(packs, episodes)
-
-
-def test_a_pack_is_filled_where_that_saves_more_than_the_prefix_costs() -> None:
-    three = [episode(prompt, (True, [21] * 5)) for prompt in ([11] * 4, [12] * 4, [13] * 4) for _ in range(3)]
-    # three times 4 + 3 * 4 tokens, in two packs of 28, where the second prompt stands twice
-    assert [pack.num_tokens for pack in fill_packs(three, None, 28, 9)] == [28, 24]
-    # one row more would weigh 4, no more than its prompt
-    assert [len(pack.rows) for pack in fill_packs(three, None, 24, 9)] == [3, 3, 3]
-    with pytest.raises(ValueError, match="row 0: its 8 tokens are more than the 7 of a pack"):
-        fill_packs(three, None, 7, 9)
+def heads(rows: list[list[int]]) -> set[tuple[int, ...]]:
+    """What rows begin with, each once: as many as a trie of them has tokens."""
+    return {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
 
 
 def check(packs: list[Pack], episodes: list[Episode]) -> None:
-    """Each sampled token is a target once, and what predicts it has its own past."""
+    """Each sampled token is in one place, and what predicts it sees its own past, and no more."""
     found: dict[tuple[int, int], int] = {}
     for pack in packs:
-        assert sum(block.num_tokens for block in pack.blocks) == pack.num_tokens
+        rows = [inputs_of(episodes[row]) for row in pack.rows]
+        assert len(heads(rows)) == pack.num_tokens  # nothing is there twice
+        assert [ids.tolist() for ids in pack.sequences()] == rows
+        index = np.arange(pack.num_tokens)
+        sees = (index <= index[:, None]) & (index[:, None] < pack.leave)  # [query, key]
+        for query in index:
+            assert np.flatnonzero(sees[query]).tolist() == pack.path(query).tolist()
+            assert pack.position_ids[query] == sees[query].sum() - 1
+        check_branches(pack)
+        distinct = {(int(at), int(token)) for at, token in zip(pack.score_at, pack.targets, strict=True)}
+        assert len(distinct) == len(pack.targets) <= pack.num_tokens + len(pack.rows)
+        assert (np.diff(pack.score_at) >= 0).all()
+        assert sorted(set(pack.pair.tolist())) == list(range(len(pack.targets)))
+        assert pack.pair[pack.first].tolist() == list(range(len(pack.targets)))
         for s in range(pack.num_targets):
             row, column = int(pack.rows[pack.row[s]]), int(pack.column[s])
-            inputs = sequence_of(pack, int(pack.row[s]))
-            position = int(pack.position_ids[pack.score_at[s]])
-            assert pack.token_ids[pack.score_at[s]] == inputs[position]
             at = int(np.flatnonzero(episodes[row].sampled)[column])
-            assert inputs[: position + 1] == episodes[row].token_ids[:at].tolist()
-            found[row, column] = int(pack.targets[s])
+            past = pack.token_ids[sees[pack.score_at[pack.pair[s]]]]
+            assert past.tolist() == episodes[row].token_ids[:at].tolist()
+            assert (row, column) not in found
+            found[row, column] = int(pack.targets[pack.pair[s]])
     expected = {(n, t): int(token) for n, e in enumerate(episodes) for t, token in enumerate(e.token_ids[e.sampled])}
     assert found == expected
+
+
+def check_branches(pack: Pack) -> None:
+    """They lie one after the other, each after what it leaves, and no two go on from a place with the same token."""
+    assert [branch.start for branch in pack.branches] == [0, *(branch.stop for branch in pack.branches)][:-1]
+    assert pack.branches[-1].stop == pack.num_tokens
+    ways = []
+    for number, branch in enumerate(pack.branches):
+        assert -1 <= branch.parent < number
+        assert branch.length > 0
+        if branch.parent < 0:
+            assert branch.at == 0
+            ways.append((-1, int(pack.token_ids[branch.start])))
+        else:
+            parent = pack.branches[branch.parent]
+            assert 1 <= branch.at < parent.length
+            ways.append((parent.start + branch.at - 1, int(pack.token_ids[branch.start])))
+        inside = range(branch.start, branch.stop)
+        ways += [(one, int(pack.token_ids[other])) for one, other in pairwise(inside)]
+    assert len(set(ways)) == len(ways)
+
+
+@settings(max_examples=200, deadline=None)
+@given(batches(), st.integers(1, 30), st.none() | st.integers(1, 4), st.booleans())
+def test_every_sampled_token_is_predicted_from_its_own_past(
+    episodes: list[Episode], budget: int, most: int | None, fixed_size: bool
+) -> None:
+    packs = pack_episodes(episodes, tokens_per_pack=budget, rows_per_pack=most, fixed_size=fixed_size)
+    check(packs, episodes)
+    for pack in packs:
+        longest = max(len(inputs_of(episodes[row])) for row in pack.rows)
+        assert pack.num_tokens <= max(budget, longest)
+        assert len(pack.rows) <= (most or len(episodes))
+    rows = [inputs_of(one) for one in episodes]
+    counts = count_tokens(episodes, range(len(episodes)), sum(pack.num_tokens for pack in packs))
+    assert counts.raw == sum(map(len, rows))
+    assert counts.unique == len(heads(rows)) <= counts.computed <= counts.raw
+    if counts.unique <= budget and (most is None or most >= len(episodes)):
+        assert len(packs) <= 1
+    plain = pack_episodes(episodes, tokens_per_pack=budget, rows_per_pack=most)
+    assert len(packs) <= len(plain)
+    assert sum(pack.num_tokens for pack in packs) >= sum(pack.num_tokens for pack in plain) or fixed_size
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.integers(1, 30))
+def test_whole_trees_repeat_nothing(episodes: list[Episode], budget: int) -> None:
+    packs = pack_episodes(episodes, tokens_per_pack=budget, whole_trees=True)
+    check(packs, episodes)
+    counts = count_tokens(episodes, range(len(episodes)), sum(pack.num_tokens for pack in packs))
+    assert counts.computed == counts.unique
+    for pack in packs:
+        assert pack.num_tokens <= budget or sum(branch.parent < 0 for branch in pack.branches) == 1

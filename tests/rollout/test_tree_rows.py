@@ -10,7 +10,7 @@ import pytest
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks")]
 
-from tree_rows import NAMES, Play, Row, count_tokens, first, forked, make  # noqa: E402
+from tree_rows import NAMES, Play, Row, count_prefill, count_tokens, first, forked, make  # noqa: E402
 
 PLAY = Play(opening=[1, 2], said=[[], [5]], answers=[[3, 4], [6]], ask=[9], group=0)
 
@@ -32,6 +32,12 @@ def test_inputs_are_counted_raw_and_once() -> None:
     # inputs 1 2 9 3 and 1 2 3 4 5 9: the second adds 3 4 5 9; the last row's are a beginning of the first's
     rows = [*PLAY.turns(), Row([1, 2, 7], [False, False, True], 1)]
     assert count_tokens(rows) == (4 + 6 + 2, 4 + 4)
+
+
+def test_what_has_been_decoded_needs_no_prefill_but_for_the_last_token_of_a_turn() -> None:
+    assert count_prefill([PLAY.growing()]) == 4  # 1 2 4 5
+    assert count_prefill([PLAY.growing(), PLAY.growing()]) == 4
+    assert count_prefill(PLAY.turns()) == 3 + 4  # 1 2 9, then 3 4 5 9
 
 
 def test_first_rows_within_a_budget_and_at_least_one() -> None:

@@ -114,12 +114,15 @@ def test_values_that_are_not_finite_stay_nowhere(server: RunningServer, monkeypa
     runner, cache = server.engine._runner, server.engine._cache
     forward, alone = runner.forward, said(server)
 
+    def stores() -> list[torch.Tensor]:
+        return [store for segment in cache._segments for pair in segment.stores.values() for store in pair]
+
     def spoilt(step: Any) -> torch.Tensor:
         logits = forward(step)
         marked = [place for place, ids in enumerate(step.histories()) if MARK in ids[:2]]
         if marked:
-            for keys, values in cache._groups.values():
-                keys[keys == 0], values[values == 0] = torch.nan, torch.nan  # whatever nobody else uses
+            for store in stores():
+                store[store == 0] = torch.nan  # whatever nobody else uses
             logits = logits.clone()
             logits[marked] = torch.nan
         return logits
@@ -129,9 +132,8 @@ def test_values_that_are_not_finite_stay_nowhere(server: RunningServer, monkeypa
     monkeypatch.undo()
     place = cache.block_tensors(0, 0, 1, cache.slot_tokens)
     assert all(bool(part.isfinite().all()) for part in place)  # the slot that it had
-    for stores in cache._groups.values():  # and the rest, which this test spoilt
-        for store in stores:
-            store.nan_to_num_(0.0)
+    for store in stores():  # and the rest, which this test spoilt
+        store.nan_to_num_(0.0)
     assert said(server) == alone
 
 

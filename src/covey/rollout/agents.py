@@ -445,10 +445,10 @@ class _EpisodeLoop:
             live = list(self._at.values())
             longest = max(first, *(len(self._template.opening(self._player.words(other))) for other in live))
             # other tasks may begin with more words
-            reserved = 2 * longest if self._conversing else max(longest, self._settings.max_turn_prompt_tokens)
+            expected = 2 * longest if self._conversing else max(longest, self._settings.max_turn_prompt_tokens)
             # in conversations the episodes of a task share their opening, and one task may be half done
             distinct = -(-len(live) // self._group) + 1 if self._conversing else len(live)
-            self._session = self._open(prompt_lengths=[reserved] * distinct)
+            self._session = self._open(prompt_lengths=[expected] * distinct)
         return self._session
 
     def _end(

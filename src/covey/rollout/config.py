@@ -59,7 +59,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     )
     prefix_sharing: bool = Field(
         default=True,
-        description="Run each prompt once for its whole group in training; false = once a completion.",
+        description="Compute what sequences begin with in common once in training; false = each sequence by itself.",
     )
     fused_layers: bool = Field(
         default=True,

@@ -36,7 +36,10 @@ class GenerationStats:
     """What one session did so far.
 
     Attributes:
-        prefill_tokens: tokens computed that were not sampled: prompts, once each, and what was said in between.
+        prefill_tokens: tokens computed that were not sampled: prompts, and what was said in between.
+        reused_tokens: those that were not computed because they were held already: both together are the tokens that
+            came before every row's every turn.
+        reused_prompts: first prompts that were held whole, in use by no other row.
         decoded_tokens: tokens sampled, the first of each turn included.
         prefill_seconds: time in forward passes of such tokens.
         sampling_seconds: time in drawing tokens and stop rules.
@@ -47,6 +50,8 @@ class GenerationStats:
     """
 
     prefill_tokens: int = 0
+    reused_tokens: int = 0
+    reused_prompts: int = 0
     decoded_tokens: int = 0
     prefill_seconds: float = 0.0
     sampling_seconds: float = 0.0
@@ -148,6 +153,7 @@ class Device:
     Attributes:
         whole_tokens: most tokens of a row, prompt and all.
         own_tokens: most tokens of a row after its prompt.
+        turn_tokens: most tokens of a turn.
         logits_dtype: what overflows where logits are not finite, for the message.
         in_rounds: it samples every turn that waits to its end, and is asked when all worlds have answered.
         stats: what it has cost; the scheduler counts the tokens.
@@ -156,16 +162,13 @@ class Device:
     in_rounds = False
 
     def __init__(self, whole_tokens: int, own_tokens: int = NO_LIMIT) -> None:
-        self.whole_tokens, self.own_tokens = whole_tokens, own_tokens
+        self.whole_tokens, self.own_tokens, self.turn_tokens = whole_tokens, own_tokens, NO_LIMIT
         self.logits_dtype = "their type"
         self.stats = GenerationStats()
 
     def fits(self, prompt: int) -> bool:
         """Whether there is memory for a first prompt of so many tokens."""
         return True
-
-    def enter(self, row: Row) -> None:
-        """A row has been put into the queue."""
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
         """Take rows from the front of the queue while there is room, prefill them, draw the first token of each."""
@@ -248,7 +251,6 @@ class Session(Generic[D]):
         row = Row(ids, request.stream, keep, settings or self._settings)
         self._begin_turn(row, self.room_for_turn(row, 0), request.stream, request.choices)
         self._started += 1
-        self.device.enter(row)
         self._queue.append(row)
         return row
 
@@ -260,7 +262,7 @@ class Session(Generic[D]):
         """Most tokens that the next turn may have after `said` tokens are said to the conversation; 0 = none."""
         own = len(row.own) + said
         left = min(self.device.whole_tokens - len(row.prompt_ids) - own, self.device.own_tokens - own)
-        return max(0, min(row.settings.max_tokens, left))
+        return max(0, min(row.settings.max_tokens, self.device.turn_tokens, left))
 
     def extend(self, row: Row, token_ids: IntArray, stream: tuple[int, ...], choices: Choices | None = None) -> None:
         """Say something to a parked conversation and let it answer.
@@ -279,7 +281,7 @@ class Session(Generic[D]):
             raise GenerationError(
                 f"a conversation of {len(row.prompt_ids) + len(row.own)} tokens cannot go on with "
                 f"{len(token_ids)} more: it must be parked, something must be said, and the context of "
-                f"{self.device.whole_tokens} and the {self.device.own_tokens - 1} tokens reserved must leave room"
+                f"{self.device.whole_tokens} and the {self.device.own_tokens} tokens of a conversation must leave room"
             )
         row.own += [int(token) for token in token_ids]
         self._begin_turn(row, limit, stream, choices)

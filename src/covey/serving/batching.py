@@ -30,7 +30,6 @@ log = logging.getLogger(__name__)
 
 SwapMode = Literal["finish", "continue"]
 """Completions that run when an upload arrives finish under the old weights, or continue with the new."""
-_REMEMBERED_PROMPTS = 64
 _MOST_KEPT_IDS = 1 << 22
 """Of one request: what `return_support` may hold in memory."""
 _IDLE_SECONDS = 0.5
@@ -100,6 +99,7 @@ class Counts:
     failed: int = 0
     uploads: int = 0
     reused_prompts: int = 0
+    reused_tokens: int = 0
     refused: int = 0
 
 
@@ -366,7 +366,8 @@ class BatchingEngine:
             self._session = None
             self._fail_running(_as_covey_error(error))
             return
-        self.counts.reused_prompts = self._session.device.reused_prompts
+        stats = self._session.stats()
+        self.counts.reused_prompts, self.counts.reused_tokens = stats.reused_prompts, stats.reused_tokens
         for row in finished:
             job = self._running.pop(id(row), None)
             if job is None:
@@ -436,7 +437,6 @@ class BatchingEngine:
         session = self._engine.serving_session(
             settings, policy_version=self.version, rows=self._max_rows, own_tokens=self._max_completion
         )
-        session.device.remember_prompts(_REMEMBERED_PROMPTS)
         session.end_bad_rows_alone()
         return session
 

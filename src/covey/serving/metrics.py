@@ -52,7 +52,11 @@ def prometheus_text(engine: Any) -> str:
         "running": ("completions in the batch", running),
         "waiting": ("completions in the queue", waiting),
         "policy_version": ("version of the weights", engine.version),
-        "reused_prompts": ("prompts found in the prefix cache since the last upload", engine.counts.reused_prompts),
+        "reused_prompts": ("prompts that were held whole, since the last upload", engine.counts.reused_prompts),
+        "reused_tokens": (
+            "tokens of prompts that were held and not computed, for each completion, since the last upload",
+            engine.counts.reused_tokens,
+        ),
     }
     for name, (meaning, value) in gauges.items():
         Gauge(f"covey_{name}", meaning, registry=registry).set(value)

@@ -62,8 +62,8 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     tokens_per_micro_batch: int = Field(
         default=1024,
         ge=1,
-        description="Packed tokens in one forward and backward pass. Changes memory and speed only: the "
-        "gradient is that of the whole step.",
+        description="Packed tokens in one forward and backward pass; a path of a tree that is longer is kept whole. "
+        "Changes memory and speed only: the gradient is that of the whole step.",
     )
 
     @field_validator("lr_scheduler_kwargs", mode="before")

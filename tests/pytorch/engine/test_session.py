@@ -128,7 +128,8 @@ def test_a_prompt_that_comes_again_while_it_is_in_use() -> None:
     second = session.start(Request(ids, (0,)), keep=True)
     (completion,) = turn(session).values()
     assert second.own == first.own == completion.token_ids.tolist()
-    assert engine.last_stats.prefill_tokens == 9
+    stats = engine.last_stats
+    assert (stats.prefill_tokens, stats.reused_tokens, stats.reused_prompts) == (9, 9, 1)
 
 
 def test_room() -> None:
@@ -149,8 +150,21 @@ def test_room() -> None:
     (completion,) = turn(session).values()
     assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
     session.drop(row)
-    session.start(Request(prompts((39,))[0]))
-    with pytest.raises(GenerationError, match="does not fit the room reserved for prompts"):
+    session.start(Request(prompts((39,))[0]))  # longer than what was said at first: nothing is reserved
+    (completion,) = turn(session).values()
+    assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
+
+
+def test_a_prompt_that_the_memory_does_not_hold() -> None:
+    engine = Engine(tiny_model("llama"), kv_cache_bytes=256 * (6 + 30))
+    settings = SamplingSettings(max_tokens=7)
+    session = engine.session(settings, policy_version=0, rows=1, own_tokens=20, prompt_lengths=[9])
+    assert session.has_room_for(30)
+    assert not session.has_room_for(31)
+    session.start(Request(prompts((30,))[0]))
+    assert len(turn(session)) == 1
+    session.start(Request(prompts((31,))[0]))
+    with pytest.raises(GenerationError, match=r"31 tokens does not fit the memory beside the slots, 30 tokens"):
         turn(session)
 
 

@@ -1,11 +1,12 @@
-"""Attention over the slot cache, for both runners: causal inside a prompt, or one new token for each row.
+"""Attention over the cache, for both runners: of several new tokens of each path, or of one new token for each row.
 
-A decode step attends in two parts, which are merged exactly by their log-sum-exps:
+Both attend to one part after the other, which are merged exactly by their log-sum-exps. In a decode step:
 
-    prompt part    all rows of one prompt are queries against its one block:  [G * rep, D] x [P, D]
     own part       each row against its slot
+    branch         all rows of one branch are queries against its one block:  [G * rep, D] x [P, D]
+    beginning      likewise, where the branch continues a beginning that others share
 
-    out = w * out_prompt + (1 - w) * out_own,    w = sigmoid(lse_prompt - lse_own)
+    out = w * out_branch + (1 - w) * out_own,    w = sigmoid(lse_branch - lse_own)
 
 Against copying the prompt's keys into each row this was 1.4 times as fast at 8 prompts of 48 tokens x 8 rows
 and 3.5 times at prompts of 512 (SmolLM2-135M's 30 layers, one CPU thread), and stores the prompt once.
@@ -18,6 +19,7 @@ are supported.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -26,8 +28,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from covey.pytorch.engine.cache import KVCache, PromptBlock
+from covey.pytorch.engine.cache import Block, KVCache
 
+_MOST_SCORES = 1 << 26
+"""Products of queries and keys that are held at once where no kernel does without them."""
 _FLASH_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 
@@ -49,13 +53,46 @@ class Attention(Protocol):
         ...
 
 
-class PrefillAttention:
-    """The step's tokens are whole prompts, one after the other, each to be stored in its block."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens that are held: the first `length` of a block, of which the first has position `base` in its row."""
 
-    def __init__(self, cache: KVCache, blocks: Sequence[PromptBlock]) -> None:
-        self._cache = cache
-        self._blocks = tuple(blocks)
-        self._masks: dict[tuple[int, int], Tensor] = {}
+    block: Block
+    length: int
+    base: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """New tokens of a prefill pass: the last `new` of the last span of a path, see `covey.pytorch.engine.tree`."""
+
+    path: tuple[Span, ...]
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copies `tokens` tokens of a block from its `first` on into another one at `to`."""
+
+    source: Block
+    first: int
+    target: Block
+    to: int
+    tokens: int
+
+
+class PrefillAttention:
+    """The step's tokens are pieces, one after the other. All are stored before any attends, so they see each other.
+
+    Args:
+        cache: where keys and values are.
+        pieces: in the order of the step's tokens.
+        copies: made in order after the pieces are stored.
+    """
+
+    def __init__(self, cache: KVCache, pieces: Sequence[Piece], copies: Sequence[BlockCopy] = ()) -> None:
+        self._cache, self._pieces, self._copies = cache, tuple(pieces), tuple(copies)
+        self._masks: dict[tuple[object, ...], Tensor | None] = {}
 
     def attend(
         self,
@@ -68,142 +105,85 @@ class PrefillAttention:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
+        self._store(layer, key, value)
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
         start = 0
-        for block in self._blocks:
-            part = slice(start, start + block.length)
-            keys, values = self._cache.block_tensors(layer, block.start, 1, block.capacity)
-            k, v = key[part].transpose(0, 1), value[part].transpose(0, 1)
-            keys[0, :, : block.length] = k
-            values[0, :, : block.length] = v
-            q = query[part].transpose(0, 1)
-            windowed = window is not None and window < block.length
-            if softcap is not None or windowed:
-                mask = self._mask(block.length, window if windowed else None, query)
-                rep = q.shape[0] // k.shape[0]
-                grouped = q.reshape(k.shape[0], rep, block.length, -1).flatten(1, 2)
-                attended, _ = _by_products(grouped, k, v, scale, mask.repeat(rep, 1), softcap)
-                result = attended.view(q.shape[0], block.length, -1)
-            else:
-                result = functional.scaled_dot_product_attention(
-                    q[None],
-                    k[None],
-                    v[None],
-                    is_causal=True,
-                    scale=scale,
-                    enable_gqa=q.shape[0] != k.shape[0],
-                )[0]
-            out[part] = result.transpose(0, 1)
-            start += block.length
+        for piece in self._pieces:
+            part = slice(start, start + piece.new)
+            start += piece.new
+            q, kv_heads = query[part].transpose(0, 1), key.shape[1]
+            plain = softcap is None and (window is None or window >= piece.new)
+            if plain and piece.path == (Span(piece.path[0].block, piece.new),):
+                k, v = key[part].transpose(0, 1), value[part].transpose(0, 1)
+                gqa = q.shape[0] != kv_heads
+                whole = functional.scaled_dot_product_attention(
+                    q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=gqa
+                )
+                out[part] = whole[0].transpose(0, 1)
+                continue
+            grouped = q.reshape(1, kv_heads, q.shape[0] // kv_heads * piece.new, -1)
+            merged: tuple[Tensor, Tensor] | None = None
+            for span in reversed(piece.path):
+                keys, values = self._cache.block_tensors(layer, span.block.start, 1, span.block.capacity)
+                mask = self._mask(piece, span, window, q.shape[0] // kv_heads, query)
+                found = _attend(grouped, keys[:, :, : span.length], values[:, :, : span.length], scale, mask, softcap)
+                merged = found if merged is None else _merge(*merged, *found)
+            assert merged is not None
+            out[part] = merged[0].view(q.shape[0], piece.new, -1).transpose(0, 1)
         return out
 
-    def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
-        """`[P, P]` additive."""
-        key = (length, window or 0)
+    def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        start = 0
+        for piece in self._pieces:
+            span, part = piece.path[-1], slice(start, start + piece.new)
+            place = slice(span.length - piece.new, span.length)
+            for stored, new in zip(self._tensors(layer, span.block), (key, value), strict=True):
+                stored[:, place] = new[part].transpose(0, 1)
+            start += piece.new
+        for copy in self._copies:
+            source, target = self._tensors(layer, copy.source), self._tensors(layer, copy.target)
+            for here, there in zip(source, target, strict=True):
+                there[:, copy.to : copy.to + copy.tokens] = here[:, copy.first : copy.first + copy.tokens]
+
+    def _tensors(self, layer: int, block: Block) -> tuple[Tensor, Tensor]:
+        """`[kv_heads, capacity, dim]`"""
+        keys, values = self._cache.block_tensors(layer, block.start, 1, block.capacity)
+        return keys[0], values[0]
+
+    def _mask(self, piece: Piece, span: Span, window: int | None, rep: int, like: Tensor) -> Tensor | None:
+        """Additive `[1, 1, rep * new, length]`; None where all is seen."""
+        end = piece.path[-1].base + piece.path[-1].length
+        own = span is piece.path[-1] and piece.new > 1
+        if not own and (window is None or window > end - 1 - span.base):
+            return None
+        key = (piece, span, window, rep)
         if key not in self._masks:
-            place = torch.arange(length, device=like.device)
-            distance = place[:, None] - place[None, :]
+            position = torch.arange(end - piece.new, end, device=like.device)
+            distance = position[:, None] - torch.arange(span.base, span.base + span.length, device=like.device)
             hidden = distance < 0
             if window is not None:
                 hidden = hidden | (distance >= window)
-            self._masks[key] = _additive(hidden, like.dtype)
+            self._masks[key] = _additive(hidden.repeat(rep, 1), like.dtype)[None, None]
         return self._masks[key]
 
 
-class ExtendAttention:
-    """The step's tokens continue rows that are in the cache: several new ones for each, each seeing what came before.
-
-    Args:
-        cache: where prompts and rows are stored.
-        places: for each row its prompt block, its slot, the tokens that the slot holds, and the number of new ones.
-        device: where the cache is.
-    """
-
-    def __init__(
-        self, cache: KVCache, places: Sequence[tuple[PromptBlock, int, int, int]], device: torch.device
-    ) -> None:
-        self._cache, self._places, self._device = cache, tuple(places), device
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
-        keys, values = self._cache.slot_tensors(layer)
-        start = 0
-        for block, slot, held, new in self._places:
-            part = slice(start, start + new)
-            keys[slot, :, held : held + new] = key[part].transpose(0, 1)
-            values[slot, :, held : held + new] = value[part].transpose(0, 1)
-            kv_heads = key.shape[1]
-            rep = query.shape[1] // kv_heads
-            grouped = query[part].transpose(0, 1).reshape(1, kv_heads, rep * new, -1)
-            own_mask, prompt_mask = self._masks(block.length, held, new, rep, window, query.dtype)
-            own, own_lse = _attend(
-                grouped,
-                keys[slot : slot + 1, :, : held + new],
-                values[slot : slot + 1, :, : held + new],
-                scale,
-                own_mask,
-                softcap,
-            )
-            prompt_keys, prompt_values = self._cache.block_tensors(layer, block.start, 1, block.capacity)
-            seen, seen_lse = _attend(
-                grouped,
-                prompt_keys[:, :, : block.length],
-                prompt_values[:, :, : block.length],
-                scale,
-                prompt_mask,
-                softcap,
-            )
-            weight = torch.sigmoid(seen_lse - own_lse).unsqueeze(-1)
-            merged = torch.lerp(own.float(), seen.float(), weight).to(out.dtype)
-            out[part] = merged.view(kv_heads * rep, new, -1).transpose(0, 1)
-            start += new
-        return out
-
-    def _masks(
-        self, prompt: int, held: int, new: int, rep: int, window: int | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Additive `[1, 1, rep * new, T]` for the row's own tokens, and for the prompt's where a window ends."""
-        place = torch.arange(held, held + new, device=self._device)[:, None]
-        distance = place - torch.arange(held + new, device=self._device)
-        hidden = distance < 0
-        prompt_mask = None
-        if window is not None and window <= prompt + held + new:
-            hidden = hidden | (distance >= window)
-            far = prompt + place - torch.arange(prompt, device=self._device) >= window
-            prompt_mask = _additive(far.repeat(rep, 1), dtype)[None, None]
-        return _additive(hidden.repeat(rep, 1), dtype)[None, None], prompt_mask
-
-
 class DecodeAttention:
-    """The step's tokens are the newest of each of B rows; row i owns slot i. Kept while the rows stay.
+    """The step's tokens are the newest of each of B rows; row i owns slot i. Kept while rows and their paths stay.
 
     Args:
-        cache: where prompts and rows are stored.
-        blocks: the prompt block of each row.
+        cache: where keys and values are.
+        paths: what comes before the slot of each row.
         device: where the cache is.
     """
 
-    def __init__(self, cache: KVCache, blocks: Sequence[PromptBlock], device: torch.device) -> None:
+    def __init__(self, cache: KVCache, paths: Sequence[Sequence[Span]], device: torch.device) -> None:
         self._cache, self._device = cache, device
-        self._rows = len(blocks)
-        self._lengths = np.array([b.length for b in blocks])
-        self._runs = [_Run(run, blocks) for run in _neighbours(sorted(set(blocks), key=lambda b: b.start))]
-        self._gather: dict[int, list[Tensor]] = {}
-        self._scatter: dict[int, Tensor] = {}
-        self._prompt_lengths = torch.tensor(self._lengths, device=device)
-        self._run_rows = [torch.from_numpy(run.rows).to(device) for run in self._runs]
-        self._run_lengths = [torch.tensor(run.lengths, device=device) for run in self._runs]
-        self._padding: dict[torch.dtype, list[Tensor | None]] = {}
+        self._rows = len(paths)
+        self._before = np.array([path[-1].base + path[-1].length for path in paths])
+        depth = max(map(len, paths))
+        self._levels = [
+            _Level(cache, [path[-1 - i] if i < len(path) else None for path in paths], device) for i in range(depth)
+        ]
         self._step: dict[object, Tensor] = {}
 
     def advance(self, own: NDArray[np.int64]) -> None:
@@ -212,6 +192,9 @@ class DecodeAttention:
         self._longest = int(own.max()) + 1
         self._own = torch.from_numpy(own).to(self._device)
         self._step = {}
+        positions = torch.from_numpy(self._before + own).to(self._device)
+        for level in self._levels:
+            level.advance(positions)
 
     def attend(
         self,
@@ -231,7 +214,7 @@ class DecodeAttention:
         keys.view(-1, key.shape[-1]).index_copy_(0, where, key.reshape(rows * kv_heads, -1))
         values.view(-1, value_dim).index_copy_(0, where, value.reshape(rows * kv_heads, -1))
 
-        if window is not None and window > int((self._lengths + self._own_host).max()):
+        if window is not None and window > int((self._before + self._own_host).max()):
             window = None
         query = query.reshape(rows, kv_heads, rep, -1)
         out, lse = _attend(
@@ -242,51 +225,9 @@ class DecodeAttention:
             self._own_mask(window, query.dtype),
             softcap,
         )
-        prompt_out, prompt_lse = self._attend_prompts(layer, query, scale, window, softcap)
-        weight = torch.sigmoid(prompt_lse - lse).unsqueeze(-1)
-        if out.dtype != weight.dtype:
-            return torch.lerp(out.float(), prompt_out.float(), weight).to(out.dtype).view(rows, -1, value_dim)
-        return torch.lerp(out, prompt_out, weight).view(rows, -1, value_dim)
-
-    def _attend_prompts(
-        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        """Each row against its prompt: `[B, kv_heads, rep, value_dim]`, log-sum-exps `[B, kv_heads, rep]`."""
-        rows, kv_heads, rep, key_dim = query.shape
-        gather, scatter = self._indices(kv_heads)
-        flat = query.reshape(rows * kv_heads, rep * key_dim)
-        outs, lses = [], []
-        for i, run in enumerate(self._runs):
-            keys, values = self._cache.block_tensors(layer, run.start, run.count, run.capacity)
-            grouped = flat.index_select(0, gather[i]).view(run.count, kv_heads, run.width * rep, key_dim)
-            mask = self._prompt_mask(i, window, rep, query.dtype)
-            out, lse = _attend(grouped, keys, values, scale, mask, softcap)
-            outs.append(out.reshape(run.count * kv_heads * run.width, -1))
-            lses.append(lse.reshape(run.count * kv_heads * run.width, rep))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        lse = lses[0] if len(lses) == 1 else torch.cat(lses)
-        return (
-            out.index_select(0, scatter).view(rows, kv_heads, rep, -1),
-            lse.index_select(0, scatter).view(rows, kv_heads, rep),
-        )
-
-    def _indices(self, kv_heads: int) -> tuple[list[Tensor], Tensor]:
-        """Which of `[rows * kv_heads]` queries each place of a run takes, and where each finds its answer."""
-        if kv_heads not in self._gather:
-            heads = np.arange(kv_heads)
-            scatter = np.zeros((self._rows, kv_heads), dtype=np.int64)
-            self._gather[kv_heads] = []
-            base = 0
-            for run in self._runs:
-                queries = run.rows[:, None, :] * kv_heads + heads[None, :, None]
-                self._gather[kv_heads].append(torch.from_numpy(queries.reshape(-1)).to(self._device))
-                places = base + np.arange(queries.size).reshape(queries.shape)
-                # a padded place repeats the run's first row, whose real place comes first: write in reverse
-                for place in reversed(range(run.width)):
-                    scatter[run.rows[:, place]] = places[:, :, place]
-                base += queries.size
-            self._scatter[kv_heads] = torch.from_numpy(scatter.reshape(-1)).to(self._device)
-        return self._gather[kv_heads], self._scatter[kv_heads]
+        for level in self._levels:
+            out, lse = _merge(out, lse, *level.attend(layer, query, scale, window, softcap))
+        return out.view(rows, -1, value_dim)
 
     def _write_index(self, kv_heads: int) -> Tensor:
         key = ("write", kv_heads)
@@ -309,7 +250,77 @@ class DecodeAttention:
             self._step[key] = _additive(hidden, dtype)[:, None, None]
         return self._step[key]
 
-    def _prompt_mask(self, i: int, window: int | None, rep: int, dtype: torch.dtype) -> Tensor | None:
+
+class _Level:
+    """One span before each row's slot, None for rows whose path is shorter. Rows of one span attend to it together."""
+
+    def __init__(self, cache: KVCache, spans: Sequence[Span | None], device: torch.device) -> None:
+        self._cache, self._device, self._rows = cache, device, len(spans)
+        distinct = sorted({span for span in spans if span is not None}, key=lambda s: (s.block.start, s.length))
+        self._runs = [_Run(run, spans) for run in _neighbours(cache, distinct)]
+        self._absent = any(span is None for span in spans)
+        self._gather: dict[int, list[Tensor]] = {}
+        self._scatter: dict[int, Tensor] = {}
+        self._tensors: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._run_rows = [torch.from_numpy(run.rows).to(device) for run in self._runs]
+        self._lengths = [torch.tensor(run.lengths, device=device) for run in self._runs]
+        self._bases = [torch.tensor(run.bases, device=device) for run in self._runs]
+        self._padding: dict[torch.dtype, list[Tensor | None]] = {}
+        self._step: dict[object, Tensor] = {}
+
+    def advance(self, positions: Tensor) -> None:
+        """Begin a step in which row i's new token has position `positions[i]`."""
+        self._positions, self._step = positions, {}
+
+    def attend(
+        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Each row against its span: `[B, kv_heads, rep, value_dim]`, log-sum-exps `[B, kv_heads, rep]`."""
+        rows, kv_heads, rep, key_dim = query.shape
+        gather, scatter = self._indices(kv_heads)
+        flat = query.reshape(rows * kv_heads, rep * key_dim)
+        outs, lses = [], []
+        if layer not in self._tensors:
+            self._tensors[layer] = [
+                self._cache.block_tensors(layer, run.start, run.count, run.capacity) for run in self._runs
+            ]
+        for i, (run, (keys, values)) in enumerate(zip(self._runs, self._tensors[layer], strict=True)):
+            grouped = flat.index_select(0, gather[i]).view(run.count, kv_heads, run.width * rep, key_dim)
+            mask = self._mask(i, window, rep, query.dtype)
+            out, lse = _attend(grouped, keys, values, scale, mask, softcap)
+            outs.append(out.reshape(run.count * kv_heads * run.width, -1))
+            lses.append(lse.reshape(run.count * kv_heads * run.width, rep))
+        if self._absent:
+            outs.append(outs[0].new_zeros(1, outs[0].shape[1]))
+            lses.append(lses[0].new_full((1, rep), -torch.inf))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        lse = lses[0] if len(lses) == 1 else torch.cat(lses)
+        return (
+            out.index_select(0, scatter).view(rows, kv_heads, rep, -1),
+            lse.index_select(0, scatter).view(rows, kv_heads, rep),
+        )
+
+    def _indices(self, kv_heads: int) -> tuple[list[Tensor], Tensor]:
+        """Which of `[rows * kv_heads]` queries each place of a run takes, and where each finds its answer."""
+        if kv_heads not in self._gather:
+            heads = np.arange(kv_heads)
+            # rows that are absent find theirs, which weighs nothing, behind all runs
+            end = sum(run.rows.size for run in self._runs) * kv_heads
+            scatter = np.full((self._rows, kv_heads), end, dtype=np.int64)
+            self._gather[kv_heads] = []
+            base = 0
+            for run in self._runs:
+                queries = run.rows[:, None, :] * kv_heads + heads[None, :, None]
+                self._gather[kv_heads].append(torch.from_numpy(queries.reshape(-1)).to(self._device))
+                places = base + np.arange(queries.size).reshape(queries.shape)
+                # a padded place repeats the run's first row, whose real place comes first: write in reverse
+                for place in reversed(range(run.width)):
+                    scatter[run.rows[:, place]] = places[:, :, place]
+                base += queries.size
+            self._scatter[kv_heads] = torch.from_numpy(scatter.reshape(-1)).to(self._device)
+        return self._gather[kv_heads], self._scatter[kv_heads]
+
+    def _mask(self, i: int, window: int | None, rep: int, dtype: torch.dtype) -> Tensor | None:
         """`[blocks, 1, 1, P]`; with a window `[blocks, 1, width * rep, P]`; None where nothing is hidden."""
         run = self._runs[i]
         if window is None:
@@ -319,43 +330,51 @@ class DecodeAttention:
                     for j, r in enumerate(self._runs)
                 ]
             return self._padding[dtype][i]
-        key = ("prompt", i, window, rep, dtype)
+        key = (i, window, rep, dtype)
         if key not in self._step:
-            position = (self._prompt_lengths + self._own)[self._run_rows[i]]  # [blocks, width]
+            position = self._positions[self._run_rows[i]] - self._bases[i][:, None]  # [blocks, width]
             distance = position[..., None] - torch.arange(run.capacity, device=self._device)
             hidden = (distance >= window) | self._beyond(i)[:, None]
             self._step[key] = _additive(hidden.repeat_interleave(rep, dim=1), dtype)[:, None]
         return self._step[key]
 
     def _beyond(self, i: int) -> Tensor:
-        """`[blocks, P]` True after the prompt's end."""
-        return torch.arange(self._runs[i].capacity, device=self._device) >= self._run_lengths[i][:, None]
+        """`[blocks, P]` True after the span's end."""
+        return torch.arange(self._runs[i].capacity, device=self._device) >= self._lengths[i][:, None]
 
 
 class _Run:
     """Neighbouring blocks of equal capacity, with the rows of each padded to the widest."""
 
-    def __init__(self, run: Sequence[PromptBlock], blocks: Sequence[PromptBlock]) -> None:
-        self.start, self.capacity, self.count = run[0].start, run[0].capacity, len(run)
-        self.lengths = [block.length for block in run]
+    def __init__(self, run: Sequence[Span], spans: Sequence[Span | None]) -> None:
+        self.start, self.capacity, self.count = run[0].block.start, run[0].block.capacity, len(run)
+        self.lengths, self.bases = [span.length for span in run], [span.base for span in run]
         self.padded = min(self.lengths) < self.capacity
-        members: dict[PromptBlock, list[int]] = {block: [] for block in run}
-        for row, block in enumerate(blocks):
-            if block in members:
-                members[block].append(row)
+        members: dict[Span, list[int]] = {span: [] for span in run}
+        for row, span in enumerate(spans):
+            if span in members:
+                members[span].append(row)
         self.width = max(map(len, members.values()))
         self.rows = np.array([rows + rows[:1] * (self.width - len(rows)) for rows in members.values()])
 
 
-def _neighbours(blocks: Sequence[PromptBlock]) -> list[list[PromptBlock]]:
-    runs: list[list[PromptBlock]] = []
-    for block in blocks:
-        last = runs[-1][-1] if runs else None
-        if last and last.capacity == block.capacity and last.start + last.capacity == block.start:
-            runs[-1].append(block)
+def _neighbours(cache: KVCache, spans: Sequence[Span]) -> list[list[Span]]:
+    runs: list[list[Span]] = []
+    for span in spans:
+        if runs and cache.neighbours(runs[-1][-1].block, span.block):
+            runs[-1].append(span)
         else:
-            runs.append([block])
+            runs.append([span])
     return runs
+
+
+def _merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over two sets of keys from that over each: `[n, heads, Q, D]` and `[n, heads, Q]`."""
+    weight = torch.sigmoid(other_lse - one_lse).unsqueeze(-1)
+    total = torch.logaddexp(one_lse, other_lse)
+    if one.dtype != weight.dtype:
+        return torch.lerp(one.to(weight.dtype), other.to(weight.dtype), weight).to(one.dtype), total
+    return torch.lerp(one, other, weight), total
 
 
 def _attend(
@@ -373,7 +392,23 @@ def _attend(
 def _by_products(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    scores = torch.matmul(query * scale, key.transpose(-1, -2)).float()
+    size = query.shape[:3].numel() * key.shape[2]
+    if size > _MOST_SCORES and query.shape[2] > 1:
+        some = max(1, query.shape[2] * _MOST_SCORES // size)
+        found = [
+            _by_products(
+                query[:, :, i : i + some],
+                key,
+                value,
+                scale,
+                mask if mask is None or mask.shape[2] == 1 else mask[:, :, i : i + some],
+                softcap,
+            )
+            for i in range(0, query.shape[2], some)
+        ]
+        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
+    scores = torch.matmul(query * scale, key.transpose(-1, -2))
+    scores = scores if scores.dtype == torch.float64 else scores.float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:

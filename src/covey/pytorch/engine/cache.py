@@ -1,19 +1,16 @@
-"""Memory for keys and values: one block for each distinct prompt, one slot for each running completion.
+"""Memory for keys and values: a slot for each running row, and blocks of held tokens, which the `tree` owns.
 
-`KVCache` is the memory, `Prompts` says which block belongs to whom, and `lay_out_for_...` shares the memory out between
-rows and prompts for each kind of session.
+    tokens of a layer's memory   | slot 0 | slot 1 | ... | block | block | free ...   segment 0
+                                 |<- slot_tokens each  ->|<- limit tokens of blocks in all ...
+                                 | block | free ...                                   segment 1, when it is needed
 
-    tokens of a layer's memory   | slot 0 | slot 1 | ... | prompt block | prompt block | free ...
-                                 |<- slot_tokens each  ->|<-        prompt region          ->
+What is held is stored once however many rows continue it; a slot holds what the present turn has sampled. Slot i
+belongs to row i of the decode batch: when a row leaves, the last one moves into its place, so the running rows are
+always the first B slots and attention reads plain slices. Blocks have a few fixed capacities (32, 48, 64, 96, 128,
+192, ...), so neighbours of equal capacity form one batched tensor without copying.
 
-A prompt's keys and values are stored once however many completions continue it; a slot holds only what was
-sampled. Slot i belongs to row i of the decode batch: when a completion finishes, the last row moves into its
-place, so the running rows are always the first B slots and attention reads plain slices. Prompt blocks have a
-few fixed capacities (32, 48, 64, 96, 128, 192, ...), so neighbours of equal capacity form one batched tensor
-without copying.
-
-Memory grows to what a call needs, never above the budget, and is kept for the next call. It starts as zeros
-because masked positions are still multiplied with (zero) weights: they must be finite.
+Memory grows segment by segment as blocks are asked for, never above the budget. It starts as zeros because masked
+positions are still multiplied with (zero) weights: they must be finite.
 """
 
 from __future__ import annotations
@@ -27,9 +24,10 @@ from torch import Tensor
 
 from covey.errors import GenerationError
 from covey.rollout.turns import Row
-from covey.types import IntArray
 
 _SMALLEST_BLOCK = 32
+_SMALLEST_SEGMENT = 1024
+"""Tokens; a segment is as large as those before it together, so there are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +44,30 @@ class LayerShape:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptBlock:
-    """Where one prompt lies: `capacity` tokens from `start`, the first `length` of them in use."""
+class Block:
+    """Room for `capacity` tokens from `start`."""
 
     start: int
     capacity: int
-    length: int
 
 
 def block_capacity(length: int) -> int:
-    """Tokens reserved for a prompt of `length`: the next of 32, 48, 64, 96, 128, 192, ..."""
+    """Tokens reserved for `length`: the next of 32, 48, 64, 96, 128, 192, ..."""
     power = _SMALLEST_BLOCK
     while power < length:
         if length <= power + power // 2:
             return power + power // 2
         power *= 2
     return power
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """Tokens from `base`. Layers of equal shape share a tensor: moving tokens takes two copies, not two a layer."""
+
+    base: int
+    size: int
+    stores: dict[LayerShape, tuple[Tensor, Tensor]]
 
 
 class KVCache:
@@ -81,186 +87,165 @@ class KVCache:
         self.bytes_per_token = sum(s.elements for s in self.shapes) * dtype.itemsize
         self.budget_bytes = budget_bytes
         self.capacity = budget_bytes // self.bytes_per_token if self.shapes else 1 << 62
-        self.slots = self.slot_tokens = self.prompt_tokens = 0
+        self.slots = self.slot_tokens = 0
+        self.limit = 0
         self._dtype, self._device = dtype, device
-        self._tokens = 0
-        # layers of equal shape share a tensor: moving a row takes two copies and not two for each layer
-        self._groups: dict[LayerShape, tuple[Tensor, Tensor]] = {}
         self._place = [(s, self.shapes[:i].count(s)) for i, s in enumerate(self.shapes)]
-        self._free: list[tuple[int, int]] = []
+        self._segments: list[_Segment] = []
+        self._block_tokens = 0  # of all segments
+        self._free: list[tuple[int, int]] = []  # (start, tokens), ascending; no stretch reaches into another segment
 
     @property
     def allocated_bytes(self) -> int:
         """Memory that is held now, in bytes."""
-        return self._tokens * self.bytes_per_token
+        return sum(segment.size for segment in self._segments) * self.bytes_per_token
 
-    def open(self, slots: int, slot_tokens: int, prompt_tokens: int) -> None:
-        """Lay the memory out for a call; what was stored before is forgotten."""
-        self.slots, self.slot_tokens, self.prompt_tokens = slots, slot_tokens, prompt_tokens
-        first, total = slots * slot_tokens, slots * slot_tokens + prompt_tokens
-        self._free = [(first, prompt_tokens)]
-        if self.shapes and total > self._tokens:
-            self._groups.clear()  # before the new allocation, so that the two never exist together
-            self._tokens = 0
-            self._groups = {s: self._allocate(s, total) for s in dict.fromkeys(self.shapes)}
-            self._tokens = total
+    def open(self, slots: int, slot_tokens: int, block_tokens: int, limit: int | None = None) -> None:
+        """Lay the memory out for a call; what was stored before is forgotten.
+
+        Args:
+            slots: of them.
+            slot_tokens: in each.
+            block_tokens: that are there for blocks at once.
+            limit: most tokens of blocks; None = no more than those.
+        """
+        self.slots, self.slot_tokens = slots, slot_tokens
+        first, total = slots * slot_tokens, slots * slot_tokens + block_tokens
+        self.limit = block_tokens if limit is None else limit
+        del self._segments[1:]
+        held = self._segments[0].size if self._segments else 0
+        if held < total or (held > total and self.limit > block_tokens):  # what is kept is not to be added to
+            self._segments.clear()  # before the new allocation, so that the two never exist together
+            self._segments.append(_Segment(0, total, self._allocate(total)))
+        self._free = [(first, block_tokens)] if block_tokens else []
+        self._block_tokens = block_tokens
 
     def clear(self) -> None:
         """Overwrite everything with zeros: after non-finite values."""
-        for keys, values in self._groups.values():
-            keys.zero_()
-            values.zero_()
+        for segment in self._segments:
+            for keys, values in segment.stores.values():
+                keys.zero_()
+                values.zero_()
 
     def clear_slot(self, slot: int) -> None:
         """Overwrite one slot with zeros."""
-        for layer in range(len(self.shapes)):
-            for store in self._view(layer, slot * self.slot_tokens, 1, self.slot_tokens):
-                store.zero_()
+        self.clear_block(Block(slot * self.slot_tokens, self.slot_tokens))
 
-    def clear_block(self, block: PromptBlock) -> None:
-        """Overwrite one prompt's block with zeros."""
-        for layer in range(len(self.shapes)):
-            for store in self._view(layer, block.start, 1, block.capacity):
-                store.zero_()
+    def clear_block(self, block: Block) -> None:
+        """Overwrite one block with zeros."""
+        for store in self._stores(block):
+            store.zero_()
 
     def slot_tensors(self, layer: int) -> tuple[Tensor, Tensor]:
         """All slots: keys `[slots, kv_heads, slot_tokens, key_dim]`, and values."""
         return self._view(layer, 0, self.slots, self.slot_tokens)
 
     def block_tensors(self, layer: int, start: int, count: int, capacity: int) -> tuple[Tensor, Tensor]:
-        """`count` neighbouring prompt blocks: keys `[count, kv_heads, capacity, key_dim]`, and values."""
+        """`count` neighbouring blocks: keys `[count, kv_heads, capacity, key_dim]`, and values."""
         return self._view(layer, start, count, capacity)
 
-    def allocate(self, length: int) -> PromptBlock | None:
-        """A block for a prompt of `length` tokens, or None while there is no room. First fit."""
-        capacity = block_capacity(length)
-        for i, (start, size) in enumerate(self._free):
-            if size >= capacity:
-                self._free[i : i + 1] = [(start + capacity, size - capacity)] if size > capacity else []
-                return PromptBlock(start, capacity, length)
-        return None
+    def neighbours(self, one: Block, other: Block) -> bool:
+        """Whether two blocks, one right before the other, are parts of one tensor."""
+        return (
+            one.capacity == other.capacity
+            and one.start + one.capacity == other.start
+            and self._segment(one.start) is self._segment(other.start)
+        )
 
-    def release(self, block: PromptBlock) -> None:
-        """Give a block back, so that another prompt can have its memory."""
+    def allocate(self, length: int) -> Block | None:
+        """A block for `length` tokens, or None while there is no room. First fit."""
+        capacity = min(block_capacity(length), self.limit)
+        if length > capacity:
+            return None
+        while True:
+            for i, (start, size) in enumerate(self._free):
+                if size >= capacity:
+                    self._free[i : i + 1] = [(start + capacity, size - capacity)] if size > capacity else []
+                    return Block(start, capacity)
+            if not self._grow(capacity):
+                return None
+
+    def release(self, block: Block) -> None:
+        """Give a block back, so that its memory can be used again."""
+        bases = {segment.base for segment in self._segments}
         merged: list[tuple[int, int]] = []
         for start, size in sorted([*self._free, (block.start, block.capacity)]):
-            if merged and sum(merged[-1]) == start:
+            if merged and sum(merged[-1]) == start and start not in bases:
                 merged[-1] = (merged[-1][0], merged[-1][1] + size)
             else:
                 merged.append((start, size))
         self._free = merged
 
+    def copy(self, source: Block, first: int, target: Block, to: int, tokens: int) -> None:
+        """Copy `tokens` tokens of a block, from its `first` on, into another one at `to`, in all layers."""
+        if tokens > 0:
+            for here, there in zip(self._stores(source), self._stores(target), strict=True):
+                there[:, :, to : to + tokens] = here[:, :, first : first + tokens]
+
+    def copy_slot(self, slot: int, target: Block, to: int, tokens: int) -> None:
+        """Copy the first `tokens` of a slot into a block at `to`, in all layers."""
+        self.copy(Block(slot * self.slot_tokens, self.slot_tokens), 0, target, to, tokens)
+
     def move_slot(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` of one slot over another, in all layers."""
-        for shape, (keys, values) in self._groups.items():
-            for store, dim in ((keys, shape.key_dim), (values, shape.value_dim)):
-                used = store[:, : self.slots * self.slot_tokens * shape.kv_heads * dim]
-                slots = used.view(-1, self.slots, shape.kv_heads, self.slot_tokens, dim)
-                slots[:, target, :, :tokens] = slots[:, source, :, :tokens]
+        self.copy_slot(source, Block(target * self.slot_tokens, self.slot_tokens), 0, tokens)
 
-    def swap_slots(self, one: int, other: int, tokens: int) -> None:
-        """Exchange the first `tokens` of two slots, in all layers."""
-        for shape, (keys, values) in self._groups.items():
-            for store, dim in ((keys, shape.key_dim), (values, shape.value_dim)):
-                used = store[:, : self.slots * self.slot_tokens * shape.kv_heads * dim]
-                slots = used.view(-1, self.slots, shape.kv_heads, self.slot_tokens, dim)
-                kept = slots[:, one, :, :tokens].clone()
-                slots[:, one, :, :tokens] = slots[:, other, :, :tokens]
-                slots[:, other, :, :tokens] = kept
+    def _grow(self, capacity: int) -> bool:
+        """One more segment, for a block of `capacity`; in place of segments that are free if need be."""
+        held = self._block_tokens
+        if self.limit - held < capacity:
+            unused = [s for s in self._segments[1:] if (s.base, s.size) in self._free]
+            held -= sum(segment.size for segment in unused)
+            if self.limit - held < capacity:
+                return False
+            self._segments = [segment for segment in self._segments if segment not in unused]
+            self._free = [free for free in self._free if self._segment(free[0]) is not None]
+        size = min(self.limit - held, max(capacity, held, _SMALLEST_SEGMENT))
+        base = self._segments[-1].base + self._segments[-1].size
+        self._segments.append(_Segment(base, size, self._allocate(size)))
+        self._free.append((base, size))
+        self._block_tokens = held + size
+        return True
 
-    def _allocate(self, shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor]:
-        layers = self.shapes.count(shape)
-        sizes = (shape.kv_heads * shape.key_dim, shape.kv_heads * shape.value_dim)
-        keys, values = (torch.zeros(layers, tokens * size, dtype=self._dtype, device=self._device) for size in sizes)
-        return keys, values
+    def _segment(self, start: int) -> _Segment | None:
+        place = bisect.bisect_right(self._segments, start, key=lambda segment: segment.base) - 1
+        found = self._segments[place]
+        return found if start < found.base + found.size else None
+
+    def _allocate(self, tokens: int) -> dict[LayerShape, tuple[Tensor, Tensor]]:
+        def zeros(shape: LayerShape, dim: int) -> Tensor:
+            layers = self.shapes.count(shape)
+            return torch.zeros(layers, tokens * shape.kv_heads * dim, dtype=self._dtype, device=self._device)
+
+        with torch.inference_mode(False):  # tensors made in that mode could be written to in no other
+            return {s: (zeros(s, s.key_dim), zeros(s, s.value_dim)) for s in dict.fromkeys(self.shapes)}
+
+    def _stores(self, block: Block) -> Iterable[Tensor]:
+        """Keys and values of a block, of all layers of a shape together: `[layers, kv_heads, capacity, dim]`."""
+        segment = self._segment(block.start)
+        assert segment is not None
+        for shape, stores in segment.stores.items():
+            for store, dim in zip(stores, (shape.key_dim, shape.value_dim), strict=True):
+                first = (block.start - segment.base) * shape.kv_heads * dim
+                last = first + block.capacity * shape.kv_heads * dim
+                yield store[:, first:last].view(-1, shape.kv_heads, block.capacity, dim)
 
     def _view(self, layer: int, start: int, count: int, tokens: int) -> tuple[Tensor, Tensor]:
+        segment = self._segment(start)
+        assert segment is not None
         shape, place = self._place[layer]
-        keys, values = self._groups[shape]
+        keys, values = segment.stores[shape]
         heads = shape.kv_heads
-        first, last = start * heads, (start + count * tokens) * heads
+        first = (start - segment.base) * heads
+        last = first + count * tokens * heads
         return (
             keys[place, first * shape.key_dim : last * shape.key_dim].view(count, heads, tokens, -1),
             values[place, first * shape.value_dim : last * shape.value_dim].view(count, heads, tokens, -1),
         )
 
 
-@dataclass(slots=True, eq=False)
-class SharedPrompt:
-    """A distinct first prompt, which all rows that begin with it share."""
-
-    token_ids: IntArray
-    users: int = 0  # rows that still need it
-    block: PromptBlock | None = None
-    logits: Tensor | None = None  # [V] after its last token, while rows wait for it
-    broken: bool = False  # its logits are not finite
-
-
-class Prompts:
-    """The prompts of one version of the weights: each has a block while a row uses it, and longer if asked.
-
-    Args:
-        cache: where their keys and values are.
-    """
-
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._known: dict[bytes, SharedPrompt] = {}
-        self._unused: dict[bytes, SharedPrompt] = {}  # the longest unused first
-        self.remembered = 0
-        self.reused = 0
-
-    def take(self, token_ids: IntArray) -> SharedPrompt:
-        """The prompt, for one more row."""
-        key = token_ids.tobytes()
-        self.reused += self._unused.pop(key, None) is not None
-        prompt = self._known.setdefault(key, SharedPrompt(token_ids))
-        prompt.users += 1
-        return prompt
-
-    def release(self, prompt: SharedPrompt) -> None:
-        """Note that one row less needs the prompt."""
-        prompt.users -= 1
-        if prompt.users:
-            return
-        key = prompt.token_ids.tobytes()
-        if self._known.get(key) is not prompt:
-            self._free(prompt)  # of older weights
-        elif self.remembered and not prompt.broken and prompt.block is not None and prompt.logits is not None:
-            self._unused[key] = prompt
-            while len(self._unused) > self.remembered:
-                self._evict()
-        else:
-            del self._known[key]
-            self._free(prompt)
-
-    def allocate(self, prompt: SharedPrompt) -> bool:
-        """Give a prompt a block, of prompts that nothing uses if need be; False while there is no room."""
-        prompt.block = self._cache.allocate(len(prompt.token_ids))
-        while prompt.block is None and self._unused:
-            self._evict()
-            prompt.block = self._cache.allocate(len(prompt.token_ids))
-        return prompt.block is not None
-
-    def renew(self) -> None:
-        """The weights are new: rows that run keep the prompts that they have, nobody else gets them."""
-        while self._unused:
-            self._evict()
-        self._known.clear()
-
-    def _evict(self) -> None:
-        key = next(iter(self._unused))
-        del self._known[key]
-        self._free(self._unused.pop(key))
-
-    def _free(self, prompt: SharedPrompt) -> None:
-        if prompt.block is not None:
-            self._cache.release(prompt.block)
-            prompt.block = None
-
-
 def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> list[Row]:
-    """The most rows for which any stretch of the queue fits, prompts and all.
+    """The most rows for which any stretch of the queue fits, prompts and all, even if prompts share nothing.
 
     Returns:
         The queue in the order that this is for: rows of one prompt come together, so that it is prefilled once; equal
@@ -270,41 +255,41 @@ def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> 
         GenerationError: not even one completion fits.
     """
     waiting = list(waiting)
-    order: dict[int, int] = {}
-    for place, row in enumerate(waiting):
-        order.setdefault(id(row.place), place)
-    in_turn = sorted(waiting, key=lambda row: (-block_capacity(len(row.prompt_ids)), order[id(row.place)]))
+    order: dict[bytes, int] = {}
+    keys = [row.prompt_ids.tobytes() for row in waiting]
+    for place, key in enumerate(keys):
+        order.setdefault(key, place)
+    ranked = sorted(zip(waiting, keys, strict=True), key=lambda one: (-_capacity(one[0]), order[one[1]]))
+    in_turn, prompts = [row for row, _ in ranked], [order[key] for _, key in ranked]
     slot_tokens = max(1, max(row.limit for row in in_turn) - 1)  # the last token is never fed back
 
     def needed(rows: int) -> int:
-        return rows * slot_tokens + _widest_stretch(in_turn, rows)
+        return rows * slot_tokens + _widest_stretch(in_turn, prompts, rows)
 
     rows = bisect.bisect_right(range(1, min(max_rows, len(in_turn)) + 1), cache.capacity, key=needed)
     if rows == 0:
-        prompt = max(len(row.prompt_ids) for row in in_turn)
-        raise _too_small(cache, slot_tokens, prompt, needed(1))
+        raise _too_small(cache, slot_tokens, max(len(row.prompt_ids) for row in in_turn), needed(1))
     # room for a quarter more prompts than run at once: freed blocks do not always fit the next prompt
-    everything, running = _widest_stretch(in_turn, len(in_turn)), _widest_stretch(in_turn, rows)
+    everything, running = (_widest_stretch(in_turn, prompts, some) for some in (len(in_turn), rows))
     cache.open(rows, slot_tokens, min(everything, running + running // 4, cache.capacity - rows * slot_tokens))
     return in_turn
 
 
-def lay_out_for_conversations(cache: KVCache, rows: int, own_tokens: int, prompt_lengths: Sequence[int]) -> None:
-    """`rows` conversations of `own_tokens` after first prompts of these lengths; fewer rows if they do not fit.
+def lay_out_for_conversations(cache: KVCache, rows: int, turn_tokens: int, longest: int) -> None:
+    """Slots for `rows` turns; fewer where half of the `longest` conversation would not fit beside each.
 
     Raises:
         GenerationError: not even one conversation fits.
     """
-    slot_tokens = max(1, own_tokens - 1)
-    prompt_tokens = sum(block_capacity(length) for length in prompt_lengths)
-    fit = (cache.capacity - prompt_tokens) // slot_tokens
-    if fit < 1:
-        raise _too_small(cache, slot_tokens, prompt_tokens, slot_tokens + prompt_tokens)
-    cache.open(min(rows, fit), slot_tokens, prompt_tokens)
+    slot_tokens, capacity = max(1, turn_tokens - 1), cache.capacity
+    if slot_tokens + longest > capacity:
+        raise _too_small(cache, longest - 1, 0, slot_tokens + longest, "conversation")
+    rows = max(1, min(rows, capacity // (slot_tokens + longest // 2), (capacity - longest) // slot_tokens))
+    cache.open(rows, slot_tokens, 0, capacity - rows * slot_tokens)
 
 
-def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int, context: int) -> None:
-    """`rows` completions of `own_tokens`, in three fifths of the cache at most; the rest is for their prompts.
+def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int) -> None:
+    """`rows` completions of `own_tokens`, in three fifths of the cache at most; the rest is for what came before them.
 
     Raises:
         GenerationError: not even one completion fits.
@@ -313,32 +298,36 @@ def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int, context: int
     rows = min(rows, 3 * capacity // 5 // slot_tokens)
     if rows < 1:
         raise _too_small(cache, slot_tokens, 2 * slot_tokens // 3, 5 * slot_tokens // 3 + 1)
-    longest = block_capacity(min(context, capacity))
-    cache.open(rows, slot_tokens, min(capacity - rows * slot_tokens, 2 * rows * longest))
+    cache.open(rows, slot_tokens, 0, capacity - rows * slot_tokens)
 
 
-def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int) -> GenerationError:
+def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int, what: str = "completion") -> GenerationError:
     size = cache.bytes_per_token
+    after = f" after a prompt of {prompt}" if prompt else ", its prompt included,"
+    fix = "environment.max_conversation_tokens" if what == "conversation" else "sampling.max_completion_length"
     return GenerationError(
-        f"kv_cache_bytes={cache.budget_bytes}: one completion of {slot_tokens + 1} tokens after a prompt of {prompt} "
-        f"needs {needed * size} bytes ({size} a token); raise sampling.kv_cache_gb to at least "
-        f"{needed * size / 2**30:.3g}, or lower sampling.max_completion_length"
+        f"kv_cache_bytes={cache.budget_bytes}: one {what} of {slot_tokens + 1} tokens{after} needs "
+        f"{needed * size} bytes ({size} a token); raise sampling.kv_cache_gb to at least "
+        f"{needed * size / 2**30:.3g}, or lower {fix}"
     )
 
 
-def _widest_stretch(in_turn: Sequence[Row], rows: int) -> int:
-    """Most prompt tokens that any `rows` consecutive rows need."""
+def _capacity(row: Row) -> int:
+    return block_capacity(len(row.prompt_ids))
+
+
+def _widest_stretch(in_turn: Sequence[Row], prompts: Sequence[int], rows: int) -> int:
+    """Most prompt tokens that any `rows` consecutive rows need; rows of equal `prompts` share theirs."""
     window: dict[int, int] = {}
     tokens = widest = 0
-    for i, row in enumerate(in_turn):
-        prompt = id(row.place)
+    for i, (row, prompt) in enumerate(zip(in_turn, prompts, strict=True)):
         if window.setdefault(prompt, 0) == 0:
-            tokens += block_capacity(len(row.prompt_ids))
+            tokens += _capacity(row)
         window[prompt] += 1
         if i >= rows:
-            left = in_turn[i - rows].place
-            window[id(left)] -= 1
-            if window[id(left)] == 0:
-                tokens -= block_capacity(len(left.token_ids))
+            left = prompts[i - rows]
+            window[left] -= 1
+            if window[left] == 0:
+                tokens -= _capacity(in_turn[i - rows])
         widest = max(widest, tokens)
     return widest

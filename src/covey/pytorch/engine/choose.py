@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ModelError
-from covey.pytorch.engine.attention import DecodeAttention, PrefillAttention
+from covey.pytorch.engine.attention import DecodeAttention, Piece, PrefillAttention, Span
 from covey.pytorch.engine.cache import KVCache, block_capacity
 from covey.pytorch.engine.fast_runner import FastRunner
 from covey.pytorch.engine.general_runner import AttentionRunner, RecomputeRunner
@@ -105,6 +105,7 @@ def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch
     cache = KVCache(runner.layer_shapes, 1 << 62, dtype, device)
     cache.open(len(_PROMPTS), _MORE, tokens)
     blocks = [b for b in map(cache.allocate, _PROMPTS) if b is not None]
+    paths = [(Span(block, n),) for block, n in zip(blocks, _PROMPTS, strict=True)]
     prompts = [ids[:n] for ids, n in zip(sequences, _PROMPTS, strict=True)]
 
     def tensor(values: Any) -> Tensor:
@@ -114,11 +115,11 @@ def _run(runner: Runner, sequences: list[Any], dtype: torch.dtype, device: torch
         token_ids=tensor(np.concatenate(prompts)),
         positions=tensor(np.concatenate([np.arange(n) for n in _PROMPTS])),
         last=tensor(np.cumsum(_PROMPTS) - 1),
-        attention=PrefillAttention(cache, blocks),
+        attention=PrefillAttention(cache, [Piece(path, path[0].length) for path in paths]),
         histories=lambda: prompts,
     )
     logits = [runner.forward(first)]
-    attention = DecodeAttention(cache, blocks, device)
+    attention = DecodeAttention(cache, paths, device)
     for i in range(_MORE):
         attention.advance(np.full(len(_PROMPTS), i))
         grown = [ids[: n + i + 1] for ids, n in zip(sequences, _PROMPTS, strict=True)]

@@ -1,7 +1,8 @@
-"""The device of sessions in PyTorch: continuous batching of completions and of conversations over a slot cache.
+"""The device of sessions in PyTorch: continuous batching of completions and of conversations over held tokens.
 
-Each distinct prompt is prefilled once while anything needs it. A finished row leaves the batch at once. The running
-rows own the first slots of the cache, in their order; parked ones own those after them.
+What is asked for is looked up in the tree, and only the rest is prefilled. A finished row leaves the batch at once;
+what a kept one has sampled goes into the tree. The running rows own the first slots of the cache, in their order;
+parked ones own none: a conversation that goes on is looked up like a prompt.
 """
 
 from __future__ import annotations
@@ -16,18 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covey.errors import GenerationError
-from covey.pytorch.engine.attention import DecodeAttention, ExtendAttention, PrefillAttention
+from covey.pytorch.engine.attention import BlockCopy, DecodeAttention, Piece, PrefillAttention, Span
 from covey.pytorch.engine.cache import (
     KVCache,
-    Prompts,
-    SharedPrompt,
-    block_capacity,
     lay_out_for_clients,
     lay_out_for_conversations,
     lay_out_for_queue,
 )
 from covey.pytorch.engine.runner import Runner, Step
 from covey.pytorch.engine.sampling import draw_tokens
+from covey.pytorch.engine.tree import Branch, Tree
 from covey.rollout.turns import Device, Drawn, Row
 
 _PREFILL_TOKENS = 2048
@@ -37,7 +36,7 @@ _PATIENCE = 4
 
 
 class TorchDevice(Device):
-    """Slots and prompts of one session; a `covey.rollout.turns.Device`. A row's `place` is its `SharedPrompt`.
+    """Slots and held tokens of one session; a `covey.rollout.turns.Device`. A row's `place` is its `Branch`.
 
     Without `reserve` or `reserve_to_serve` the cache is laid out for the rows that are in the queue at first.
 
@@ -54,11 +53,9 @@ class TorchDevice(Device):
     ) -> None:
         super().__init__(context_length)
         self._runner, self._cache, self._max_rows, self._device = runner, cache, max_rows, device
-        self._prompts = Prompts(cache)
+        self._tree = Tree(cache)
         self._rows: list[Row] = []
-        self._parked: list[Row] = []
-        self._more_may_come = False  # of a prompt that is known already
-        self._laid_out = False
+        self._laid_out = self._serves = False
         self._attention: DecodeAttention | None = None
         self._patience = _PATIENCE
 
@@ -67,51 +64,34 @@ class TorchDevice(Device):
         """Most rows that run at once."""
         return self._cache.slots
 
-    @property
-    def reused_prompts(self) -> int:
-        """Prompts that were still remembered when they came again."""
-        return self._prompts.reused
-
-    def remember_prompts(self, count: int) -> None:
-        """Keep up to `count` prompts that nothing uses any more, until their room is needed: the latest used stay."""
-        self._prompts.remembered = count
-
-    def reserve(self, rows: int, own_tokens: int, prompt_lengths: Sequence[int]) -> None:
+    def reserve(self, rows: int, own_tokens: int, turn_tokens: int, longest_prompt: int) -> None:
         """Memory for conversations; see `Engine.session`."""
-        lay_out_for_conversations(self._cache, rows, own_tokens, prompt_lengths)
-        self._reserved()
+        self.own_tokens, self.turn_tokens = own_tokens, min(turn_tokens, own_tokens)
+        longest = min(longest_prompt + own_tokens, self.whole_tokens)
+        lay_out_for_conversations(self._cache, rows, self.turn_tokens, longest)
+        self._laid_out = True
 
     def reserve_to_serve(self, rows: int, own_tokens: int) -> None:
-        """Memory for single completions that nobody knows yet; see `Engine.serving_session`."""
-        lay_out_for_clients(self._cache, rows, own_tokens, self.whole_tokens)
-        self._reserved()
-
-    def _reserved(self) -> None:
-        self._laid_out = self._more_may_come = True
-        self.own_tokens = self._cache.slot_tokens + 1  # the last token is never fed back
-        self.stats.cache_bytes = self._cache.allocated_bytes
+        """Memory for single completions that nobody knows yet, and are held for whoever continues them."""
+        self.own_tokens = self.turn_tokens = own_tokens
+        lay_out_for_clients(self._cache, rows, own_tokens)
+        self._laid_out = self._serves = True
 
     # ------------------------------------------------------------------ what the scheduler asks
 
     def fits(self, prompt: int) -> bool:
-        """Whether the memory that is reserved for prompts holds one of so many tokens."""
-        return block_capacity(prompt) <= self._cache.prompt_tokens
-
-    def enter(self, row: Row) -> None:
-        """The row's prompt is needed."""
-        row.place = self._prompts.take(row.prompt_ids)
+        """Whether the memory beside the slots holds a prompt of so many tokens."""
+        return prompt <= self._cache.limit
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        """Fill free slots: prefill the prompts that are new, draw each admitted row's first token."""
+        """Fill free slots: prefill what is new of the prompts, draw each admitted row's first token."""
         if queue and not self._laid_out:
             in_turn = lay_out_for_queue(self._cache, queue, self._max_rows)
             queue.clear()
             queue.extend(in_turn)
             self._laid_out = True
-            self.stats.cache_bytes = self._cache.allocated_bytes
         return self._admit(queue)
 
-    @torch.inference_mode()
     def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
         """Prefill what was said to parked rows, draw the first token of each one's answer.
 
@@ -121,13 +101,7 @@ class TorchDevice(Device):
             self._patience -= bool(resuming)
             return
         self._patience = _PATIENCE
-        while resuming:
-            rows: list[Row] = []
-            tokens = 0
-            while resuming and (not rows or tokens + resuming[0].new <= _PREFILL_TOKENS):
-                rows.append(resuming.pop(0))
-                tokens += rows[-1].new
-            yield self._draw(rows, self._prefill_said(rows))
+        yield from self._admit(resuming)
 
     @torch.inference_mode()
     def decode(self, waiting: int) -> Iterator[Drawn]:
@@ -137,10 +111,9 @@ class TorchDevice(Device):
         started = time.perf_counter()
         rows = self._rows
         if self._attention is None:
-            blocks = [row.place.block for row in rows if row.place.block is not None]
-            self._attention = DecodeAttention(self._cache, blocks, self._device)
+            self._attention = DecodeAttention(self._cache, [_spans(row.place) for row in rows], self._device)
         held = np.array([row.held for row in rows])
-        self._attention.advance(held)
+        self._attention.advance(held - np.array([row.turn for row in rows]))
         step = Step(
             token_ids=self._tensor([row.own[-1] for row in rows]),
             positions=self._tensor(held + np.array([len(row.prompt_ids) for row in rows])),
@@ -156,120 +129,109 @@ class TorchDevice(Device):
 
     @torch.inference_mode()
     def leave(self, rows: Sequence[Row]) -> None:
-        """Kept rows are parked, of the others the slots are filled from the end."""
+        """What kept rows, or clients', have sampled is held; all slots are filled from the end."""
         for row in rows:
             if row.error is not None:
-                self._wipe(row)
+                self._cache.clear_slot(self._rows.index(row))
+                self._tree.discard(row.place)
+            elif row.keep or self._serves:
+                self._hold(row)
         self._compact()
 
     @torch.inference_mode()
     def drop(self, row: Row) -> None:
-        """Free the slot of a parked or running row; its prompt is needed by one row less."""
+        """Free the slot of a running row; a parked one is waited for no longer."""
         if row in self._rows:
             row.finish_reason = row.finish_reason or "length"
             self._compact()
-            return
-        if row in self._parked:
-            place = self._parked.index(row)
-            last = self._parked.pop()
-            if last is not row:
-                self._parked[place] = last
-                base = len(self._rows)
-                self._cache.move_slot(base + len(self._parked), base + place, last.held)
-        self._prompts.release(row.place)
+        elif row.place is not None:
+            self._tree.unpark(row.place)
+            row.place = None
 
     def renew(self, queue: Sequence[Row]) -> None:
-        """Rows that run keep the prompts that they have, nobody else gets them."""
-        self._prompts.renew()
-        for row in queue:
-            self._prompts.release(row.place)
-            row.place = self._prompts.take(row.prompt_ids)
+        """Rows that run keep what they have, nobody else gets it."""
+        self._tree.renew()
 
     def clear(self) -> None:
-        """Overwrite the cache."""
+        """Overwrite the cache, and forget what it held."""
+        self._tree.renew()
         self._cache.clear()
 
-    # ------------------------------------------------------------------ sampling
+    # ------------------------------------------------------------------ rows that join
 
     @torch.inference_mode()
-    def _admit(self, queue: deque[Row]) -> Iterator[Drawn]:
-        while queue and self._free_slots():
-            admitted: list[Row] = []
-            new: list[SharedPrompt] = []
+    def _admit(self, waiting: deque[Row] | list[Row]) -> Iterator[Drawn]:
+        """Rows from the front, begun or resumed, while there are slots and memory."""
+        while waiting and len(self._rows) < self._cache.slots:
+            rows: list[Row] = []
             tokens = 0
-            while queue and len(admitted) < self._free_slots():
-                prompt: SharedPrompt = queue[0].place
-                if prompt.block is None:
-                    if new and tokens + len(prompt.token_ids) > _PREFILL_TOKENS:
-                        break
-                    if not self._prompts.allocate(prompt):
-                        break
-                    new.append(prompt)
-                    tokens += len(prompt.token_ids)
-                admitted.append(queue.popleft())
-            if not admitted:
-                if not self._rows and not self._parked:
-                    length = len(queue[0].prompt_ids)
+            while waiting and len(self._rows) + len(rows) < self._cache.slots:
+                row, history = waiting[0], waiting[0].history()
+                found = self._tree.find(history)
+                if tokens and tokens + len(history) - found[1] > _PREFILL_TOKENS:
+                    break
+                taken = self._tree.take(history, found, hard=not (self._rows or rows))
+                if taken is None:
+                    break
+                if row.place is not None:
+                    self._tree.unpark(row.place)
+                row.place, new = taken
+                tokens += new
+                self.stats.reused_tokens += len(history) - new
+                self.stats.reused_prompts += not row.own and found[1] == len(history) and row.place.users == 1
+                rows.append(row)
+                del waiting[0]
+            if not rows:
+                if not self._rows:
                     raise GenerationError(
-                        f"a prompt of {length} tokens does not fit the room reserved for prompts; raise "
-                        "sampling.kv_cache_gb or environment.max_turn_prompt_tokens"
+                        f"a prompt of {len(waiting[0].history())} tokens does not fit the memory beside the slots, "
+                        f"{self._cache.limit} tokens; raise sampling.kv_cache_gb"
                     )
-                return  # no room until a running prompt's last row finishes
-            if new:
-                self._prefill(new)
-            logits = torch.stack([row.place.logits for row in admitted if row.place.logits is not None])
-            drawn = self._draw(admitted, logits)
-            self._make_places(len(admitted))
-            self._rows += admitted
+                return  # no room until a row has finished
+            drawn = self._draw(rows, self._prefill(rows))
+            self._rows += rows
+            self._attention = None
+            for row in rows:
+                row.held = len(row.own)
             yield drawn
-            self._drop_logits(admitted, queue)
 
-    def _prefill(self, prompts: Sequence[SharedPrompt]) -> None:
-        started = time.perf_counter()
-        lengths = np.array([len(prompt.token_ids) for prompt in prompts])
-        self.stats.prefill_tokens += int(lengths.sum())
-        step = Step(
-            token_ids=self._tensor(np.concatenate([prompt.token_ids for prompt in prompts])),
-            positions=self._tensor(np.concatenate([np.arange(n) for n in lengths])),
-            last=self._tensor(np.cumsum(lengths) - 1),
-            attention=PrefillAttention(self._cache, [prompt.block for prompt in prompts if prompt.block is not None]),
-            histories=lambda: [prompt.token_ids for prompt in prompts],
-        )
-        for prompt, logits in zip(prompts, self._runner.forward(step), strict=True):
-            prompt.logits = logits
+    def _prefill(self, rows: Sequence[Row]) -> Tensor:
+        """Compute what is missing of the rows' branches; the logits after each, `[n, V]`."""
+        started, tree = time.perf_counter(), self._tree
+        histories = [row.history() for row in rows]
+        new = tree.unfilled([row.place for row in rows])
+        copies = [BlockCopy(*parts) for copy in tree.copies for parts in tree.moves(copy)]
+        computed: dict[int, Tensor] = {}
+        if not new:
+            for copy in copies:
+                self._cache.copy(copy.source, copy.first, copy.target, copy.to, copy.tokens)
+        else:
+            missing = np.array([branch.length - branch.filled for branch in new])
+            ends = {id(row.place) for row in rows}
+            asked = [place for place, branch in enumerate(new) if id(branch) in ends]
+            self.stats.prefill_tokens += int(missing.sum())
+            step = Step(
+                token_ids=self._tensor(np.concatenate([branch.token_ids[branch.filled :] for branch in new])),
+                positions=self._tensor(np.concatenate([np.arange(b.at + b.filled, b.end) for b in new])),
+                last=self._tensor((np.cumsum(missing) - 1)[asked]),
+                attention=PrefillAttention(
+                    self._cache,
+                    [Piece(_spans(branch), int(count)) for branch, count in zip(new, missing, strict=True)],
+                    copies,
+                ),
+                histories=lambda: [new[place].tokens() for place in asked],
+            )
+            logits = self._runner.forward(step)
+            computed = {id(new[place]): one for place, one in zip(asked, logits, strict=True)}
+        tree.computed(new)
+        after = [computed.get(id(row.place), tree.logits(ids)) for row, ids in zip(rows, histories, strict=True)]
+        found = torch.stack([one for one in after if one is not None])
+        for row, ids in zip(rows, histories, strict=True):
+            if (one := computed.pop(id(row.place), None)) is not None:
+                tree.keep_logits(ids, one)
         self.stats.prefill_seconds += time.perf_counter() - started
-
-    def _prefill_said(self, rows: Sequence[Row]) -> Tensor:
-        """Store what is new in parked rows, make them running rows, and return the logits after it, `[n, V]`.
-
-        New are the last token of the turn before, which was never fed back, and what was said since.
-        """
-        started = time.perf_counter()
-        for row in rows:
-            self._unpark(row)
-        base = len(self._rows) - len(rows)
-        new = [np.array(row.own[row.held :], dtype=np.int64) for row in rows]
-        lengths = np.array([len(ids) for ids in new])
-        self.stats.prefill_tokens += int(lengths.sum())
-        places = [
-            (row.place.block, base + i, row.held, len(ids))
-            for i, (row, ids) in enumerate(zip(rows, new, strict=True))
-            if row.place.block is not None
-        ]
-        step = Step(
-            token_ids=self._tensor(np.concatenate(new)),
-            positions=self._tensor(
-                np.concatenate([len(row.prompt_ids) + np.arange(row.held, len(row.own)) for row in rows])
-            ),
-            last=self._tensor(np.cumsum(lengths) - 1),
-            attention=ExtendAttention(self._cache, places, self._device),
-            histories=lambda: [row.history() for row in rows],
-        )
-        logits = self._runner.forward(step)
-        for row in rows:
-            row.held = len(row.own)
-        self.stats.prefill_seconds += time.perf_counter() - started
-        return logits
+        self.stats.cache_bytes = self._cache.allocated_bytes
+        return found
 
     def _draw(self, rows: Sequence[Row], logits: Tensor) -> Drawn:
         started = time.perf_counter()
@@ -279,70 +241,36 @@ class TorchDevice(Device):
         support = None if draw.support is None else [[ids] for ids in draw.support]
         return Drawn(rows, draw.token_ids[:, None], draw.logprobs[:, None], support)
 
-    def _wipe(self, row: Row) -> None:
-        """What went wrong leaves no value that is not finite behind, nor a prompt for others."""
-        self._cache.clear_slot(self._rows.index(row))
-        prompt: SharedPrompt = row.place
-        if prompt.block is not None and prompt.logits is not None and not prompt.logits.isfinite().all():
-            self._cache.clear_block(prompt.block)
-            prompt.broken = True
+    # ------------------------------------------------------------------ rows that leave
 
-    # ------------------------------------------------------------------ slots
-
-    def _free_slots(self) -> int:
-        return self._cache.slots - len(self._rows) - len(self._parked)
-
-    def _make_places(self, count: int) -> None:
-        """Rows join: parked rows that own the next slots move behind the others."""
-        self._attention = None
-        base, parked = len(self._rows), len(self._parked)
-        for place in range(min(count, parked)):
-            # the first `count` slots after the running rows become free; their owners take the last ones
-            target = base + parked + count - min(count, parked) + place
-            self._cache.move_slot(base + place, target, self._parked[place].held)
-        moved = min(count, parked)
-        self._parked = self._parked[moved:] + self._parked[:moved]
-
-    def _unpark(self, row: Row) -> None:
-        """The parked row changes places with the first parked one, which borders on the running rows."""
-        self._attention = None
-        base, place = len(self._rows), self._parked.index(row)
-        if place:
-            self._cache.swap_slots(base, base + place, max(row.held, self._parked[0].held))
-            self._parked[place] = self._parked[0]
-        self._parked.pop(0)
-        self._rows.append(row)
+    def _hold(self, row: Row) -> None:
+        """Copy what is in a row's slot to the tree: all that it sampled but the last token, which was not run."""
+        said = np.array(row.own[row.turn : row.held], dtype=np.int64)
+        row.place, first = self._tree.append(row.place, said)
+        count = row.place.length - first
+        self._cache.copy_slot(self._rows.index(row), row.place.block, first, count)
 
     def _compact(self) -> None:
-        """Rows whose turn is over leave: kept ones are parked, of the others the slots are filled from the end."""
+        """Rows whose turn is over leave; their slots are filled from the end."""
         self._attention = None
         for place in reversed(range(len(self._rows))):
             row = self._rows[place]
             if row.finish_reason is None:
                 continue
-            last = len(self._rows) - 1
             moved = self._rows.pop()
-            if row.keep:
-                if place < last:
-                    self._cache.swap_slots(place, last, max(row.held, moved.held))
-                    self._rows[place] = moved
-                self._parked.insert(0, row)
-                continue
-            if place < last:
-                self._cache.move_slot(last, place, moved.held)
+            if moved is not row:
+                self._cache.move_slot(len(self._rows), place, moved.held - moved.turn)
                 self._rows[place] = moved
-            if self._parked:  # the slot between running and parked rows is free now
-                self._cache.move_slot(last + len(self._parked), last, self._parked[-1].held)
-                self._parked.insert(0, self._parked.pop())
-            self._prompts.release(row.place)
-
-    def _drop_logits(self, admitted: Sequence[Row], queue: deque[Row]) -> None:
-        if self._more_may_come:
-            return
-        needed = {id(row.place) for row in queue}
-        for row in admitted:
-            if id(row.place) not in needed:
-                row.place.logits = None
+            if row.keep:
+                self._tree.park(row.place)
+            else:
+                self._tree.release(row.place)
+                row.place = None
 
     def _tensor(self, values: Sequence[int] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(self._device)
+
+
+def _spans(branch: Branch) -> tuple[Span, ...]:
+    """The path of a branch, for attention."""
+    return tuple(Span(part.block, part.length, part.at) for part in branch.path)

@@ -3,7 +3,7 @@
 The engine holds a copy of the policy's weights; what is under way with them is a `Session`. Each completion draws from
 its own random stream, so what it samples does not depend on the others.
 
-Limits: a session reserves the longest conversation for each row (no paging), and no CUDA graphs are captured.
+Limits: slots are as long as the longest turn may be, and no CUDA graphs are captured.
 """
 
 from __future__ import annotations
@@ -158,21 +158,24 @@ class Engine:
         Args:
             settings: how tokens are drawn; `max_tokens` is the limit of a turn.
             policy_version: must be that of the weights held.
-            rows: most conversations at once; fewer if the cache does not hold them, the others wait.
-            own_tokens: longest conversation after its first prompt, in tokens.
-            prompt_lengths: tokens of each different first prompt that is under way at once.
+            rows: most conversations that are sampled at once; fewer if the cache does not hold them. The others wait,
+                and what they have said is computed again if its memory was needed meanwhile.
+            own_tokens: longest conversation after its first prompt, in tokens. Memory is taken as it grows.
+            prompt_lengths: tokens of first prompts.
 
         Raises:
             GenerationError: other weights are held, or not even one conversation fits the cache.
         """
         session = self._open(settings, policy_version)
-        session.device.reserve(min(rows, self._max_batch_size), own_tokens, prompt_lengths)
+        rows = min(rows, self._max_batch_size)
+        session.device.reserve(rows, own_tokens, settings.max_tokens, max(prompt_lengths, default=1))
         return session
 
     def serving_session(
         self, settings: SamplingSettings, *, policy_version: int, rows: int, own_tokens: int
     ) -> Session[TorchDevice]:
-        """Sample single completions that come and go, with what the cache holds beside them for their prompts.
+        """Sample single completions that come and go. Prompts and completions are held while there is memory, so that
+        a later prompt which begins with them is not computed again.
 
         Args:
             settings: for completions that bring none of their own.
