@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from covey.jax.packing import Shape, pack_rows, shapes_for
+from covey.jax.packing import MicroBatch, Shape, pack_rows, pack_step, sequence_length, shapes_for
 from covey.types import Episode
 
 
@@ -60,3 +60,29 @@ def test_lengths_of_all_kinds_fill_what_is_computed() -> None:
         part.put(at, ids)
         np.testing.assert_array_equal(part.take(expected), np.where(part.arrays["exists"].reshape(at.shape), at, 0))
     np.testing.assert_array_equal(ids, expected)
+
+
+def total(parts: list[MicroBatch]) -> int:
+    return sum(pack.num_tokens for part in parts for pack in part.packs)
+
+
+def test_packs_are_wider_where_a_tree_would_be_cut_too_often() -> None:
+    """A conversation of 300 + 8 x 50 tokens, left by 4 rows of 12 tokens at each turn: 1,052 tokens in all."""
+    rng = np.random.default_rng(0)
+    path, episodes = rng.integers(4, 97, 300), []
+    for _ in range(8):
+        path = np.concatenate([path, rng.integers(4, 97, 50)])
+        episodes += [episode(path, 12, rng) for _ in range(4)]
+    sequence, rows = max(map(sequence_length, episodes)), range(32)
+    assert sequence == 711
+    narrow = pack_rows(episodes, rows, shapes_for(sequence, 1536))
+    assert total(narrow) > 1.5 * (700 + 32 * 11)
+    shapes, parts = pack_step(episodes, rows, sequence, 1536)
+    assert shapes == [Shape(1, 1536)]
+    assert total(parts) == 700 + 32 * 11
+    shapes, parts = pack_step(episodes, rows, sequence, 512)  # no wider than the longest sequence needs
+    assert [shape.width for shape in shapes] == [768]
+    plain = [episode(prompt, 80, rng) for prompt in rng.integers(4, 97, (4, 60)) for _ in range(8)]
+    shapes, parts = pack_step(plain, range(32), 139, 4096)
+    assert shapes == shapes_for(139, 4096) == [Shape(10, 384)]
+    assert total(parts) == total(pack_rows(plain, range(32), shapes)) == 4 * (2 * 60 + 8 * 79)

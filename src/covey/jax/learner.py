@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Correction, Objective, add_metrics
 from covey.jax.compiling import CompiledFunction
-from covey.jax.packing import MicroBatch, fill, pack_rows, sequence_length, shapes_for, size_up
+from covey.jax.packing import MicroBatch, fill, pack_step, sequence_length, size_up
 from covey.jax.policy import Policy, from_names, named_leaves, to_names
 from covey.jax.scoring import loss_terms, score_batch
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
@@ -271,8 +271,8 @@ class Learner:
         mesh, episodes = self.policy.mesh, batch.episodes
         spread = 1 if mesh is None else int(mesh.shape.get(DATA, 1))
         sequence = max([self._sequence, *(sequence_length(episodes[row]) for row in rows)])
-        shapes = shapes_for(sequence, self._budget, spread)
-        for part in pack_rows(episodes, rows.tolist(), shapes):
+        shapes, parts = pack_step(episodes, rows.tolist(), sequence, self._budget, spread)
+        for part in parts:
             arrays = self._arrays(part, batch, values)
             if not program.knows(*arguments(arrays), **settings):
                 for shape in shapes:

@@ -1,7 +1,8 @@
 """Micro-batches of few shapes, since each shape is compiled once.
 
 `covey.rollout.packing` packs rows of a batch, what they share once, into packs of at most S tokens; B such packs are
-padded to `[B, S]`. S is 384, or 512, 768, 1024, ... where a sequence is longer. The pack that is drawn there, in 9:
+padded to `[B, S]`. S is 384, or 512, 768, 1024, ... where a sequence is longer, or a tree would be cut too often. The
+pack that is drawn there, in 9:
 
     tokens    [B, S]     [11 12 13 14 21 22 23 31  0]
     positions [B, S]     [ 0  1  2  3  4  5  5  4  0]
@@ -26,16 +27,23 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.rollout.packing import Pack, pack_episodes
+from covey.rollout.packing import Pack, count_tokens, pack_episodes
 from covey.types import BoolArray, Episode, IntArray
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 _ROWS = 32
 """Rows of the batch that a pack has room for; more where it is long."""
-_TOKENS_EACH = 32
+_TOKENS_EACH = 16
 _SHORTEST = 384
 """Tokens of the narrowest pack, unless the budget is smaller: short sequences share one."""
+
+_REPEATED = 1.25
+"""Tokens that packs repeat may add this much, or wider packs are tried."""
+_WORTH = 0.8
+"""What these must cost at most of what the narrow ones do: each shape is compiled, which takes seconds."""
+_EVEN = 4096
+"""Tokens of a pack in which attention takes about as long as everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Shape:
         return self.width + self.members
 
 
-def shapes_for(sequence: int, budget: int, multiple: int = 1) -> list[Shape]:
+def shapes_for(sequence: int, budget: int, multiple: int = 1, narrowest: int | None = None) -> list[Shape]:
     """The shapes that a run needs, the narrowest first: each sequence goes to the first that holds it.
 
     Args:
@@ -69,8 +77,9 @@ def shapes_for(sequence: int, budget: int, multiple: int = 1) -> list[Shape]:
         budget: tokens of a micro-batch, padding included, for each of `multiple` devices; a sequence that is longer
             makes a pack of its own.
         multiple: B is one of its multiples.
+        narrowest: tokens of the narrowest pack.
     """
-    widths = [size_up(min(budget, _SHORTEST))]
+    widths = [narrowest or size_up(min(budget, _SHORTEST))]
     while widths[-1] < sequence:
         widths.append(size_up(widths[-1] + 1))
     return [Shape(max(1, budget // width) * multiple, width) for width in widths]
@@ -140,6 +149,38 @@ def size_up(number: int, first: int = 8) -> int:
 def sequence_length(episode: Episode) -> int:
     """Tokens of a prompt with what follows it, as far as some sampled token needs it as input; 0 = none is sampled."""
     return int(np.max(np.flatnonzero(episode.sampled), initial=0))
+
+
+def pack_step(
+    episodes: Sequence[Episode], rows: Sequence[int], sequence: int, budget: int, multiple: int = 1
+) -> tuple[list[Shape], list[MicroBatch]]:
+    """Rows of a batch as micro-batches, and the shapes that these are of: wide ones where narrow ones repeat too much.
+
+    Args:
+        episodes: all N episodes of the batch.
+        rows: row numbers to pack.
+        sequence: see `shapes_for`.
+        budget: see `shapes_for`.
+        multiple: see `shapes_for`.
+    """
+
+    def pack(narrowest: int | None = None) -> tuple[list[Shape], list[MicroBatch]]:
+        shapes = shapes_for(sequence, budget, multiple, narrowest)
+        return shapes, pack_rows(episodes, rows, shapes)
+
+    first = best = pack()
+    unique, widest = count_tokens(episodes, rows, 0).unique, first[0][-1].width
+    if sum(one.num_tokens for part in first[1] for one in part.packs) > _REPEATED * unique:
+        width = widest if len(first[0]) > 1 else 2 * widest
+        while width <= max(budget, widest) and _cost(wider := pack(width)) < _cost(best):
+            best, width = wider, 2 * width
+    return best if _cost(best) <= _WORTH * _cost(first) else first
+
+
+def _cost(packed: tuple[list[Shape], list[MicroBatch]]) -> float:
+    """Of all micro-batches, in tokens whose attention is free."""
+    shapes = [part.shape for part in packed[1]]
+    return sum(shape.rows * shape.width * (1 + shape.width / _EVEN) for shape in shapes)
 
 
 def pack_rows(episodes: Sequence[Episode], rows: Sequence[int], shapes: Sequence[Shape]) -> list[MicroBatch]:
