@@ -294,6 +294,26 @@ def test_prompts_are_remembered_until_the_next_upload() -> None:
         assert server.batching.counts.reused_prompts == 0
 
 
+def test_a_turn_of_a_chat_costs_its_new_tokens() -> None:
+    """Any client: a prompt is what was asked before, what was answered, and something new."""
+    with serving() as server:
+        alone = Engine(server.model)
+        history, counted = [*range(5, 16)], []
+        for turn in range(4):
+            body = {"prompt": history, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True, "temperature": 0}
+            said = ask(server, **body).json()["choices"][0]["token_ids"]
+            greedy = SamplingSettings(temperature=0.0, max_tokens=6)
+            (expected,) = alone([Request(np.array(history))], greedy, policy_version=0)
+            assert said == expected.token_ids.tolist()
+            stats = server.batching._session.stats()
+            counted.append((stats.prefill_tokens, stats.reused_tokens))
+            history = [*history, *said, 20 + turn, 30]
+        # each turn: the last token of the answer before it, which was not run, and two new ones
+        assert counted == [(11, 0), (11 + 3, 16), (11 + 6, 16 + 24), (11 + 9, 16 + 24 + 32)]
+        text = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        assert "covey_reused_tokens 72.0" in text
+
+
 def test_bodies_are_bounded_in_size_and_time() -> None:
     settings = ServeSettings("tiny", max_upload_bytes=50_000, max_body_bytes=2_000, body_seconds=0.5)
     with serving(settings=settings) as server:

@@ -56,10 +56,10 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         default=1024,
         ge=2,
         description="Tokens of a conversation after its opening; an episode that would need more ends. Memory is "
-        "reserved for each live episode.",
+        "taken as conversations grow.",
     )
     max_turn_prompt_tokens: int = Field(
-        default=1024, ge=1, description="With context_mode steps: room that is reserved for a turn's prompt."
+        default=1024, ge=1, description="With context_mode steps: most tokens of a prompt with history; older turns go."
     )
     parallel_episodes: int = Field(
         default=64, ge=1, description="Episodes at once, each in an environment process of its own."

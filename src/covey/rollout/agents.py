@@ -355,7 +355,7 @@ class _EpisodeLoop:
 
     def _answers(self) -> list[tuple[int, Any]]:
         session = self._session
-        # before the first turns: how long all first observations are decides how the cache is laid out
+        # before the first turns: how long all first observations are is asked where memory is laid out
         all_of_them = session is None or session.in_rounds
         idle = session is None or not session.busy or all_of_them
         began = time.perf_counter()

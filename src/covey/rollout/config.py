@@ -120,7 +120,8 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     kv_cache_gb: float = Field(
         default=1.0,
         gt=0,
-        description="Memory for the keys and values of running completions, in GiB; completions that do not fit wait.",
+        description="Memory for keys and values, in GiB: of running completions, and of prompts and conversations as "
+        "long as there is room. Completions that do not fit wait.",
     )
     max_batch_size: int = Field(
         default=64,

@@ -189,6 +189,12 @@ def _engine(trainer: GRPOTrainer, config: GRPOConfig, weights: int) -> tuple[Par
     rows = min(rows, config.data.prompts_per_step * sampling.num_generations)
     longest = max(len(prompt.token_ids) for prompt in trainer.prompts)
     tokens = rows * sampling.max_completion_length + math.ceil(rows / sampling.num_generations) * longest
+    played = config.environment
+    if played.world is not None:  # all that is said may be held, if episodes become as long as they may
+        rows = min(rows, played.parallel_episodes)
+        said = played.max_conversation_tokens
+        said = said if played.context_mode == "conversation" else played.max_turn_prompt_tokens
+        tokens = rows * (sampling.max_completion_length + said)
     return (
         Part("engine's copy of the layers", weights - sum(embeddings.values())),
         Part("keys and values", min(tokens * token, sampling.kv_cache_gb * 1e9)),

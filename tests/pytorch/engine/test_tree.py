@@ -246,6 +246,27 @@ def test_what_is_not_finite_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None
     assert [row.own for row in again] == [generated(model, ids) for ids in asked]
 
 
+def test_a_model_without_a_cache_computes_everything() -> None:
+    class OtherAttention(type(tiny_model("gpt2"))):  # type: ignore[misc]
+        _supports_attention_backend = False
+
+    model = tiny_model("gpt2")
+    model.__class__ = OtherAttention
+    engine = Engine(model)
+    session = session_of(engine)
+    (ids,) = prompts((9,))
+    rows = [session.start(Request(ids, (i,)), keep=True) for i in range(2)]
+    finish(session)
+    assert rows[0].own == rows[1].own == generated(model, ids)
+    assert counts(engine) == (9, 9)  # in one pass
+    for row in rows:
+        session.extend(row, np.array([5]), (2,))
+    finish(session)
+    assert rows[0].own[7:] == rows[1].own[7:] == generated(model, np.concatenate([ids, rows[0].own[:7]]))
+    assert counts(engine) == (9 + 16, 9 + 16)
+    assert session.device._tree.find(ids) == (None, 0)
+
+
 @st.composite
 def stories(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
     """(what is done, to which conversation, tokens said, seed) each."""

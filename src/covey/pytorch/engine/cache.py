@@ -304,7 +304,9 @@ def lay_out_for_clients(cache: KVCache, rows: int, own_tokens: int) -> None:
 def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int, what: str = "completion") -> GenerationError:
     size = cache.bytes_per_token
     after = f" after a prompt of {prompt}" if prompt else ", its prompt included,"
-    fix = "environment.max_conversation_tokens" if what == "conversation" else "sampling.max_completion_length"
+    fix = "sampling.max_completion_length"
+    if what == "conversation":
+        fix = "environment.max_conversation_tokens, or max_turn_prompt_tokens with context_mode=steps"
     return GenerationError(
         f"kv_cache_bytes={cache.budget_bytes}: one {what} of {slot_tokens + 1} tokens{after} needs "
         f"{needed * size} bytes ({size} a token); raise sampling.kv_cache_gb to at least "
