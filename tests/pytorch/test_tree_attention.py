@@ -15,7 +15,7 @@ from torch import Tensor
 
 from covey.pytorch import Policy, tree_flex, tree_kernels
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, NAME_PREFIX, UnsupportedAttentionError
-from covey.pytorch.tree_attention import backward, forward
+from covey.pytorch.tree_attention import backward, forward, tree_attention
 from covey.pytorch.tree_layout import ALONE, Rectangle, Run, TreeLayout, similar_lengths
 from covey.pytorch.tree_path import TreePath
 from covey.rollout.packing import Branch, Pack, leave_of, pack_episodes
@@ -194,6 +194,16 @@ def test_scores_that_overflow_where_nobody_looks_do_no_harm() -> None:
     k = torch.linspace(-10, 10, 10)[:, None, None].expand(10, 1, 4).contiguous()
     found = find(branches, [q, k, torch.ones(10, 1, 4)], torch.ones(10, 1, 4), {"scale": 1.0})
     assert all(bool(value.isfinite().all()) for value in found)
+
+
+def test_strides_that_kernels_do_not_read() -> None:
+    """Heads that are not dense, and the gradient of a sum, which is one number expanded."""
+    branches = forest(2, longest=40, depth=3)
+    leaves, grad = draw(2, branches)
+    q, k, v = ((leaf.mT.contiguous().mT).requires_grad_() for leaf in leaves)
+    tree_attention(TreeLayout.of(branches), 0, q, k, v, scale=0.5).sum().backward()
+    found = [leaf.grad for leaf in (q, k, v) if leaf.grad is not None]
+    assert_close(found, expect(branches, leaves, torch.ones_like(grad), {"scale": 0.5})[2:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -242,11 +242,12 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = layer_backward(ctx.layout, ctx.layer, grad, q, k, v, out, lse, **ctx.rule)
+        grads = layer_backward(ctx.layout, ctx.layer, grad.contiguous(), q, k, v, out, lse, **ctx.rule)
         return *grads, None, None, None
 
 
 def tree_attention(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> Tensor:
     """`layer_forward`'s output, differentiable; once, where a path is walked."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels read dense heads
     out: Tensor = _TreeAttention.apply(q, k, v, layout, layer, rule)  # type: ignore[no-untyped-call]
     return out

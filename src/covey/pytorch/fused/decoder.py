@@ -1,13 +1,13 @@
 """All decoder layers of a Llama-shaped model with frozen weights and LoRA, as one differentiable function.
 
-Autograd would keep what each operation of a layer reads: about 11,000 numbers a token in each of SmolLM2's layers.
+Autograd would keep what each operation of a layer reads: about 10,100 numbers a token in each of SmolLM2's layers.
 Here a layer keeps what is dear to compute and computes the rest again:
 
     kept           x, [queries | keys | values] after rotation, attention's output, x after attention, [gate | up]
     made again     both norms' outputs, silu(gate) * up
 
-which is half as much, and each gradient is written once, in place where it can be. With `checkpoint` only x is kept and
-a layer's forward runs again before its backward.
+which is little more than half as much, and each gradient is written once, in place where it can be. With `checkpoint`
+only x is kept and a layer's forward runs again before its backward.
 
 The backward, by the chain rule from a layer's last line to its first; d(.) is the gradient of the loss with respect to
 a value, F' the backward of F, and `*` is element by element:
