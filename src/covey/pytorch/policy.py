@@ -291,9 +291,10 @@ class Policy:
         if self.prefix_sharing_obstacle is not None:
             run = partial(self._hidden_padded, cast(Pack, pack))
         else:
-            layout = TreeLayout.of(pack.branches, self.device)
-            if isinstance(pack, Piece):
-                layout = TreeLayout.of(pack.branches, self.device, past=pack.past, path=path, trunk=pack.trunk)
+            hangs: dict[str, Any] = (
+                {"past": pack.past, "path": path, "trunk": pack.trunk} if isinstance(pack, Piece) else {}
+            )
+            layout = TreeLayout.of(pack.branches, self.device, **hangs)
             fused = self._fused if self._fused is not None and self._fused.serves(pack) else None
             run = partial(self._hidden_packed if fused is None else fused.hidden, pack, layout)
         if self._autocast is None:
