@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.rollout.packing import Branch, Pack, leave_of, pack_episodes
-from covey.rollout.walking import Piece, pieces_of
+from covey.rollout.walking import Piece, pieces_of, walk
 from covey.types import Episode
 
 
@@ -114,6 +114,20 @@ def test_small_forks_of_a_long_run_are_run_together() -> None:
     assert trunk.num_tokens == 20
     assert together.branches == (Branch(0, 2, -1, 15), Branch(2, 2, -1, 10), Branch(4, 2, -1, 5))
     assert together.position_ids.tolist() == [15, 16, 10, 11, 5, 6]
+
+
+def test_a_thousand_forks_along_one_run() -> None:
+    """Deeper than Python's calls may be nested: each fork is followed by more than fits beside the run."""
+    run = [0] * 2000
+    rows = [episode([*run, 9], [False] * 2000 + [True])]
+    rows += [episode([*run[: 2 * n], *[n] * 4, 9], [False] * (2 * n + 4) + [True]) for n in range(1, 1000)]
+    (pack,) = pack_episodes(rows, None, 8, whole_trees=True)
+    entered: list[int] = []
+    left: list[int] = []
+    walk(pieces_of(pack, 8), lambda piece: entered.append(piece.past), lambda piece, _: left.append(piece.past))
+    assert len(entered) == len(left) > 1000
+    assert entered[0] == left[-1] == 0
+    assert max(entered) > 1990
 
 
 @pytest.mark.parametrize(("budget", "kept"), [(40, 40), (12, 12)])

@@ -33,6 +33,7 @@ from covey.pytorch.walk import walk_gradient, walk_scores
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
 from covey.rollout.packing import Pack, count_tokens, pack_episodes
 from covey.rollout.walking import Piece, pieces_of
+from covey.rollout.walking import walk as walk_pieces
 from covey.types import Batch, BoolArray, Episode
 
 log = logging.getLogger(__name__)
@@ -339,9 +340,9 @@ class Learner:
         self, pack: Pack, episodes: Sequence[Episode], walk: Callable[..., Kept], temperature: float, **options: Any
     ) -> Kept:
         """Walk a pack's pieces, each scored on the path that it hangs on."""
-        pieces = pieces_of(pack, self.tokens_per_micro_batch)
-        support = pack.support(episodes)
-        paths = Paths(max(piece.past for root in pieces for piece in root.pieces()))
+        pieces, pasts = pieces_of(pack, self.tokens_per_micro_batch), [0]
+        walk_pieces(pieces, lambda piece: pasts.append(piece.past), lambda piece, _: None)
+        paths, support = Paths(max(pasts)), pack.support(episodes)
 
         def score(piece: Piece) -> TokenScores:
             own = None if support is None else support.take(piece.scored)

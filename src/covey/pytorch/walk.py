@@ -3,9 +3,9 @@
 A row's tokens lie in the pieces of one path. Its loss is known when the last of these has been run forward, and its
 gradient by each log-probability of the row then waits, summed over rows, for the backward of the piece that has it:
 
-    visit(piece)    forward, keeping keys and values of a trunk
+    a piece         forward, keeping keys and values of a trunk
                     loss of the rows that end here; d(loss) by the log-probabilities of the whole path
-                    visit(each follower)
+                    each piece that follows, likewise
                     backward from d(loss) by this piece's log-probabilities and d(keys), d(values) of its followers
 """
 
@@ -20,7 +20,7 @@ from covey.algorithms import LossTerms
 from covey.pytorch.logprobs import TokenScores
 from covey.pytorch.pack_loss import StepLoss
 from covey.rollout.packing import Pack
-from covey.rollout.walking import Piece
+from covey.rollout.walking import Piece, walk
 
 Score = Callable[[Piece], TokenScores]
 """Runs a piece forward on the path that it keeps itself."""
@@ -30,14 +30,7 @@ Score = Callable[[Piece], TokenScores]
 def walk_scores(pieces: Sequence[Piece], pack: Pack, score: Score) -> Tensor:
     """`[k, U]` log-probabilities of a pack's targets; then entropies and divergences, where `score` finds them."""
     values: list[Tensor] = []
-
-    def visit(piece: Piece) -> None:
-        _note(values, pack, piece, score(piece))
-        for follower in piece.followers:
-            visit(follower)
-
-    for piece in pieces:
-        visit(piece)
+    walk(pieces, lambda piece: _note(values, pack, piece, score(piece)), lambda piece, _: None)
     return torch.stack(values)
 
 
@@ -60,7 +53,7 @@ def walk_gradient(
     slopes: list[Tensor] = []
     terms: list[LossTerms] = []
 
-    def visit(piece: Piece) -> None:
+    def forward(piece: Piece) -> TokenScores:
         found = score(piece)
         _note(values, pack, piece, found)
         if not slopes:
@@ -73,14 +66,14 @@ def walk_gradient(
             for slope, own in zip(slopes, given, strict=True):
                 if own is not None:
                     slope += own
-        for follower in piece.followers:
-            visit(follower)
+        return found
+
+    def backward(piece: Piece, found: TokenScores) -> None:
         index = torch.from_numpy(piece.scored).to(loss.device)
         known = [pair for pair in zip(_known(found), slopes, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([value for value, _ in known], [slope[index] for _, slope in known])
 
-    for piece in pieces:
-        visit(piece)
+    walk(pieces, forward, backward)
     return torch.stack(values), terms
 
 

@@ -15,8 +15,11 @@ twice, and memory follows the longest path and the budget, not the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
@@ -63,11 +66,26 @@ class Piece:
         """M."""
         return len(self.token_ids)
 
-    def pieces(self) -> Iterator[Piece]:
-        """The piece and all that follow it."""
-        yield self
-        for follower in self.followers:
-            yield from follower.pieces()
+
+State = TypeVar("State")
+
+
+def walk(pieces: Sequence[Piece], enter: Callable[[Piece], State], leave: Callable[[Piece, State], None]) -> None:
+    """Visit pieces depth first.
+
+    Args:
+        pieces: that follow nothing.
+        enter: is called with a piece before those that follow it.
+        leave: is called with a piece after these, and with what `enter` has returned.
+    """
+    waiting: list[tuple[Piece, tuple[State] | None]] = [(piece, None) for piece in reversed(pieces)]
+    while waiting:
+        piece, entered = waiting.pop()
+        if entered is not None:
+            leave(piece, *entered)
+            continue
+        waiting.append((piece, (enter(piece),)))
+        waiting += [(follower, None) for follower in reversed(piece.followers)]
 
 
 def pieces_of(pack: Pack, budget: int) -> list[Piece]:
@@ -87,9 +105,11 @@ class _Cutter:
         for number, branch in enumerate(pack.branches):
             if branch.parent >= 0:
                 self._leaving[branch.parent].append(number)
+        self._starts = [branch.start for branch in pack.branches]
         last = np.full(len(pack.rows), -1)
-        np.maximum.at(last, pack.row, pack.score_at[pack.pair])
-        self._last = last  # [n] where each row's last target is scored
+        np.maximum.at(last, pack.row, pack.score_at[pack.pair])  # where each row's last target is scored
+        self._rows = np.argsort(last, kind="stable")
+        self._last = last[self._rows]
 
     def pieces(self) -> list[Piece]:
         roots = [number for number, branch in enumerate(self._pack.branches) if branch.parent < 0]
@@ -116,20 +136,27 @@ class _Cutter:
     def _along(self, number: int, begin: int) -> Piece:
         """The piece that goes on along a branch from its token `begin`, with all that follows."""
         branch = self._pack.branches[number]
-        first = branch.start + begin
-        above, end = int(self._pack.position_ids[first]), int(self._pack.leave[first])
-        if above + end - first <= self._budget:
-            return self._piece([(first, end)], above)
-        later = [other for other in self._leaving[number] if self._pack.branches[other].at > begin]
-        room = self._room(above + branch.length - begin)
-        sizes = {other: self._whole(other)[1] - self._whole(other)[0] for other in later}
-        large = [self._pack.branches[other].at for other in later if sizes[other] > room]
-        cut = min(large, default=branch.length)
-        here = [other for other in later if self._pack.branches[other].at <= cut]
-        followers = self._hanging(here, above + cut - begin)
-        if cut < branch.length:
-            followers.append(self._along(number, cut))
-        return self._piece([(first, branch.start + cut)], above, followers)
+        trunks: list[tuple[tuple[int, int], int, list[int]]] = []  # where each lies, its depth, what leaves it
+        last: Piece | None = None
+        while begin < branch.length:
+            first = branch.start + begin
+            above, end = int(self._pack.position_ids[first]), int(self._pack.leave[first])
+            if above + end - first <= self._budget:
+                last = self._piece([(first, end)], above)
+                break
+            later = [other for other in self._leaving[number] if self._pack.branches[other].at > begin]
+            room = self._room(above + branch.length - begin)
+            sizes = {other: self._whole(other)[1] - self._whole(other)[0] for other in later}
+            large = [self._pack.branches[other].at for other in later if sizes[other] > room]
+            cut = min(large, default=branch.length)
+            here = [other for other in later if self._pack.branches[other].at <= cut]
+            trunks.append(((first, branch.start + cut), above, here))
+            begin = cut
+        for (first, stop), above, here in reversed(trunks):
+            followers = self._hanging(here, above + stop - first)
+            last = self._piece([(first, stop)], above, followers if last is None else [*followers, last])
+        assert last is not None
+        return last
 
     def _room(self, above: int) -> int:
         """Tokens that may run together below a path."""
@@ -141,37 +168,43 @@ class _Cutter:
         return start, int(self._pack.leave[start])
 
     def _piece(self, ranges: Sequence[tuple[int, int]], past: int, followers: Sequence[Piece] = ()) -> Piece:
-        pack = self._pack
-        ranges = sorted(ranges)
+        """The tokens of some ranges of the pack, each of which has all that comes between its ends."""
+        pack, ranges = self._pack, sorted(ranges)
+        places = list(accumulate((stop - start for start, stop in ranges), initial=0))
         index = np.concatenate([np.arange(*each) for each in ranges])
-        place = np.full(pack.num_tokens, -1)
-        place[index] = np.arange(len(index))
-        scored = np.flatnonzero(place[pack.score_at] >= 0)
+        scored = _within(pack.score_at, ranges)
         return Piece(
             token_ids=pack.token_ids[index],
             position_ids=pack.position_ids[index],
-            branches=self._branches(place),
-            score_at=place[pack.score_at[scored]],
+            branches=self._branches(ranges, places),
+            score_at=np.searchsorted(index, pack.score_at[scored]),
             targets=pack.targets[scored],
             past=past,
             scored=scored,
-            rows=np.flatnonzero(place[self._last] >= 0),
+            rows=np.sort(self._rows[_within(self._last, ranges)]),
             followers=tuple(followers),
         )
 
-    def _branches(self, place: IntArray) -> tuple[Branch, ...]:
+    def _branches(self, ranges: Sequence[tuple[int, int]], places: Sequence[int]) -> tuple[Branch, ...]:
         """The branches' parts in a piece."""
         found: list[Branch] = []
         numbers: dict[int, tuple[int, int]] = {}  # branch -> its number here, and where its part begins in it
-        for number, branch in enumerate(self._pack.branches):
-            inside = np.flatnonzero(place[branch.start : branch.stop] >= 0)
-            if not len(inside):
-                continue
-            begin, start = int(inside[0]), int(place[branch.start + inside[0]])
-            parent, at = -1, int(self._pack.position_ids[branch.start + begin])
-            if begin == 0 and branch.parent in numbers:
-                parent, cut = numbers[branch.parent]
-                at = branch.at - cut
-            numbers[number] = (len(found), begin)
-            found.append(Branch(start, len(inside), parent, at))
+        for (start, stop), place in zip(ranges, places, strict=False):
+            first = bisect_right(self._starts, start) - 1
+            for number in range(first, bisect_left(self._starts, stop)):
+                branch = self._pack.branches[number]
+                begin = max(start - branch.start, 0)
+                parent, at = -1, int(self._pack.position_ids[branch.start + begin])
+                if begin == 0 and branch.parent in numbers:
+                    parent, cut = numbers[branch.parent]
+                    at = branch.at - cut
+                numbers[number] = (len(found), begin)
+                length = min(stop, branch.stop) - branch.start - begin
+                found.append(Branch(place + branch.start + begin - start, length, parent, at))
         return tuple(found)
+
+
+def _within(places: IntArray, ranges: Sequence[tuple[int, int]]) -> IntArray:
+    """Which of some ascending places lie in any of the ranges."""
+    ends = [np.searchsorted(places, each) for each in ranges]
+    return np.concatenate([np.arange(first, last) for first, last in ends])
