@@ -19,7 +19,7 @@ from covey.pytorch.tree_attention import backward, forward, tree_attention
 from covey.pytorch.tree_layout import ALONE, Rectangle, Run, TreeLayout, similar_lengths
 from covey.pytorch.tree_path import TreePath
 from covey.rollout.packing import Branch, Pack, leave_of, pack_episodes
-from covey.rollout.walking import Piece, pieces_of
+from covey.rollout.walking import Piece, pieces_of, walk
 from covey.types import Episode
 
 Rule = dict[str, Any]
@@ -280,20 +280,18 @@ def test_a_walk_gives_what_one_go_gives(family: str, checkpoint: bool) -> None:
     whole = hidden(pack, TreeLayout.of(pack.branches))
     expected = gradients(policy, (whole * weights).sum())
     pieces = pieces_of(pack, 12)
-    path = TreePath(max(piece.past for root in pieces for piece in root.pieces()))
-    found = torch.zeros_like(whole)
+    path, found = TreePath(pack.num_tokens), torch.zeros_like(whole)
+    count = []
 
-    def visit(piece: Piece) -> None:
+    def forward(piece: Piece) -> Tensor:
         out = hidden(piece, TreeLayout.of(piece.branches, past=piece.past, path=path, trunk=piece.trunk))
         found[piece.scored] = out.detach()
-        for follower in piece.followers:
-            visit(follower)
-        (out * weights[piece.scored]).sum().backward()
+        count.append(piece)
+        return out
 
     policy.model.zero_grad()
-    for root in pieces:
-        visit(root)
-    assert max(len(list(root.pieces())) for root in pieces) > 5
+    walk(pieces, forward, lambda piece, out: (out * weights[piece.scored]).sum().backward())
+    assert len(count) > 5
     torch.testing.assert_close(found, whole.detach(), rtol=1e-12, atol=1e-12)
     for name, parameter in policy.named_trainable_parameters():
         assert parameter.grad is not None

@@ -313,7 +313,7 @@ class Policy:
             use_cache=False,
             **{LAYOUT_ARGUMENT: layout or TreeLayout.of(pack.branches, device)},
         )
-        return _pick(out[0][0], torch.from_numpy(pack.score_at).to(device))
+        return cast(Tensor, out[0][0]).index_select(0, torch.from_numpy(pack.score_at).to(device))
 
     def _hidden_padded(self, pack: Pack) -> Tensor:
         sequences = pack.sequences()
@@ -332,7 +332,7 @@ class Policy:
             use_cache=False,
         )
         at = pack.row[pack.first] * longest + pack.position_ids[pack.score_at]
-        return _pick(out[0].flatten(0, 1), torch.from_numpy(at).to(device))
+        return cast(Tensor, out[0]).flatten(0, 1).index_select(0, torch.from_numpy(at).to(device))
 
     def _fuse(self, checkpoint: bool, expected: Expected) -> str | None:
         """Use the fused layers if they score as the model does; else say why not."""
@@ -477,11 +477,6 @@ def _dropout_obstacle(model: nn.Module) -> str | None:
         if isinstance(module, nn.Dropout) and ".lora_dropout." in name and module.p > 0:
             return f"lora_dropout={module.p} draws a mask for each token of each sequence; set it to 0 to share tokens"
     return None
-
-
-def _pick(hidden: Tensor, index: Tensor) -> Tensor:
-    """Rows of hidden `[M, d]`; where sequences part, a row is picked for each."""
-    return hidden.index_select(0, index)
 
 
 def switch_dropout_off(model: nn.Module) -> None:
