@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, tiny_model
 
-from covey.pytorch.engine import Engine, Session
+from covey.pytorch.engine import Engine, Session, attention
 from covey.pytorch.engine.attention import Piece, PrefillAttention, Span
 from covey.pytorch.engine.cache import KVCache, block_capacity
 from covey.pytorch.engine.merge import weights_of
@@ -244,6 +244,18 @@ def test_what_is_not_finite_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None
     finish(session)
     assert counts(engine)[0] == 2 * (70 + 5 + 9)  # the beginning too is computed anew
     assert [row.own for row in again] == [generated(model, ids) for ids in asked]
+
+
+def test_products_are_held_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel does without the products of all queries and keys: soft caps, windows, masks or none."""
+    monkeypatch.setattr(attention, "_MOST_SCORES", 300)
+    model = tiny_model("gemma2")
+    engine = Engine(model)
+    session = session_of(engine)
+    asked = [np.concatenate([beginning(70), own]) for own in prompts((5, 9))]
+    rows = [session.start(Request(ids, (i,))) for i, ids in enumerate(asked)]
+    finish(session)
+    assert [row.own for row in rows] == [generated(model, ids) for ids in asked]
 
 
 def test_a_model_without_a_cache_computes_everything() -> None:
