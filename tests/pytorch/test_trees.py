@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey.algorithms import LOSSES, Correction, make_objective
 from covey.pytorch.gradient_sum import AloneInFixedPoint
@@ -191,6 +193,56 @@ def test_random_trees_at_random_budgets(seed: int, alone: Learner) -> None:
     budget = int(np.random.default_rng(seed).integers(1, 60))
     ours = run(learner_of(tokens_per_micro_batch=budget), batch, "cispo", beta=0.05)
     assert_same(ours, run(alone, batch, "cispo", beta=0.05))
+
+
+@pytest.mark.parametrize("kind", ["adapter", "copy"])
+def test_trained_heads_where_a_trunk_scores_nothing(kind: str) -> None:
+    """Prompts that part inside are trunks without a target: their backward begins at nothing but their followers."""
+    options: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]}
+    if kind == "copy":
+        options = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    learners = []
+    for shared, budget in ((True, 12), (False, 1)):
+        policy = Policy.load(
+            tiny_model("llama", tie_word_embeddings=False).double(), tiny_tokenizer(), prefix_sharing=shared,
+            lora_config=LoraConfig(r=2, **options), seed=3,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in policy.named_trainable_parameters():
+                if "lora_B" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.05)
+        learners.append(Learner(policy, learning_rate=1e-2, tokens_per_micro_batch=budget))
+    batch = tree_batch(0)
+    assert_same(*(run(learner, batch, beta=0.1) for learner in learners))
+
+
+def test_rotations_that_depend_on_the_length_share_nothing_and_run_row_by_row() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 12,
+    }
+    config = LlamaConfig(**(tiny_model("llama").config.to_dict() | {"rope_parameters": rope}))
+    torch.manual_seed(0)
+    policy = Policy.load(LlamaForCausalLM(config), tiny_tokenizer(), lora_r=4, seed=3)
+    assert policy.prefix_sharing_obstacle == "rope type 'longrope' depends on the sequence length"
+    batch = tree_batch(0)
+    rows = np.arange(len(batch.episodes))
+    assert max(len(episode.token_ids) for episode in batch.episodes) > 14
+    for budget in (10_000, 16):
+        learner = Learner(policy, learning_rate=1e-2, tokens_per_micro_batch=budget)
+        logp, _ = learner.scores(batch, rows, temperature=TEMPERATURE)
+        for row, episode in enumerate(batch.episodes):
+            last = int(np.flatnonzero(episode.sampled)[-1])
+            with torch.no_grad():
+                logits = policy.model(torch.from_numpy(episode.token_ids[None, :last])).logits[0] / TEMPERATURE
+            at = np.flatnonzero(episode.sampled)
+            own = logits.log_softmax(-1)[torch.from_numpy(at - 1), torch.from_numpy(episode.token_ids[at])]
+            np.testing.assert_allclose(logp[row, : len(at)], own.numpy(), rtol=0, atol=1e-5)
 
 
 def test_equal_completions_are_computed_once_and_counted_as_often_as_they_are(alone: Learner) -> None:

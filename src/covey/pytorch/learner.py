@@ -313,7 +313,7 @@ class Learner:
     ) -> tuple[list[Pack], int]:
         """Micro-batches, and how many of them run side by side; together these stay within the token budget."""
         pack = partial(pack_episodes, episodes, rows.tolist(), shared=self.policy.prefix_sharing_obstacle is None)
-        budget = self.tokens_per_micro_batch
+        budget = 1 if self.policy.rows_apart else self.tokens_per_micro_batch
         packs = pack(budget)
         most = _REPEATED * count_tokens(episodes, rows, 0).unique
         # exact KL switches adapters off and on inside each pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 from covey.errors import ModelError
 
@@ -36,10 +36,20 @@ def check_llama(base: Any) -> None:
     if config.hidden_act not in ("silu", "swish"):
         raise ModelError(f"activation {config.hidden_act!r} is not silu")
     rope = base.model.rotary_emb
-    if rope.rope_type not in _FIXED_ROPE:
-        raise ModelError(f"rope type {rope.rope_type!r} depends on the sequence length")
+    if obstacle := rope_by_length(base):
+        raise ModelError(obstacle)
     if 2 * rope.inv_freq.numel() != base.model.layers[0].self_attn.head_dim:
         raise ModelError("rotary embedding of a part of the head")
+
+
+def rope_by_length(model: nn.Module) -> str | None:
+    """Why a token's rotation depends on how long its sequence is, if it does: such sequences share no tokens."""
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for kind in types.values() if isinstance(types, dict) else [types]:
+            if kind is not None and kind not in _FIXED_ROPE:
+                return f"rope type {kind!r} depends on the sequence length"
+    return None
 
 
 def window_of(layer: Any, config: Any) -> int | None:

@@ -438,9 +438,9 @@ def _score_by_module(hidden: Tensor, job: _Job) -> tuple[Tensor, Tensor, Tensor]
         return logp, entropy, kl
 
     parts = [checkpoint(chunk_scores, hidden[start:stop], start, use_reentrant=False) for start, stop in job.chunks()]
-    if not parts:
-        empty = hidden.new_empty(0, dtype=_wide_dtype(hidden.dtype))
-        return empty, empty, empty
+    if not parts:  # still of the graph: the backward of what others attend to begins here
+        empty = hidden.sum(-1).to(_wide_dtype(hidden.dtype))
+        return empty, empty.detach(), empty.detach()
     logp, entropy, kl = (torch.cat(column) for column in zip(*parts, strict=True))
     return logp, entropy, kl
 

@@ -31,6 +31,7 @@ from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
+from covey.pytorch.llama import rope_by_length
 from covey.pytorch.loading import LoadedModel, causal_lm, load_model, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach, save_adapter
@@ -59,6 +60,7 @@ class Policy:
         reference: see `Reference`.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
+        rows_apart: rows of different lengths may not be run together, not even padded.
         in_shards: this process holds a part of each weight.
     """
 
@@ -111,9 +113,11 @@ class Policy:
         self._autocast: torch.dtype | None = None  # what probes compare is the model in its own precision
         expected = Expected(self._lm)
         check_scores(self.source, self._lm, self._probe_padded, expected)
+        self.rows_apart = rope_by_length(self._lm) is not None
         self.prefix_sharing_obstacle: str | None = "model.prefix_sharing is off"
         if prefix_sharing:
-            found = _dropout_obstacle(self.model) or find_obstacle(self._lm, self._probe_packed, expected)
+            found = rope_by_length(self._lm) or _dropout_obstacle(self.model)
+            found = found or find_obstacle(self._lm, self._probe_packed, expected)
             self.prefix_sharing_obstacle = found
             if found is not None:
                 logger.warning("%s: tokens are not shared when scoring, which is slower: %s", self.source, found)

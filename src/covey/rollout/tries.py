@@ -134,13 +134,20 @@ def _fit(parts: Sequence[tuple[int, list[int]]], room: int, most_rows: int | Non
     if sum(tokens for tokens, _ in parts) <= max(room, 0) and sum(len(rows) for _, rows in parts) <= most:
         return [(sum(tokens for tokens, _ in parts), [row for _, rows in parts for row in rows])] if parts else []
     bins: list[tuple[int, list[int]]] = []
+    smallest = min(tokens for tokens, _ in parts)
+    still: list[int] = []  # bins that may take more
     for tokens, rows in sorted(parts, key=lambda part: -part[0]):
-        for number, (held, others) in enumerate(bins):
-            if (tokens == 0 or held + tokens <= room) and len(others) + len(rows) <= most:
-                bins[number] = (held + tokens, others + rows)
-                break
-        else:
+        fits = (
+            n for n in still if (tokens == 0 or bins[n][0] + tokens <= room) and len(bins[n][1]) + len(rows) <= most
+        )
+        number = next(fits, len(bins))
+        if number == len(bins):
             bins.append((tokens, rows))
+            still.append(number)
+        else:
+            bins[number] = (bins[number][0] + tokens, bins[number][1] + rows)
+        if len(bins[number][1]) >= most or (smallest > 0 and bins[number][0] + smallest > room):
+            still.remove(number)
     return bins
 
 
