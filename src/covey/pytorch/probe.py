@@ -6,7 +6,8 @@ So the policy asks: the model's plain forward, one sequence at a time, is the tr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def find_obstacle(
         layout = TreeLayout.of(expected.pack.branches, model.device)
         with torch.no_grad():
             model.set_attn_implementation(NAME_PREFIX + before)
-            reason = expected.differs(score_packed(expected.pack, layout)) or _missing_windows(model, layout)
+            reason = expected.differs(score_packed(expected.pack, layout)) or missing_windows(config, layout.seen)
     except Exception as error:  # whatever an architecture does with what it does not expect
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -133,15 +134,19 @@ def _plain(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> Tensor:
     return torch.stack([found[row][position] for row, position in at]).to(wide(dtype)).log_softmax(-1)
 
 
-def _missing_windows(model: PreTrainedModel, layout: TreeLayout) -> str:
-    """Sliding windows longer than the probe cannot be felt, so they must be seen to reach the attention."""
-    config = model.config.get_text_config()
+def missing_windows(config: Any, seen: Sequence[int | None]) -> str:
+    """Sliding windows longer than a probe cannot be felt, so they must be seen to reach the attention.
+
+    Args:
+        config: of the model, for text.
+        seen: the window that each layer's attention was given, in order.
+    """
     kinds = getattr(config, "layer_types", None)
     if kinds:
         told = [kind == "sliding_attention" for kind in kinds]
     else:
         told = [bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)]
-        told *= len(layout.seen)
-    if [window is not None for window in layout.seen] != told:
+        told *= len(seen)
+    if [window is not None for window in seen] != told:
         return "its sliding windows do not reach the attention function"
     return ""

@@ -373,7 +373,7 @@ class Session(Generic[D]):
         support, by_rules = drawn.support, drawn.finished is None
         columns = zip(drawn.rows, drawn.tokens.tolist(), drawn.logprobs.tolist(), strict=True)
         for place, (row, tokens, logprobs) in enumerate(columns):
-            keeps = support is not None and (row.cuts or not self._alone)
+            keeps = support is not None and row.cuts
             for t, token in enumerate(tokens):
                 if token < 0 or row.finish_reason is not None:
                     break

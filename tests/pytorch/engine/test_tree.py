@@ -12,7 +12,9 @@ from engine_helpers import plain_logprobs, prompts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, tiny_model
+from transformers import PhimoeConfig, PhimoeForCausalLM
 
+from covey.errors import GenerationError
 from covey.pytorch.engine import Engine, Session, attention
 from covey.pytorch.engine.attention import Piece, PrefillAttention, Span
 from covey.pytorch.engine.cache import KVCache, block_capacity
@@ -371,3 +373,88 @@ def anew(engine: Engine, forward: Callable[[Step], torch.Tensor], sequences: lis
     )
     with torch.inference_mode():
         return forward(step).log_softmax(-1)
+
+
+def test_chats_that_share_long_instructions_keep_what_they_said() -> None:
+    """Each turn costs what is new in it, however many take turns, while there is memory."""
+    engine = Engine(tiny_model("llama"), kv_cache_bytes=1 << 22)
+    session = engine.serving_session(GREEDY, policy_version=0, rows=4, own_tokens=6)
+    (instructions,) = prompts([200], seed=1)
+    said = iter(prompts([20] * 30, seed=2))
+    chats = [instructions] * 3
+    for turn in range(6):
+        for number in range(len(chats)):
+            before = session.stats().prefill_tokens
+            chats[number] = np.concatenate([chats[number], next(said)])
+            row = session.start(Request(chats[number], (turn, number)))
+            answer = finish(session)[id(row)]
+            chats[number] = np.concatenate([chats[number], answer.token_ids])
+            computed = session.stats().prefill_tokens - before
+            assert computed <= (220 if turn == number == 0 else 20 + 6 + 20 if turn <= 1 else 21)
+
+
+def test_a_prompt_that_begins_as_another_one_takes_no_square_of_memory() -> None:
+    """Its own tokens go through the kernel that keeps no scores."""
+    engine = Engine(tiny_model("llama", max_position_embeddings=4096), kv_cache_bytes=1 << 22)
+    session = engine.serving_session(GREEDY, policy_version=0, rows=2, own_tokens=6)
+    (long,) = prompts([3000], seed=3)
+    session.start(Request(long[:8]))
+    finish(session)
+    largest = 0
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, tuple) else (out,):
+                if isinstance(each, torch.Tensor):
+                    largest = max(largest, each.numel())
+            return out
+
+    with Largest():
+        row = session.start(Request(long))
+        answer = finish(session)[id(row)]
+    assert largest < 3000 * 3000 // 4
+    expected = plain_logprobs(tiny_model("llama", max_position_embeddings=4096), Request(long), answer)
+    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
+
+
+def test_a_session_is_over_when_its_engine_is_called() -> None:
+    engine = Engine(tiny_model("llama"))
+    session = session_of(engine)
+    (ids,) = prompts([9])
+    row = session.start(Request(ids), keep=True)
+    finish(session)
+    engine([Request(ids)], GREEDY, policy_version=0)
+    session.extend(row, ids, (1,))
+    with pytest.raises(GenerationError, match="this session is over"):
+        finish(session)
+
+
+def test_only_constrained_completions_record_what_was_left() -> None:
+    engine = Engine(tiny_model("llama"))
+    (ids,) = prompts([9])
+    choices = ((1, 2, 3), (1, 5, 6), (4,))
+    free, bound = engine(
+        [Request(ids, (1,)), Request(ids, (2,), choices=choices)], SamplingSettings(max_tokens=8), policy_version=0
+    )
+    assert free.support is None
+    assert bound.support is not None
+    assert len(bound.support.offsets) == len(bound.token_ids) + 1
+
+
+def test_windows_that_do_not_reach_the_attention_are_refused_by_the_runner_with_a_cache() -> None:
+    config = PhimoeConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, sliding_window=24, max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = PhimoeForCausalLM(config).eval()
+    engine = Engine(model)
+    assert engine.runner == "recompute"
+    (ids,) = prompts([60])
+    (found,) = engine([Request(ids)], GREEDY, policy_version=0)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(np.concatenate([ids, found.token_ids]))[None]).logits[0, 59:-1]
+    own = logits.log_softmax(-1)[torch.arange(6), torch.from_numpy(found.token_ids)]
+    np.testing.assert_allclose(found.logprobs, own.numpy(), atol=1e-4)

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from covey.pytorch.engine.cache import Block, KVCache
+from covey.pytorch.tree_kernels import kernel_for
 
 _MOST_SCORES = 1 << 26
 """Products of queries and keys that are held at once where no kernel does without them."""
@@ -92,7 +93,6 @@ class PrefillAttention:
 
     def __init__(self, cache: KVCache, pieces: Sequence[Piece], copies: Sequence[BlockCopy] = ()) -> None:
         self._cache, self._pieces, self._copies = cache, tuple(pieces), tuple(copies)
-        self._masks: dict[tuple[object, ...], Tensor | None] = {}
 
     def attend(
         self,
@@ -121,15 +121,22 @@ class PrefillAttention:
                 )
                 out[part] = whole[0].transpose(0, 1)
                 continue
-            grouped = q.reshape(1, kv_heads, q.shape[0] // kv_heads * piece.new, -1)
-            merged: tuple[Tensor, Tensor] | None = None
-            for span in reversed(piece.path):
-                keys, values = self._cache.block_tensors(layer, span.block.start, 1, span.block.capacity)
-                mask = self._mask(piece, span, window, q.shape[0] // kv_heads, query)
-                found = _attend(grouped, keys[:, :, : span.length], values[:, :, : span.length], scale, mask, softcap)
-                merged = found if merged is None else _merge(*merged, *found)
-            assert merged is not None
-            out[part] = merged[0].view(q.shape[0], piece.new, -1).transpose(0, 1)
+            kernel = kernel_for(query, value, scale=scale, window=window, softcap=softcap)
+            end = piece.path[-1].base + piece.path[-1].length
+            asks = query[None, part]
+            positions = torch.arange(end - piece.new, end, device=query.device)[None]
+            found, lse = kernel.attend(asks, key[None, part], value[None, part], (positions, positions), causal=True)
+            for span in piece.path:
+                held = span.length - piece.new if span is piece.path[-1] else span.length
+                if held == 0 or (window is not None and span.base + held <= end - piece.new - window + 1):
+                    continue
+                keys, values = (x[:, :held].transpose(0, 1)[None] for x in self._tensors(layer, span.block))
+                places = torch.arange(span.base, span.base + held, device=query.device)[None]
+                more, more_lse = kernel.attend(asks, keys, values, (positions, places), causal=False)
+                weight = torch.sigmoid(more_lse - lse)[..., None]
+                found = torch.lerp(found.to(weight.dtype), more.to(weight.dtype), weight)
+                lse = torch.logaddexp(lse, more_lse)
+            out[part] = found[0].to(out.dtype)
         return out
 
     def _store(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -149,22 +156,6 @@ class PrefillAttention:
         """`[kv_heads, capacity, dim]`"""
         keys, values = self._cache.block_tensors(layer, block.start, 1, block.capacity)
         return keys[0], values[0]
-
-    def _mask(self, piece: Piece, span: Span, window: int | None, rep: int, like: Tensor) -> Tensor | None:
-        """Additive `[1, 1, rep * new, length]`; None where all is seen."""
-        end = piece.path[-1].base + piece.path[-1].length
-        own = span is piece.path[-1] and piece.new > 1
-        if not own and (window is None or window > end - 1 - span.base):
-            return None
-        key = (piece, span, window, rep)
-        if key not in self._masks:
-            position = torch.arange(end - piece.new, end, device=like.device)
-            distance = position[:, None] - torch.arange(span.base, span.base + span.length, device=like.device)
-            hidden = distance < 0
-            if window is not None:
-                hidden = hidden | (distance >= window)
-            self._masks[key] = _additive(hidden.repeat(rep, 1), like.dtype)[None, None]
-        return self._masks[key]
 
 
 class DecodeAttention:

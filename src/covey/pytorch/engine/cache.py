@@ -89,6 +89,7 @@ class KVCache:
         self.capacity = budget_bytes // self.bytes_per_token if self.shapes else 1 << 62
         self.slots = self.slot_tokens = 0
         self.limit = 0
+        self.opened = 0  # how many times: what was stored before is gone
         self._dtype, self._device = dtype, device
         self._place = [(s, self.shapes[:i].count(s)) for i, s in enumerate(self.shapes)]
         self._segments: list[_Segment] = []
@@ -110,6 +111,7 @@ class KVCache:
             limit: most tokens of blocks; None = no more than those.
         """
         self.slots, self.slot_tokens = slots, slot_tokens
+        self.opened += 1
         first, total = slots * slot_tokens, slots * slot_tokens + block_tokens
         self.limit = block_tokens if limit is None else limit
         del self._segments[1:]
@@ -310,7 +312,7 @@ def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int, what:
     return GenerationError(
         f"kv_cache_bytes={cache.budget_bytes}: one {what} of {slot_tokens + 1} tokens{after} needs "
         f"{needed * size} bytes ({size} a token); raise sampling.kv_cache_gb to at least "
-        f"{needed * size / 2**30:.3g}, or lower {fix}"
+        f"{needed * size / 2**30 * 1.006:.3g}, or lower {fix}"
     )
 
 

@@ -56,6 +56,7 @@ class TorchDevice(Device):
         self._tree = Tree(cache)
         self._rows: list[Row] = []
         self._laid_out = self._serves = False
+        self._opened = 0
         self._attention: DecodeAttention | None = None
         self._patience = _PATIENCE
 
@@ -69,13 +70,14 @@ class TorchDevice(Device):
         self.own_tokens, self.turn_tokens = own_tokens, min(turn_tokens, own_tokens)
         longest = min(longest_prompt + own_tokens, self.whole_tokens)
         lay_out_for_conversations(self._cache, rows, self.turn_tokens, longest)
-        self._laid_out = True
+        self._laid_out, self._opened = True, self._cache.opened
 
     def reserve_to_serve(self, rows: int, own_tokens: int) -> None:
         """Memory for single completions that nobody knows yet, and are held for whoever continues them."""
         self.own_tokens = self.turn_tokens = own_tokens
         lay_out_for_clients(self._cache, rows, own_tokens)
         self._laid_out = self._serves = True
+        self._opened = self._cache.opened
 
     # ------------------------------------------------------------------ what the scheduler asks
 
@@ -89,7 +91,7 @@ class TorchDevice(Device):
             in_turn = lay_out_for_queue(self._cache, queue, self._max_rows)
             queue.clear()
             queue.extend(in_turn)
-            self._laid_out = True
+            self._laid_out, self._opened = True, self._cache.opened
         return self._admit(queue)
 
     def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
@@ -108,6 +110,7 @@ class TorchDevice(Device):
         """One more token for each row."""
         if not self._rows:
             return
+        self._check_ours()
         started = time.perf_counter()
         rows = self._rows
         if self._attention is None:
@@ -162,6 +165,7 @@ class TorchDevice(Device):
     @torch.inference_mode()
     def _admit(self, waiting: deque[Row] | list[Row]) -> Iterator[Drawn]:
         """Rows from the front, begun or resumed, while there are slots and memory."""
+        self._check_ours()
         while waiting and len(self._rows) < self._cache.slots:
             rows: list[Row] = []
             tokens = 0
@@ -194,6 +198,13 @@ class TorchDevice(Device):
             for row in rows:
                 row.held = len(row.own)
             yield drawn
+
+    def _check_ours(self) -> None:
+        """An engine has one cache, which its newest session or call lays out."""
+        if self._opened != self._cache.opened:
+            raise GenerationError(
+                "this session is over: its engine was called, or opened another session, since; keep one at a time"
+            )
 
     def _prefill(self, rows: Sequence[Row]) -> Tensor:
         """Compute what is missing of the rows' branches; the logits after each, `[n, V]`."""

@@ -26,6 +26,9 @@ from covey.pytorch.engine.attention import Attention
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import copy_without_adapters
 from covey.pytorch.engine.runner import Step
+from covey.pytorch.llama import rope_by_length
+from covey.pytorch.probe import missing_windows
+from covey.types import IntArray
 
 _INTERFACE = "covey_slot_cache"
 _UNKNOWN_EFFECTS = ("s_aux", "position_bias", "head_mask")
@@ -108,6 +111,13 @@ class AttentionRunner(_Copy):
         layers = sorted(recorder.shapes)
         if not layers or layers != list(range(len(layers))):
             raise ModelError(f"{type(self._model).__name__}: only layers {layers} use the attention interface")
+        config = self._model.config.get_text_config()
+        if getattr(config, "attention_chunk_size", None) is not None:
+            raise ModelError(f"{type(self._model).__name__}: its attention is chunked")
+        if (obstacle := missing_windows(config, [recorder.windows[i] for i in layers])) or (
+            obstacle := rope_by_length(self._model) or ""
+        ):
+            raise ModelError(f"{type(self._model).__name__}: {obstacle}")
         self.layer_shapes = [recorder.shapes[i] for i in layers]
 
     def forward(self, step: Step) -> Tensor:
@@ -133,6 +143,11 @@ class RecomputeRunner(_Copy):
     def forward(self, step: Step) -> Tensor:
         """Logits `[n, V]`; see `Runner`."""
         sequences = step.histories()
+        if rope_by_length(self._model) is not None:  # a long sequence would turn the others' positions
+            return torch.cat([self._run([ids]) for ids in sequences])
+        return self._run(sequences)
+
+    def _run(self, sequences: Sequence[IntArray]) -> Tensor:
         width = max(map(len, sequences))
         padded, present = torch.zeros(2, len(sequences), width, dtype=torch.long)
         for row, ids in enumerate(sequences):
@@ -149,6 +164,7 @@ class _ShapeRecorder:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
 
     def attend(
         self,
@@ -162,4 +178,5 @@ class _ShapeRecorder:
         softcap: float | None = None,
     ) -> Tensor:
         self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2])
+        self.windows[layer] = window
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])

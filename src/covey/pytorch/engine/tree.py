@@ -239,7 +239,7 @@ class Tree:
 
     def keep_logits(self, token_ids: IntArray, logits: Tensor) -> None:
         """Remember the logits after these tokens for a while."""
-        self._logits[token_ids.tobytes()] = logits
+        self._logits[token_ids.tobytes()] = logits.clone()  # a row: the whole pass's are not to be kept for it
         if len(self._logits) > _KEPT_LOGITS:
             del self._logits[next(iter(self._logits))]
 
@@ -273,7 +273,7 @@ class Tree:
         if branch is None:
             return self._new(ids, None, 0, hard=hard)
         if held < branch.end:
-            short = 4 * (branch.end - held) <= held
+            short = 4 * (branch.end - held) <= held and branch.end - held <= _SHARED_TOKENS
             if branch.idle and not branch.parked and held > branch.at and short:
                 branch.token_ids = branch.token_ids[: held - branch.at]
                 branch.filled = min(branch.filled, branch.length)
