@@ -68,7 +68,8 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
             say(f"  {version} is ready")
             if not Path(worker.ready["source"]).is_relative_to(source):
                 raise SystemExit(f"{version}: covey comes from {worker.ready['source']}, not from {source}")
-            workers[version], row[version] = worker, worker.ready
+            workers[version] = worker
+            row[version] = {name: value for name, value in worker.ready.items() if name != "source"}
         found = in_turns("update", workers, args)
         for version, runs in found.items():
             row[version] |= {"peak_bytes": max(run["peak_bytes"] or 0 for run in runs), "tokens": runs[0]["tokens"]}
