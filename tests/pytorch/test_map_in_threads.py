@@ -154,5 +154,5 @@ def test_lanes_are_used_only_where_they_cannot_change_anything() -> None:
     learner.policy._fused = fused
     learner.tokens_per_micro_batch //= 2  # half of it holds no whole group: prompts would be repeated
     assert lanes_of(learner) == 1
-    learner.tokens_per_micro_batch = 10**6  # everything in one pack
-    assert lanes_of(learner) == 1
+    learner.tokens_per_micro_batch = 10**6  # everything fits into one pack, which would keep one lane waiting
+    assert lanes_of(learner) == 2

@@ -319,10 +319,13 @@ class Learner:
         # exact KL switches adapters off and on inside each pass
         beside = self._side_by_side and self._share.alone and self.policy.runs_side_by_side and not exact_kl
         if beside and torch.get_num_threads() >= _LANES:
-            smaller = pack(max(budget // _LANES, 1))
-            sizes = [self._size(each) for each in smaller]
-            if len(smaller) >= _LANES and max(sizes) * _LANES <= budget and sum(sizes) <= most:
-                return smaller, _LANES
+            share = max(budget // _LANES, 1)
+            rounds = -(-most // (share * _LANES))
+            for size in (int(1.05 * most / (rounds * _LANES)), share):  # evenly, or else as full as may be
+                smaller = pack(max(min(size, share), 1))
+                sizes = [self._size(each) for each in smaller]
+                if len(smaller) >= _LANES and max(sizes) * _LANES <= budget and sum(sizes) <= most:
+                    return smaller, _LANES
         if self._share.alone and self.policy.can_walk and sum(map(self._size, packs)) > most:
             packs = pack(budget, whole_trees=True)
         return packs, 1
