@@ -33,7 +33,6 @@ from covey.pytorch.walk import walk_gradient, walk_scores
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
 from covey.rollout.packing import Pack, count_tokens, pack_episodes
 from covey.rollout.walking import Piece, pieces_of
-from covey.rollout.walking import walk as walk_pieces
 from covey.types import Batch, BoolArray, Episode
 
 log = logging.getLogger(__name__)
@@ -343,9 +342,8 @@ class Learner:
         self, pack: Pack, episodes: Sequence[Episode], walk: Callable[..., Kept], temperature: float, **options: Any
     ) -> Kept:
         """Walk a pack's pieces, each scored on the path that it hangs on."""
-        pieces, pasts = pieces_of(pack, self.tokens_per_micro_batch), [0]
-        walk_pieces(pieces, lambda piece: pasts.append(piece.past), lambda piece, _: None)
-        paths, support = Paths(max(pasts)), pack.support(episodes)
+        pieces, support = pieces_of(pack, self.tokens_per_micro_batch), pack.support(episodes)
+        paths = Paths(int(pack.position_ids.max()) + 1)
 
         def score(piece: Piece) -> TokenScores:
             own = None if support is None else support.take(piece.scored)
