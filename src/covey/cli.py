@@ -1,5 +1,5 @@
 """The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `compare`, `completions`,
-`replay`, `play`, `export`, `serve`, `watch`, `report`, `config`, `curve`.
+`replay`, `play`, `imitate`, `export`, `serve`, `watch`, `report`, `config`, `curve`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -25,6 +25,7 @@ from covey.cli_compare import compare
 from covey.cli_completions import completions
 from covey.cli_doctor import doctor
 from covey.cli_export import export
+from covey.cli_imitate import imitate
 from covey.cli_plan import plan
 from covey.cli_replay import replay
 from covey.cli_reports import (
@@ -40,7 +41,7 @@ from covey.cli_reports import (
 )
 from covey.cli_serve import serve
 from covey.cli_watch import report, watch
-from covey.cli_weights import config_for
+from covey.cli_weights import config_for, recipe_file
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
 from covey.observe.console import visible
@@ -128,7 +129,7 @@ def train(
     Leaves a run folder (`run.output_dir`) with config, metrics, completions, checkpoints, adapter and learning curve.
     """
     chosen = [] if backend is None else [f"model.backend={backend}"]
-    config = GRPOConfig.from_toml(_recipe_file(recipe), overrides=[*(overrides or []), *chosen])
+    config = GRPOConfig.from_toml(recipe_file(recipe), overrides=[*(overrides or []), *chosen])
     with _ended_by_signals():
         from covey.distributed import launch
 
@@ -306,7 +307,7 @@ def show_config(
         if not render_explain(out, wanted):
             raise ConfigError(f"{wanted!r}: no setting has this in its name or meaning; leave it out to see them all")
         return
-    config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(_recipe_file(recipe), overrides=overrides or [])
+    config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
     out.print(config.to_toml(), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -358,6 +359,7 @@ def play(
     play_in_terminal(out, chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
 
 
+app.command()(imitate)
 app.command()(compare)
 app.command()(completions)
 app.command()(export)
@@ -457,10 +459,6 @@ def _show(result: Evaluation, number: int) -> None:
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
         question = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
         out.print(f"{question}\n  {mark}{episode.text!r}", markup=False, highlight=False)
-
-
-def _recipe_file(recipe: Path) -> Path:
-    return recipe / "recipe.toml" if os.path.isdir(recipe) else recipe
 
 
 def _last_message(prompt: str) -> str:

@@ -1,12 +1,20 @@
-"""Which weights `covey eval` and `covey sample` look at."""
+"""Which recipe a command is given, and which weights `covey eval` and `covey sample` look at."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 from rich.console import Console
 
 from covey.config import GRPOConfig
 
 err = Console(stderr=True)
+
+
+def recipe_file(recipe: Path) -> Path:
+    """The file of a recipe that may be named by its folder."""
+    return recipe / "recipe.toml" if os.path.isdir(recipe) else recipe
 
 
 def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> GRPOConfig:

@@ -335,6 +335,13 @@ def _check_across_sections(config: GRPOConfig) -> None:
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
         estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
         problems += filter(None, [estimator.group_problem(config.group_sizes)])
+    if algorithm.down_sampling != "none" and algorithm.down_sampling_size >= max(config.group_sizes.values()):
+        setting, size = max(config.group_sizes.items(), key=lambda item: item[1])
+        problems.append(
+            f"algorithm.down_sampling={algorithm.down_sampling!r} and down_sampling_size="
+            f"{algorithm.down_sampling_size}: groups have {size} completions ({setting}), so nothing would be left "
+            "out; choose a smaller down_sampling_size or larger groups"
+        )
     if config.schedule.max_staleness > 0 and config.max_steps_ahead == 0:
         problems.append(
             f"schedule.max_staleness={config.schedule.max_staleness}: a step takes "

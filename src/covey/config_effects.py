@@ -48,6 +48,11 @@ def _corrects(config: Any) -> bool:
     return config.algorithm.correction is not None or config.schedule.max_staleness > 0
 
 
+def _down_samples(config: Any) -> bool:
+    return bool(config.algorithm.down_sampling != "none")
+
+
+_DOWN_SAMPLING = ("down_sampling_size", "down_sampling_statistics")
 _BOUNDS = ("importance_sampling_cap", "importance_sampling_floor")
 _ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
@@ -114,6 +119,7 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ),
     ("validity_min_length", _set("validity_mask"), "algorithm.validity_mask is true"),
     ("dynamic_sampling_max_tries", _set("dynamic_sampling"), "algorithm.dynamic_sampling is true"),
+    *((field, _down_samples, "algorithm.down_sampling is set") for field in _DOWN_SAMPLING),
     (
         "num_train_epochs",
         lambda c: c.schedule.max_steps < 0 and not c.schedule.phases,

@@ -29,7 +29,6 @@ from covey.algorithms import (
     step_advantages,
     step_scores,
 )
-from covey.algorithms import advantages as module
 from covey.errors import ConfigError, DataError
 
 NAN = float("nan")
@@ -123,13 +122,36 @@ def test_properties_of_all_estimators(name: str, rows: list[tuple[int, float]], 
     np.testing.assert_array_equal(estimate(rewards, [f"uid-{g}" for g in groups]), advantages)
 
 
-def test_blocks_give_the_same_as_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    rewards, groups, episodes = rng.normal(size=23), rng.integers(0, 5, 23), rng.integers(0, 3, 23)
-    whole = [group_advantages(rewards, groups), episode_advantages(rewards, groups, episodes)]
-    monkeypatch.setattr(module, "_BLOCK", 4)
-    blocks = [group_advantages(rewards, groups), episode_advantages(rewards, groups, episodes)]
-    np.testing.assert_allclose(blocks, whole, rtol=1e-12)
+@given(
+    st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 2), st.sampled_from([NAN, 0.0, 0.1, 2.0])), min_size=1),
+    st.sampled_from([0, 1]),
+)
+def test_each_group_by_itself(rows: list[tuple[int, int, float]], correction: int) -> None:
+    """Against loops over the groups, with numbers of groups and episodes that begin anywhere."""
+    groups, episodes = np.array([row[:2] for row in rows]).T
+    rewards = np.array([row[2] for row in rows])
+
+    def expected(counted: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(rows))
+        for group in set(groups.tolist()):
+            inside = groups == group
+            scored = rewards[inside & counted & ~np.isnan(rewards)]
+            if len(set(scored)) > 1:
+                std = scored.std(ddof=correction)
+                found[inside] = np.nan_to_num((rewards[inside] - scored.mean()) / (std + 1e-6))
+        return found
+
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    once, seen = np.zeros(len(rows), bool), set()
+    for row, key in enumerate(zip(groups.tolist(), episodes.tolist(), strict=True)):
+        if key not in seen and not np.isnan(rewards[row]):
+            seen.add(key)
+            once[row] = True
+    everyone = np.ones(len(rows), bool)
+    np.testing.assert_allclose(group_advantages(rewards, groups, correction=correction), expected(everyone), **close)
+    np.testing.assert_allclose(
+        episode_advantages(rewards, groups, episodes, correction=correction), expected(once), **close
+    )
 
 
 @pytest.mark.parametrize("name", WITHIN_GROUPS)

@@ -4,15 +4,12 @@
 infinite, or None in a list is *not scorable*: it is left out of its group's statistics and gets advantage 0.
 A group without relative information (fewer than two scorable rewards, or all of them equal) gets exactly 0.
 
-Groups are compared pairwise, in blocks of rows, rather than sorted: the shapes then depend on N alone (so
-that JAX can compile it), and memory stays at block × N numbers.
-
 Of agents' episodes, `[S]` arrays have one entry for each step of each episode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,23 +26,11 @@ from covey.algorithms.arrays import (
     to_library_of,
     unknown_name,
 )
+from covey.algorithms.grouping import Grouping
 from covey.errors import ConfigError, DataError
 
 SCALES = ("group", "batch", "none")
 """What a centred reward is divided by (`scale_rewards`): its group's std, the batch's std, or nothing."""
-
-
-_BLOCK = 1024
-
-
-def over_groups(reduce: Callable[[Array], Array], groups: Array, member: Array) -> Array:
-    """`[N]` of each row what `reduce` makes of a `[B, N]` mask of the members of its group."""
-    xp = array_namespace(groups)
-    blocks = [
-        reduce((groups[start : start + _BLOCK, None] == groups[None, :]) & member[None, :])
-        for start in range(0, groups.shape[0], _BLOCK)
-    ]
-    return xp.concat(blocks) if blocks else groups
 
 
 class GroupStatistics(NamedTuple):
@@ -70,21 +55,13 @@ def group_statistics(rewards: Array, groups: Array, member: Array, *, correction
     """
     xp = array_namespace(rewards)
     rewards = xp.where(member, rewards, xp.zeros_like(rewards))
-    blocks = []
-    for start in range(0, rewards.shape[0], _BLOCK):
-        inside = (groups[start : start + _BLOCK, None] == groups[None, :]) & member[None, :]  # [B, N]
-        weight = xp.astype(inside, rewards.dtype)
-        count = xp.sum(weight, axis=1)
-        mean = xp.sum(weight * rewards[None, :], axis=1) / at_least_one(count)
-        centred = weight * (rewards[None, :] - mean[:, None])
-        std = xp.sqrt(xp.sum(centred * centred, axis=1) / at_least_one(count - correction))
-        # Ties are found by comparison, not by std == 0: the mean of three 0.1s is not 0.1 in floating point.
-        highest = xp.max(xp.where(inside, rewards[None, :], xp.full_like(weight, -float("inf"))), axis=1)
-        lowest = xp.min(xp.where(inside, rewards[None, :], xp.full_like(weight, float("inf"))), axis=1)
-        blocks.append((count, mean, std, ~(highest > lowest)))
-    if not blocks:
-        return GroupStatistics(rewards, rewards, rewards, member)
-    return GroupStatistics(*(xp.concat(parts) for parts in zip(*blocks, strict=True)))
+    grouping = Grouping(groups, member)
+    count = grouping.count(rewards)
+    mean = grouping.sum(rewards) / at_least_one(count)
+    centred = rewards - mean
+    std = xp.sqrt(grouping.sum(centred * centred) / at_least_one(count - correction))
+    # Ties are found by comparison, not by std == 0: the mean of three 0.1s is not 0.1 in floating point.
+    return GroupStatistics(count, mean, std, ~(grouping.max(rewards) > -grouping.max(-rewards)))
 
 
 def group_advantages(
@@ -156,14 +133,11 @@ def episode_advantages(
     episodes = group_numbers(episodes, rewards)
     _same_length(rewards, episodes, "episodes")
     # One row speaks for each episode: the first that can be scored.
-    row = xp.cumulative_sum(xp.ones_like(groups))
-    first = []
-    for start in range(0, rewards.shape[0], _BLOCK):
-        here = slice(start, start + _BLOCK)
-        same = (groups[here, None] == groups[None, :]) & (episodes[here, None] == episodes[None, :])
-        earlier = same & scorable[None, :] & (row[None, :] < row[here, None])
-        first.append(~xp.any(earlier, axis=1))
-    counted = scorable & xp.concat(first) if first else scorable
+    size = groups.shape[0]
+    both = _ranks(groups) * size + _ranks(episodes)
+    place = xp.astype(xp.cumulative_sum(xp.ones_like(groups)), rewards.dtype)
+    first = place == -Grouping(both, scorable).max(-place)
+    counted = scorable & first
     return _normalise(rewards, groups, scorable, counted, scale, correction, epsilon)
 
 
@@ -357,6 +331,12 @@ def prepare(rewards: Any, groups: Any) -> tuple[Array, Array, Array]:
     groups = group_numbers(groups, rewards)
     _same_length(rewards, groups, "groups")
     return rewards, groups, array_namespace(rewards).isfinite(rewards)
+
+
+def _ranks(ids: Array) -> Array:
+    """`[N]` numbers below N, equal where the ids are."""
+    xp = array_namespace(ids)
+    return xp.searchsorted(xp.sort(ids), ids)
 
 
 def _same_length(rewards: Array, other: Array, name: str) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
+from covey.algorithms.down_sampling import DownSampling, find_down_sampling
 from covey.algorithms.losses import default_of, find_loss, function_name, loss_name
 from covey.algorithms.mismatch import Correction
 from covey.algorithms.objective import Objective, make_objective
@@ -230,14 +231,32 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     def _bool_means_group_or_none(cls, value: Any) -> Any:
         return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
+    down_sampling: (
+        Literal["none", "max_variance", "largest_advantage", "shortest", "token_efficiency", "first"]
+        | (Annotated[str, Field(pattern=r".:.")])
+    ) = Field(
+        default="none",
+        description="Which completions of each group are trained on, down_sampling_size of them: those whose rewards "
+        "vary most (max_variance: PODS), largest_advantage (CPPO), shortest and token_efficiency (GFPO), the first, or "
+        "what a function of yours chooses, FILE.py:RULE. none = all.",
+    )
+    down_sampling_size: int = Field(
+        default=4, ge=1, description="Completions of each group that down_sampling leaves to be trained on."
+    )
+    down_sampling_statistics: Literal["selected", "group"] | None = Field(
+        default=None,
+        description="Which rewards an advantage is compared with: those of the completions that are trained on, or "
+        "those of the whole group. none = what the paper of the rule does: group for largest_advantage, else selected.",
+    )
+
     @field_validator("loss_type", mode="before")
     @classmethod
     def _a_loss(cls, value: Any) -> Any:
         return loss_name(value)
 
-    @field_validator("adv_estimator", mode="before")
+    @field_validator("adv_estimator", "down_sampling", mode="before")
     @classmethod
-    def _an_estimator(cls, value: Any) -> Any:
+    def _a_function(cls, value: Any) -> Any:
         return function_name(value)
 
     @field_validator("epsilon", "epsilon_max", "sapo_temperature_pos", "sapo_temperature_neg", mode="before")
@@ -293,6 +312,17 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         """How a sampler that differs is corrected for, None = not at all."""
         mode, cap = self.importance_sampling_correction, self.importance_sampling_cap
         return None if mode is None else Correction(mode, cap, self.importance_sampling_floor)
+
+    @property
+    def selection(self) -> DownSampling | None:
+        """Which completions of a group are trained on, None = all.
+
+        Raises:
+            ConfigError: a rule in a file cannot be found.
+        """
+        if self.down_sampling == "none":
+            return None
+        return find_down_sampling(self.down_sampling, self.down_sampling_size, self.down_sampling_statistics)
 
     @property
     def scaling(self) -> dict[str, Any]:

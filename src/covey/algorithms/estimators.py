@@ -31,11 +31,11 @@ from covey.algorithms.advantages import (
     group_advantages,
     group_statistics,
     normalise_tokens,
-    over_groups,
     prepare,
     rloo_advantages,
 )
 from covey.algorithms.arrays import Array, as_float, locked, lookup, to_library_of, unknown_name
+from covey.algorithms.grouping import Grouping
 from covey.algorithms.outcomes import Outcomes
 from covey.errors import ConfigError, naming
 from covey.functions import load_function
@@ -270,10 +270,8 @@ def opo(step: Outcomes) -> Array:
     lengths = xp.where(scorable, xp.sum(xp.astype(step.tokens, rewards.dtype), axis=1), xp.zeros_like(rewards))
     earned = lengths * xp.where(scorable, rewards, xp.zeros_like(rewards))
 
-    def total(values: Array) -> Array:
-        return over_groups(lambda inside: xp.sum(xp.where(inside, values[None, :], 0.0), axis=1), groups, scorable)
-
-    advantages = rewards - total(earned) / at_least_one(total(lengths))
+    grouping = Grouping(groups, scorable)
+    advantages = rewards - grouping.sum(earned) / at_least_one(grouping.sum(lengths))
     tied = group_statistics(rewards, groups, scorable).tied
     return xp.where(scorable & ~tied, advantages, xp.zeros_like(advantages))
 
@@ -297,9 +295,9 @@ def optimal_token_baseline(step: Outcomes) -> Array:
     lengths = xp.where(mask, xp.maximum(1 - 2 * pi + squares, xp.zeros_like(pi)), 0.0)
     weights = xp.where(mask, xp.cumulative_sum(lengths, axis=1), 0.0)
     earned = xp.where(scorable, rewards, xp.zeros_like(rewards))[:, None]
-    same = xp.astype(groups[:, None] == groups[None, :], weights.dtype)  # [N, N]
-    total = same @ weights
-    baseline = (same @ (weights * earned)) / xp.where(total > 0, total, xp.ones_like(total))
+    grouping = Grouping(groups, scorable)
+    total = grouping.sum(weights)
+    baseline = grouping.sum(weights * earned) / xp.where(total > 0, total, xp.ones_like(total))
     tied = group_statistics(rewards, groups, scorable).tied
     return xp.where(mask & (total > 0) & ~tied[:, None], earned - baseline, 0.0)
 
@@ -357,15 +355,11 @@ def grpo_passk(step: Outcomes) -> Array:
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
 
-    def largest(member: Array) -> Array:
-        least = -float("inf")
-        return over_groups(lambda inside: xp.max(xp.where(inside, rewards[None, :], least), axis=1), groups, member)
-
     group = group_statistics(rewards, groups, scorable, correction=step.correction)
-    best = scorable & (rewards == largest(scorable))
-    number = over_groups(lambda inside: xp.sum(xp.astype(inside, rewards.dtype), axis=1), groups, best)
+    best = scorable & (rewards == Grouping(groups, scorable).max(rewards))
+    number = Grouping(groups, best).count(rewards)
     alone = best & (number == 1) & ~group.tied
-    lead = xp.where(alone, rewards - largest(scorable & ~best), xp.zeros_like(rewards))
+    lead = xp.where(alone, rewards - Grouping(groups, scorable & ~best).max(rewards), xp.zeros_like(rewards))
     if step.scale == "group":
         return lead / (group.std + step.epsilon)
     return lead / (batch_std(rewards, scorable, step.correction) + step.epsilon) if step.scale == "batch" else lead

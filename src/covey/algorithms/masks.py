@@ -40,6 +40,7 @@ MASK_REASONS: dict[str, str] = {
     "validity_mask": "the completion is too short, has no valid answer, or repeats itself",
     "mask_truncated_completions": "the completion hit the length limit",
     "top_entropy_quantile": "the policy was not uncertain enough about the token",
+    "down_sampling": "other completions of the group teach more",
     "failed_episodes": "the environment failed in this episode",
 }
 """Reason -> what it says about the token that it excluded."""

@@ -40,6 +40,16 @@ def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str
     return said.strip() if actions is None else match_action(said, actions)
 
 
+def write_action(action: str, format: ActionFormat = "text") -> str:
+    """A completion that stands for an action: what `parse_action` reads it back from.
+
+    Args:
+        action: as the world names it.
+        format: see the table above.
+    """
+    return _WRITERS[format](action)
+
+
 def match_action(said: str, actions: Sequence[str]) -> str | None:
     """The admissible action that a text means: the equal one, else the only one that it names."""
     wanted = _normal(said)
@@ -102,4 +112,11 @@ _READERS: dict[str, Callable[[str], str | None]] = {
     "text": _first_line,
     "tool": _tool_call,
     "choice": _whole,
+}
+
+_WRITERS: dict[str, Callable[[str], str]] = {
+    "tags": lambda action: f"<action>{action}</action>",
+    "text": str,
+    "tool": lambda action: json.dumps({"name": "act", "arguments": {"action": action}}, ensure_ascii=False),
+    "choice": str,
 }

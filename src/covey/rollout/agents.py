@@ -86,7 +86,7 @@ def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[s
 
 
 @dataclass(slots=True, eq=False)
-class _LiveEpisode:
+class LiveEpisode:
     """An episode under way.
 
     Attributes:
@@ -125,6 +125,9 @@ class Player:
         tokenizer: counts and cuts observations.
         settings: how; without `max_turns` only the world ends an episode.
         eos_token_ids: what ends an action that is chosen among the admissible ones.
+
+    Attributes:
+        ends_turn: the first of these.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class Player:
     ) -> None:
         self.pool = self._pool = pool
         self._template, self._decode = template, decode
-        self._tokenizer, self.settings, self._eos = tokenizer, settings, tuple(eos_token_ids[:1])
+        self._tokenizer, self.settings, self.ends_turn = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
         self._longest, self._warned = 1 << 31, False
         self._prepared: list[tuple[str, tuple[int, ...]]] = []  # by place: a task's uid and the episode's stream
@@ -150,7 +153,7 @@ class Player:
             self._pool.reset(place, dict(live.prompt.columns), live.stream[0])
             self._prepared.append((live.prompt.uid, live.stream))
 
-    def begins_at(self, place: int, live: _LiveEpisode) -> bool:
+    def begins_at(self, place: int, live: LiveEpisode) -> bool:
         """The world of this episode has been reset at this place. What else was is forgotten."""
         if place >= len(self._prepared):
             return False
@@ -211,7 +214,7 @@ class Player:
         """End the environments' processes."""
         self._pool.close()
 
-    def choices(self, live: _LiveEpisode) -> tuple[tuple[int, ...], ...] | None:
+    def choices(self, live: LiveEpisode) -> tuple[tuple[int, ...], ...] | None:
         """The admissible actions as token sequences, where nothing else may be said.
 
         Actions that are too long for a turn are left out, which is warned of once.
@@ -226,17 +229,15 @@ class Player:
                 "environment.action_format='choice': the world does not say which actions are admissible; use text or "
                 "tags"
             )
-        encoded = {
-            action: (
-                *self._tokenizer(action, add_special_tokens=False, split_special_tokens=True)["input_ids"],
-                *self._eos,
-            )
-            for action in live.seen.actions
-        }
+        encoded = {action: (*self.tokens_of(action), *self.ends_turn) for action in live.seen.actions}
         fitting = tuple(ids for ids in encoded.values() if len(ids) <= self._longest)
         if len(fitting) < len(encoded):
             self._warn_of_long(max(encoded, key=lambda action: len(encoded[action])), fitting)
         return fitting
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Text as tokens, none of them special."""
+        return list(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
     def _warn_of_long(self, action: str, fitting: Sequence[tuple[int, ...]]) -> None:
         problem = (
@@ -249,7 +250,7 @@ class Player:
             log.warning("%s; actions that are longer cannot be chosen: raise it", problem)
             self._warned = True
 
-    def words(self, live: _LiveEpisode) -> str:
+    def words(self, live: LiveEpisode) -> str:
         """What the policy reads next: the observation, with what may be done."""
         text = self.shortened(live.seen.text)
         if live.turns and live.turns[-1].action is None:
@@ -258,7 +259,7 @@ class Player:
             text += "\nActions: " + "; ".join(live.seen.actions)
         return text
 
-    def words_with_history(self, live: _LiveEpisode, history: int) -> str:
+    def words_with_history(self, live: LiveEpisode, history: int) -> str:
         """The same after the first observation, which tells the task, and the last `history` turns."""
         if not live.turns:
             return self.words(live)
@@ -272,13 +273,13 @@ class Player:
         limit = self.settings.max_observation_tokens
         if len(text) <= limit:  # a token has at least one character
             return text
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        ids = self.tokens_of(text)
         return text if len(ids) <= limit else f"{self._decode(ids[:limit])} [...]"
 
 
-def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[_LiveEpisode]:
+def _episodes(tasks: Sequence[Prompt], count: int, streams: Sequence[tuple[int, ...]]) -> list[LiveEpisode]:
     return [
-        _LiveEpisode(index * count + sample, task, (*stream, sample))
+        LiveEpisode(index * count + sample, task, (*stream, sample))
         for index, (task, stream) in enumerate(zip(tasks, streams, strict=True))
         for sample in range(count)
     ]
@@ -290,7 +291,7 @@ class _EpisodeLoop:
     def __init__(
         self,
         player: Player,
-        episodes: Sequence[_LiveEpisode],
+        episodes: Sequence[LiveEpisode],
         generator: TurnGenerator,
         sampling: SamplingSettings,
         policy_version: int,
@@ -300,8 +301,8 @@ class _EpisodeLoop:
         self._pool, self._template, self._decode = player._pool, player._template, player._decode
         self._waiting = deque(episodes)
         self._total = len(episodes)
-        self._at: dict[int, _LiveEpisode] = {}  # by place
-        self._of: dict[int, _LiveEpisode] = {}  # by row
+        self._at: dict[int, LiveEpisode] = {}  # by place
+        self._of: dict[int, LiveEpisode] = {}  # by row
         self._done: dict[int, Trajectory] = {}
         self._max_turns = self._settings.max_turns or 1 << 31
         self._conversing = self._settings.context_mode == "conversation"
@@ -381,7 +382,7 @@ class _EpisodeLoop:
         else:
             self._pool.step(live.place, live.action)
 
-    def _record(self, live: _LiveEpisode, completion: Completion) -> None:
+    def _record(self, live: LiveEpisode, completion: Completion) -> None:
         live.ids += completion.token_ids.tolist()
         live.sampled += [True] * len(completion.token_ids)
         live.logprobs += completion.logprobs.tolist()
@@ -391,7 +392,7 @@ class _EpisodeLoop:
         if not self._conversing:
             self._close_episode(live)
 
-    def _take_in(self, live: _LiveEpisode, outcome: Outcome) -> None:
+    def _take_in(self, live: LiveEpisode, outcome: Outcome) -> None:
         """The world has answered a turn: note it, and go on or end."""
         self._stats.no_actions += not outcome.valid
         penalty = 0.0 if outcome.valid else self._settings.invalid_action_penalty
@@ -404,12 +405,12 @@ class _EpisodeLoop:
         else:
             self._ask(live)
 
-    def _note(self, live: _LiveEpisode, reward: float, valid: bool) -> None:
+    def _note(self, live: LiveEpisode, reward: float, valid: bool) -> None:
         row, segment = (0, len(live.turns)) if self._conversing else (len(live.turns), 0)
         live.turns.append(Turn(live.seen.text, live.said, live.action, reward, valid, row, segment))
         live.acting = False
 
-    def _ask(self, live: _LiveEpisode) -> None:
+    def _ask(self, live: LiveEpisode) -> None:
         """Let the policy take its next turn."""
         stream, choices = (*live.stream, len(live.turns)), self._player.choices(live)
         self._stats.cut_observations += self._player.shortened(live.seen.text) != live.seen.text
@@ -432,7 +433,7 @@ class _EpisodeLoop:
         live.logprobs += [0.0] * len(ids)
         self._of[id(live.row)] = live
 
-    def _opening(self, live: _LiveEpisode) -> IntArray:
+    def _opening(self, live: LiveEpisode) -> IntArray:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
         for history in range(min(self._settings.history_length, len(live.turns)), 0, -1):
             ids = self._template.opening(self._player.words_with_history(live, history))
@@ -453,7 +454,7 @@ class _EpisodeLoop:
 
     def _end(
         self,
-        live: _LiveEpisode,
+        live: LiveEpisode,
         how: Literal["done", "turns", "context", "failed"],
         error: str = "",
         *,
@@ -468,7 +469,7 @@ class _EpisodeLoop:
         del self._at[live.place]
         self._begin(live.place)
 
-    def _close_episode(self, live: _LiveEpisode) -> None:
+    def _close_episode(self, live: LiveEpisode) -> None:
         """What has been said so far is an episode; a trailing reply that was not answered is left out."""
         last = max(place for place, sampled in enumerate(live.sampled) if sampled) + 1
         support = None

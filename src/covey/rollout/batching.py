@@ -80,7 +80,8 @@ def make_batch(
         group        [0 0 1 1]
         advantages   [-.7 -.7 -.7], [.7 .7 .7], [0 0 0], [0 0 0]
 
-    Masked completions still count in their group's mean: only their tokens leave the loss.
+    Masked completions still count in their group's mean: only their tokens leave the loss. What `down_sampling` leaves
+    out is masked too, and counts in the mean as `down_sampling_statistics` says.
 
     Args:
         groups: of the step.
@@ -95,6 +96,75 @@ def make_batch(
     Raises:
         ConfigError: The estimator is somebody's own and raised, or returned what are no advantages.
     """
+    selection = algorithm.selection
+
+    def batch_of(some: Sequence[Group]) -> Batch:
+        return _with_advantages(
+            some,
+            algorithm,
+            rewards,
+            environment,
+            reward_weights=reward_weights,
+            max_completion_length=max_completion_length,
+            has_answer=has_answer,
+            score=score,
+        )
+
+    if selection is None:
+        return batch_of(groups)
+    kept = [selection(group) for group in groups]
+    rows = np.concatenate([_episodes_of(group, own) for group, own in zip(groups, kept, strict=True)])
+    if selection.statistics == "group" or rows.all():
+        batch = batch_of(groups)
+    else:
+        batch = _without_advantages(groups, algorithm, environment, has_answer)
+        chosen = batch_of([_some(group, own) for group, own in zip(groups, kept, strict=True)]) if rows.any() else None
+        if chosen is not None:
+            advantages = np.zeros_like(batch.advantages)
+            advantages[rows, : chosen.advantages.shape[1]] = chosen.advantages
+            batch = replace(batch, advantages=advantages, group_relative=chosen.group_relative)
+    left_out = batch.sampled & ~rows[:, None]
+    return replace(
+        batch,
+        advantages=np.where(left_out, np.float32(0), batch.advantages),
+        mask=batch.mask & ~left_out,
+        excluded={**batch.excluded, "down_sampling": left_out},
+    )
+
+
+def _episodes_of(group: Group, kept: BoolArray) -> BoolArray:
+    """`[episodes]` which of a group's episodes belong to completions, or trajectories, that are kept."""
+    if not group.trajectories:
+        return kept
+    return np.repeat(kept, [len(trajectory.episodes) for trajectory in group.trajectories])
+
+
+def _some(group: Group, kept: BoolArray) -> Group:
+    """The group as if only these had been sampled."""
+    episodes = _episodes_of(group, kept)
+    return replace(
+        group,
+        episodes=tuple(episode for episode, own in zip(group.episodes, episodes, strict=True) if own),
+        rewards=group.rewards[kept],
+        reward_parts={name: values[kept] for name, values in group.reward_parts.items()},
+        trajectories=tuple(
+            t for t, own in zip(group.trajectories, kept, strict=False) if own
+        ),  # none of single answers
+    )
+
+
+def _with_advantages(
+    groups: Sequence[Group],
+    algorithm: AlgorithmConfig,
+    rewards: RewardConfig,
+    environment: EnvironmentConfig,
+    *,
+    reward_weights: Sequence[float],
+    max_completion_length: int,
+    has_answer: HasAnswer,
+    score: Score | None,
+) -> Batch:
+    """`make_batch` of groups all of whose completions are trained on."""
     estimator = estimator_of(algorithm)
     batch = _without_advantages(groups, algorithm, environment, has_answer)
     tokens = {"logprobs": batch.old_logprobs}

@@ -238,11 +238,12 @@ class AgentCollector:
         player: plays the episodes.
 
     Attributes:
+        player: see above.
         worlds: where they are played.
     """
 
     def __init__(self, generator: TurnGenerator, player: Player) -> None:
-        self._generator, self._player = generator, player
+        self._generator, self.player = generator, player
         self.worlds = player.pool
 
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
@@ -252,12 +253,12 @@ class AgentCollector:
             GenerationError: from the generator.
             EpisodeError: not a single episode of the step got as far as a turn.
         """
-        played = self._player.play(prompts, self._generator, settings, **what)
+        played = self.player.play(prompts, self._generator, settings, **what)
         groups = tuple(
             Group(
                 prompt=prompt,
                 episodes=tuple(chain.from_iterable(t.episodes for t in trajectories)),
-                rewards=trajectory_rewards(trajectories, self._player.settings),
+                rewards=trajectory_rewards(trajectories, self.player.settings),
                 trajectories=tuple(trajectories),
             )
             for prompt, trajectories in zip(prompts, played, strict=True)
@@ -267,13 +268,13 @@ class AgentCollector:
             error = next(t.error for t in everything)
             raise EpisodeError(f"no episode got as far as a turn; the first one: {error}")
         sampled = sum(episode.num_sampled for group in groups for episode in group.episodes)
-        stats = self._player.stats
+        stats = self.player.stats
         return Rollout(groups, stats.seconds, 0.0, sampled, played=stats)
 
     def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
         """Reset the worlds of the next call now, while something else goes on."""
-        self._player.prepare(prompts, num_generations=num_generations, streams=streams)
+        self.player.prepare(prompts, num_generations=num_generations, streams=streams)
 
     def close(self) -> None:
         """End the environments' processes; they start anew when they are needed."""
-        self._player.close()
+        self.player.close()

@@ -102,8 +102,9 @@ def make_collector(
     engine: Sampler,
     data: setup.Data,
     decode: Callable[[Sequence[int]], str],
+    player: type[Player] = Player,
 ) -> AgentCollector:
-    """What plays episodes of the world with the engine."""
+    """What plays episodes of the world with the engine; by `player`, whoever takes the turns."""
     chosen, words = config.environment, data.system_prompt
     template_kwargs: dict[str, Any] = dict(config.data.chat_template_kwargs or {})
     if chosen.action_format == "tool" and "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
@@ -117,7 +118,7 @@ def make_collector(
         "max_conversation_tokens": min(chosen.max_conversation_tokens, engine.context_length),
     }
     settings = chosen.model_copy(update=limits)
-    return AgentCollector(engine, Player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids))
+    return AgentCollector(engine, player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids))
 
 
 def _by_the_world(prompts: Any, completions: Any, **columns: Any) -> list[float]:

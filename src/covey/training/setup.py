@@ -74,7 +74,11 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
             raise ConfigError(
                 f"data.{name}={value!r:.200} beside a world: an agent's tasks come from its world; remove one of them"
             )
-    problem = estimator.group_problem(config.group_sizes)
+    selection = config.algorithm.selection
+    sizes = config.group_sizes
+    if selection is not None and selection.statistics == "selected":
+        sizes = {**sizes, "algorithm.down_sampling_size": selection.size}
+    problem = estimator.group_problem(sizes)
     if problem is not None:
         raise ConfigError(problem)
     return estimator

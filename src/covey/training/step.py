@@ -84,17 +84,19 @@ def step_update(
     observe: Callable[[Pass], None] | None,
 ) -> Update:
     """The update of the step that follows those counted in `state`, at the learning rates that are due."""
-    rates = length.rates(phase, state.global_step)
+    rates, algorithm = length.rates(phase, state.global_step), algorithm_in(args, phase)
+    fresh = all(episode.policy_version == state.policy_version for episode in batch.episodes)
     done = update(
         learner,
         batch,
-        algorithm_in(args, phase),
+        algorithm,
         rates,
         temperature=phase.temperature,
         max_completion_length=args.sampling.max_completion_length,
         state=state,
         stream=(args.run.seed, MINIBATCH_STREAM, state.global_step),
         observe=observe,
+        on_policy=fresh and algorithm.correction is None,
     )
     done.metrics["learning_rate"] = rates[-1]
     return done

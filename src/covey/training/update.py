@@ -75,6 +75,7 @@ def update(
     state: TrainerState | None = None,
     stream: Sequence[int] = (0,),
     observe: Callable[[Pass], None] | None = None,
+    on_policy: bool = False,
 ) -> Update:
     """Train on one batch.
 
@@ -92,6 +93,8 @@ def update(
         state: where `use_adaptive_entropy` stands, and is moved on; None = at its beginning.
         stream: key of the random stream that parts the rows into mini-batches.
         observe: is told of every pass before its optimiser step.
+        on_policy: the sampler's log-probabilities are those of the weights before the first pass, so that masks need
+            no forward pass to look at the policy then.
     """
     began = time.perf_counter()
     result, objective = Update(batch), algorithm.objective()
@@ -104,6 +107,8 @@ def update(
         return result
 
     looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
+    wanted = masks_by_entropy(algorithm) or objective.loss.entropy
+    known = on_policy and looks_at_policy and not wanted
     if looks_at_policy:
         # What looks at the policy is taken over all rows of the step, tied groups too.
         rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
@@ -113,7 +118,7 @@ def update(
     referenced = time.perf_counter()
 
     rates = _rates(learning_rates, algorithm)
-    parts = _parts(len(batch.episodes), algorithm.num_minibatches, stream)
+    parts = _parts(_own_rows(batch), len(batch.episodes), algorithm.num_minibatches, stream)
     trainer_old = None
     if algorithm.correction is not None and len(parts) > 1 and not looks_at_policy:
         trainer_old, _ = learner.scores(batch, rows, temperature=temperature)
@@ -126,12 +131,15 @@ def update(
         if step % len(parts) == 0:
             masked, selected = batch, None
             if looks_at_policy:
-                wanted = masks_by_entropy(algorithm) or objective.loss.entropy
-                current, uncertainty = learner.scores(batch, rows, temperature=temperature, entropy=wanted)
+                if step == 0 and known:
+                    current, uncertainty = batch.old_logprobs, None
+                else:
+                    current, uncertainty = learner.scores(batch, rows, temperature=temperature, entropy=wanted)
                 masked = _mask_by_policy(batch, algorithm, current, reference, uncertainty)
                 if iteration == 0:
                     trainer_old = current  # of all rows: one that is masked in the first pass may take part later
-                    result.metrics |= _mismatch_metrics(batch, current, batch.mask, algorithm)
+                    if not known:
+                        result.metrics |= _mismatch_metrics(batch, current, batch.mask, algorithm)
                 if objective.loss.select is not None:
                     old = batch.old_logprobs if algorithm.correction is None else trainer_old
                     selected = np.asarray(objective.select(current, old, masked.advantages, masked.mask, uncertainty))
@@ -157,10 +165,10 @@ def update(
         if observe is not None:
             observe(Pass(step, part, trained, rows_now, objective, gradients, options))
         norm = learner.optim_step(learning_rate)
-        if step == 0 and not looks_at_policy:
+        if step == 0 and (known or not looks_at_policy):
             result.metrics |= _mismatch_metrics(trained, gradients.logp, gradients.scored, algorithm)
-            if len(parts) == 1:
-                trainer_old = gradients.logp
+            if len(parts) == 1 and not looks_at_policy:
+                trainer_old = _among_all(gradients.logp, parts[0], batch)
         passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
         if gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(gradients.tokens).items()})
@@ -189,16 +197,34 @@ def _rates(learning_rates: float | Sequence[float], algorithm: AlgorithmConfig) 
     return [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
 
 
-def _parts(rows: int, count: int, stream: Sequence[int]) -> list[NDArray[np.int64] | None]:
-    """Random rows of each mini-batch, ascending within it; None = all rows, for one."""
+def _own_rows(batch: Batch) -> NDArray[np.int64] | None:
+    """Rows that count in denominators, None = all: what `down_sampling` left out is as if it had not been sampled."""
+    left_out = batch.excluded.get("down_sampling")
+    return None if left_out is None or not left_out.any() else np.flatnonzero(~left_out.any(axis=1))
+
+
+def _parts(
+    rows: NDArray[np.int64] | None, among: int, count: int, stream: Sequence[int]
+) -> list[NDArray[np.int64] | None]:
+    """Random ones of these rows, of a batch of so many, for each mini-batch, ascending within it; None = all rows."""
     if count == 1:
-        return [None]
-    order = np.random.default_rng(list(stream)).permutation(rows)
-    return [np.sort(part) for part in np.array_split(order, min(count, rows))]
+        return [rows]
+    rows = np.arange(among) if rows is None else rows
+    order = rows[np.random.default_rng(list(stream)).permutation(len(rows))]
+    return [np.sort(part) for part in np.array_split(order, max(1, min(count, len(rows))))]
 
 
 def _at(values: NDArray[Any] | None, rows: NDArray[np.int64] | None) -> Any:
     return values if values is None or rows is None else values[rows]
+
+
+def _among_all(values: NDArray[np.float32], rows: NDArray[np.int64] | None, batch: Batch) -> NDArray[np.float32]:
+    """Values of some rows where the whole batch has them, 0 elsewhere."""
+    if rows is None:
+        return values
+    whole = np.zeros(batch.mask.shape, values.dtype)
+    whole[rows] = values
+    return whole
 
 
 def _rows_of(batch: Batch, rows: NDArray[np.int64] | None) -> Batch:

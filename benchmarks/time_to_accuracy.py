@@ -1,0 +1,163 @@
+"""Minutes and tokens to a held-out accuracy, Covey against TRL: what a user waits for.
+
+    python benchmarks/time_to_accuracy.py --trl-python .venv-trl/bin/python          # hours: three seeds of both
+    python benchmarks/time_to_accuracy.py --libraries covey --seeds 42               # minutes
+
+The demo's task: both libraries get the same rows in the same order, reward, prompts, model and LoRA. One run after
+another has the whole machine, Covey and TRL in turns. Time that looking at the held-out questions takes is not counted.
+`--covey` and `--trl` are settings of one library; TRL's micro-batch and allocator are what `compare.py` found fastest.
+The environment of `--trl-python` needs TRL and Covey's own dependencies, for the task.
+
+Writes `results/time_to_accuracy.json` after each run, and leaves out a run that is there already with the same
+settings; then the table and the picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from compare import ALLOCATORS, HERE, machine, say
+
+GOALS = (0.5, 0.9, 0.95)
+COLOURS = {"covey": "tab:green", "trl": "tab:orange"}
+TITLES = {"covey": "Covey", "trl": "TRL 1.16"}
+
+
+def run(library: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One run: what the worker saw each time that it looked."""
+    with tempfile.TemporaryDirectory() as folder:
+        python = args.trl_python if library == "trl" else sys.executable
+        command = [python, str(HERE / "time_worker.py"), library, "--model", str(args.model), "--folder", folder]
+        command += ["--seed", str(seed), "--minutes", str(args.minutes), "--every", str(args.every)]
+        command += ["--task", args.task, "--goal", str(max(GOALS)), "--micro-batch", str(args.micro_batch)]
+        command += ["--settings", json.dumps(settings_of(library, args))]
+        environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "10000"}
+        environment |= {"PYTHONPATH": str(HERE.parent / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+        environment |= ALLOCATORS[args.allocator if library == "trl" else "default"]
+        with (args.out / f"time_{library}_{seed}.log").open("w") as log:
+            worker = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | environment
+            )
+            looks = []
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                looks.append(json.loads(line))
+                say(f"  {library}, seed {seed}: {looks[-1]}")
+            if worker.wait():
+                raise SystemExit(f"{library}, seed {seed}: ended with {worker.returncode}; its log is {log.name}")
+        Path(log.name).unlink()
+    return looks
+
+
+def settings_of(library: str, args: argparse.Namespace) -> dict[str, Any]:
+    """More settings of a library."""
+    return dict(json.loads(args.covey if library == "covey" else args.trl))
+
+
+def reached(looks: Sequence[Mapping[str, Any]], goal: float, what: str) -> float:
+    """Seconds or tokens at the first look that saw an accuracy; not a number if none did."""
+    return next((look[what] for look in looks if look["correct"] >= goal * look["asked"]), math.nan)
+
+
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Each run, and the ratio of both libraries' geometric means."""
+    head = ["library", "seed", *(f"minutes to {goal:.0%}" for goal in GOALS), f"tokens to {GOALS[-1]:.0%}", "best"]
+    lines = [head, ["---"] * len(head)]
+    for each in runs:
+        minutes = [reached(each["looks"], goal, "seconds") / 60 for goal in GOALS]
+        tokens = reached(each["looks"], GOALS[-1], "tokens")
+        best = max(look["correct"] / look["asked"] for look in each["looks"])
+        cells = [f"{value:.1f}" if math.isfinite(value) else "not reached" for value in minutes]
+        cells += [f"{tokens:,.0f}" if math.isfinite(tokens) else ""]
+        lines.append([TITLES[each["library"]], str(each["seed"]), *cells, f"{best:.1%}"])
+    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    for goal in GOALS:
+        found = {
+            library: [reached(r["looks"], goal, "seconds") for r in runs if r["library"] == library]
+            for library in TITLES
+        }
+        if all(found.values()) and all(math.isfinite(value) for values in found.values() for value in values):
+            ratio = math.prod(
+                statistics.geometric_mean(values) ** sign for values, sign in zip(found.values(), (1, -1), strict=True)
+            )
+            low, high = min(found["covey"]) / max(found["trl"]), max(found["covey"]) / min(found["trl"])
+            text += (
+                f"\nTo {goal:.0%}: {ratio:.2f} of TRL's minutes (geometric means; extremes {low:.2f} to {high:.2f}).\n"
+            )
+    return text
+
+
+def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Accuracy over minutes, a line for each run."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    named = set()
+    for each in runs:
+        library = each["library"]
+        minutes = [look["seconds"] / 60 for look in each["looks"]]
+        right = [look["correct"] / look["asked"] for look in each["looks"]]
+        label = None if library in named else TITLES[library]
+        named.add(library)
+        axes.plot(minutes, right, color=COLOURS[library], alpha=0.8, linewidth=1.5, label=label)
+    for goal in GOALS:
+        axes.axhline(goal, color="grey", linestyle=":", linewidth=0.8)
+    axes.set(
+        xlabel="minutes of training", ylabel="held-out accuracy", ylim=(0, 1.02), title="The demo's task, two cores"
+    )
+    axes.set_xlim(left=0)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Run what is not there yet, then show everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=HERE / ".cache/model", help="made by export_model.py")
+    parser.add_argument("--trl-python", help="of an environment with TRL")
+    parser.add_argument("--libraries", nargs="+", choices=tuple(TITLES), default=list(TITLES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44])
+    parser.add_argument("--task", default="arithmetic:kinds=compare,digits=2,num_eval=200")
+    parser.add_argument("--minutes", type=float, default=60, help="most of training")
+    parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out questions")
+    parser.add_argument("--micro-batch", type=int, default=8, help="of TRL")
+    parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keeps freed memory", help="of TRL")
+    parser.add_argument("--covey", default="{}", help="settings of Covey alone, as JSON")
+    parser.add_argument("--trl", default="{}", help="settings of TRL alone, as JSON")
+    parser.add_argument("--out", type=Path, default=HERE / "results")
+    parser.add_argument("--picture", type=Path, default=HERE.parent / "docs/images/time_to_accuracy.png")
+    args = parser.parse_args()
+    if "trl" in args.libraries and args.trl_python is None:
+        parser.error("--trl-python: name the Python of an environment with TRL, or choose --libraries covey")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "time_to_accuracy.json"
+    results = json.loads(path.read_text()) if path.exists() else {"runs": []}
+    results["machine"] = machine()
+    for seed in args.seeds:
+        for library in args.libraries:
+            about = {"library": library, "seed": seed, "task": args.task, "settings": settings_of(library, args)}
+            if library == "trl":
+                about |= {"micro_batch": args.micro_batch, "allocator": args.allocator}
+            if any(about.items() <= each.items() for each in results["runs"]):
+                continue
+            results["runs"].append(about | {"looks": run(library, seed, args)})
+            path.write_text(json.dumps(results, indent=1) + "\n")
+    sys.stdout.write(table(results["runs"]))
+    draw(results["runs"], args.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""A sentence about an appointment -> strict JSON that a calendar can take.
+
+    "Lunch with Ana on Tuesday at half past twelve."
+    {"what": "lunch", "who": "Ana", "day": "Tuesday", "time": "12:30"}
+
+Held-out sentences are about people and things, and in wordings, that no training sentence has.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from covey.rewards.extract import completion_text
+from covey.tasks import Row, Task
+from covey.tasks.base import as_prompt
+
+FIELDS = ("what", "who", "day", "time")
+DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+WHAT = ("lunch", "dinner", "breakfast", "coffee", "a meeting", "a call", "tennis", "chess", "an interview", "a walk")
+NEW_WHAT = ("tea", "a game", "football", "a lesson", "drinks")
+WHO = (
+    "Ana",
+    "Ben",
+    "Chloe",
+    "David",
+    "Elena",
+    "Farid",
+    "Grace",
+    "Hugo",
+    "Ines",
+    "Jonas",
+    "Karim",
+    "Lena",
+    "Mia",
+    "Noah",
+)
+NEW_WHO = ("Olga", "Paul", "Quinn", "Rosa", "Sam", "Tara", "Umar", "Vera")
+# fmt: off
+WORDINGS = (
+    "{What} with {who} on {day} at {time}.", "{What} with {who}, {day}, {time}.",
+    "On {day} at {time}: {what} with {who}.", "I have {what} with {who} on {day} at {time}.",
+    "Please add {what} with {who} for {day} at {time}.",
+    "{who} wants {what} on {day} at {time}.", "Remind me of {what} with {who} on {day}, {time}.",
+    "{day}, {time}, {what} with {who}.", "Can you put {what} with {who} on {day} at {time} into my calendar?",
+    "At {time} on {day} I am meeting {who} for {what}.",
+)
+NEW_WORDINGS = (
+    "{who} and I will have {what} on {day} at {time}.", "Let us do {what} on {day} at {time}, {who} said.",
+    "Don't let me forget {what} with {who} at {time} on {day}.", "My {day}: {what} with {who} at {time}.",
+)
+_HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
+# fmt: on
+ASK = """Turn the sentence into JSON with the keys "what", "who", "day" and "time" (24 hours, HH:MM).
+Answer with the JSON only.
+
+Sentence: A swim with Zoe on Saturday at 7 am.
+JSON: {{"what": "a swim", "who": "Zoe", "day": "Saturday", "time": "07:00"}}
+
+Sentence: Yuri wants a haircut on Monday at half past two in the afternoon.
+JSON: {{"what": "a haircut", "who": "Yuri", "day": "Monday", "time": "14:30"}}
+
+Sentence: {sentence}
+JSON:"""
+
+
+def spoken(hour: int, minute: int, draw: random.Random) -> str:
+    """One of the ways to say a time between 7:00 and 21:45, in which 24 hours are unambiguous."""
+    half = "am" if hour < 12 else "pm"
+    short = hour % 12 or 12
+    part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
+    ways = [f"{hour:02d}:{minute:02d}", f"{short}:{minute:02d} {half}"]
+    if minute == 0:
+        ways += [f"{short} {half}", f"{_HOURS[hour % 12]} {part}"]
+        ways += ["noon"] if hour == 12 else []
+    if minute == 30:
+        ways += [f"half past {_HOURS[hour % 12]} {part}"]
+    if minute == 15:
+        ways += [f"a quarter past {_HOURS[hour % 12]} {part}"]
+    return draw.choice(ways)
+
+
+def read(text: str) -> dict[str, str] | None:
+    """The entry that a completion consists of; None if it is anything but one object of texts with the four keys."""
+    text = text.strip()
+    if len(text) > 400 or not text.startswith("{"):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    fits = isinstance(found, dict) and set(found) == set(FIELDS) and all(isinstance(v, str) for v in found.values())
+    return found if fits else None
+
+
+def share_right(text: str, wanted: Mapping[str, str]) -> float:
+    """0 for what is no entry, else a fifth, and a fifth for each field that is exactly right."""
+    found = read(text)
+    return 0.0 if found is None else (1 + sum(found[field] == wanted[field] for field in FIELDS)) / 5
+
+
+class Appointments(Task):
+    """Sentences with the entry that they mean: `{"prompt": [...], "answer": '{"what": ...}', "uid": ...}`.
+
+    Args:
+        num_train: training sentences.
+        num_eval: held-out sentences.
+    """
+
+    name: ClassVar[str] = "appointments"
+
+    def __init__(self, num_train: int = 2_000, num_eval: int = 200) -> None:
+        self.num_train, self.num_eval = num_train, num_eval
+        self.max_completion_length = 48
+
+    @property
+    def reward_funcs(self) -> list[Any]:
+        """`share_right`."""
+
+        def entry(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
+            texts = [completion_text(completion) for completion in completions]
+            return [share_right(text, json.loads(right)) for text, right in zip(texts, answer, strict=True)]
+
+        return [entry]
+
+    def train_rows(self, seed: int) -> list[Row]:
+        """Different sentences of known wordings, people and things."""
+        return self._draw(random.Random(f"train-{seed}"), self.num_train, WORDINGS, WHAT, WHO)
+
+    def eval_rows(self) -> list[Row]:
+        """Sentences all of whose wordings, people and things are new."""
+        return self._draw(random.Random("eval"), self.num_eval, NEW_WORDINGS, NEW_WHAT, NEW_WHO)
+
+    def is_correct(self, text: str, row: Mapping[str, Any]) -> bool:
+        """All four fields are exactly right, and there is nothing else."""
+        return share_right(text, json.loads(row["answer"])) == 1.0
+
+    def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
+        """It is an entry, right or wrong."""
+        return read(text) is not None
+
+    @staticmethod
+    def _draw(
+        draw: random.Random, count: int, wordings: Sequence[str], whats: Sequence[str], whos: Sequence[str]
+    ) -> list[Row]:
+        rows: dict[str, Row] = {}
+        for _ in range(50 * count):
+            if len(rows) == count:
+                break
+            what, who, day = draw.choice(whats), draw.choice(whos), draw.choice(DAYS)
+            hour, minute = draw.randint(7, 21), draw.choice((0, 0, 15, 30, 45))
+            time = spoken(hour, minute, draw)
+            words = draw.choice(wordings)
+            sentence = words.format(what=what, What=what[0].upper() + what[1:], who=who, day=day, time=time)
+            answer = {"what": what, "who": who, "day": day, "time": f"{hour:02d}:{minute:02d}"}
+            prompt = as_prompt(ASK.format(sentence=sentence))
+            rows.setdefault(sentence, {"prompt": prompt, "answer": json.dumps(answer), "uid": sentence})
+        return list(rows.values())

@@ -1,0 +1,148 @@
+"""Which completions of a group are trained on: sampling many is cheap, learning from all of them may not be.
+
+    def longest(group, size):
+        return np.argsort([-episode.num_sampled for episode in group.episodes], kind="stable")[:size]
+
+A rule takes a scored `Group` and a number and returns that many indices of its completions (of an agent's episodes),
+in any order. `algorithm.down_sampling` names a built-in one or `FILE.py:RULE`. What is not chosen leaves the loss like
+anything that is masked, and stays in tables and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from covey.algorithms.arrays import lookup
+from covey.errors import ConfigError, naming
+from covey.functions import load_function
+from covey.types import BoolArray, Group
+
+Statistics = Literal["selected", "group"]
+
+
+def lengths(group: Group) -> NDArray[np.int64]:
+    """`[G]` sampled tokens of each completion, of an agent's episode those of all its turns."""
+    if group.trajectories:
+        return np.array([sum(e.num_sampled for e in trajectory.episodes) for trajectory in group.trajectories])
+    return np.array([episode.num_sampled for episode in group.episodes])
+
+
+def max_variance(group: Group, size: int) -> NDArray[np.int64]:
+    """PODS (arXiv 2504.13818, algorithm 2): the subset whose rewards vary most.
+
+    It always consists of some of the lowest and some of the highest rewards. Of 0, 0, 1, 2 the two are 0 and 2; of ten
+    right and two wrong completions, four are the two wrong ones and two right ones.
+    """
+    order, rewards = _ordered(group.rewards)
+    best, chosen = -1.0, order[:size]
+    for high in range(min(size, len(order)) + 1):
+        both = np.concatenate([order[: size - high], order[len(order) - high :]])
+        variance = float(np.var(rewards[both]))
+        # The same variance by rounding alone changes nothing: the fewest high rewards that reach it.
+        if variance > best + 1e-12 * max(best, 1.0):
+            best, chosen = variance, both
+    return chosen
+
+
+def largest_advantage(group: Group, size: int) -> NDArray[np.int64]:
+    """CPPO (arXiv 2503.22342): the completions whose rewards are farthest from the group's mean."""
+    scored = np.flatnonzero(~np.isnan(group.rewards))
+    distance = np.abs(group.rewards[scored] - group.rewards[scored].mean())
+    return scored[np.argsort(-distance, kind="stable")[:size]]
+
+
+def shortest(group: Group, size: int) -> NDArray[np.int64]:
+    """GFPO (arXiv 2508.09726): the shortest completions, so that length is not learnt."""
+    scored = np.flatnonzero(~np.isnan(group.rewards))
+    return scored[np.argsort(lengths(group)[scored], kind="stable")[:size]]
+
+
+def token_efficiency(group: Group, size: int) -> NDArray[np.int64]:
+    """GFPO (arXiv 2508.09726): those with the most reward for each token."""
+    scored = np.flatnonzero(~np.isnan(group.rewards))
+    each = group.rewards[scored] / np.maximum(lengths(group)[scored], 1)
+    return scored[np.argsort(-each, kind="stable")[:size]]
+
+
+def first(group: Group, size: int) -> NDArray[np.int64]:
+    """Any: what the others are to be compared with."""
+    return np.flatnonzero(~np.isnan(group.rewards))[:size]
+
+
+def _ordered(rewards: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Those that could be scored from the lowest to the highest, and the rewards themselves."""
+    scored = np.flatnonzero(~np.isnan(rewards))
+    return scored[np.argsort(rewards[scored], kind="stable")], rewards
+
+
+Rule = Callable[[Group, int], Any]
+
+DOWN_SAMPLING: Mapping[str, tuple[Rule, Statistics]] = {
+    "max_variance": (max_variance, "selected"),
+    "largest_advantage": (largest_advantage, "group"),
+    "shortest": (shortest, "selected"),
+    "token_efficiency": (token_efficiency, "selected"),
+    "first": (first, "selected"),
+}
+"""Name -> the rule, and of which completions its paper takes mean and spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class DownSampling:
+    """A rule with its number.
+
+    Attributes:
+        name: as in `algorithm.down_sampling`.
+        rule: see the module's docstring.
+        size: completions of each group that are trained on.
+        statistics: whose rewards an advantage is compared with.
+    """
+
+    name: str
+    rule: Rule
+    size: int
+    statistics: Statistics
+
+    def __call__(self, group: Group) -> BoolArray:
+        """`[G]` True for what is trained on: all of a group that is not larger than `size`.
+
+        Raises:
+            ConfigError: the rule is somebody's own and raised, or returned what are no indices of the group.
+        """
+        count = len(group.rewards)
+        kept = np.ones(count, np.bool_)
+        if count <= self.size:
+            return kept
+        if np.isnan(group.rewards).all():
+            return kept  # nothing is known of any, and the estimator gives all of them 0
+        with naming(f"down_sampling={self.name!r}: it"):
+            found = np.asarray(self.rule(group, self.size))
+        whole = found.ndim == 1 and (np.issubdtype(found.dtype, np.integer) or not found.size)
+        if not whole or len(set(found.tolist())) < found.size or not all(0 <= n < count for n in found.tolist()):
+            raise ConfigError(
+                f"down_sampling={self.name!r}: it returned {np.array2string(found, threshold=8)!s:.200} for a group of "
+                f"{count}; return the indices of up to {self.size} completions, each once, from 0 to {count - 1}"
+            )
+        if found.size > self.size:
+            raise ConfigError(
+                f"down_sampling={self.name!r}: it returned {found.size} indices where down_sampling_size is {self.size}"
+            )
+        kept[:] = False
+        kept[found.astype(np.int64)] = True
+        return kept
+
+
+def find_down_sampling(name: str, size: int, statistics: Statistics | None = None) -> DownSampling:
+    """The rule of a name, or of `FILE.py:RULE`, whose advantages are compared within the chosen unless told otherwise.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    own: tuple[Rule, Statistics]
+    own = (load_function(name), "selected") if ":" in name else lookup(DOWN_SAMPLING, name, "down_sampling")
+    return DownSampling(name, own[0], size, own[1] if statistics is None else statistics)

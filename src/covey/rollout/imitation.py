@@ -1,0 +1,98 @@
+"""Episodes that a world's own expert plays, as if the policy had said its actions: no model is asked.
+
+    expert's action --written as action_format reads it--> the only choice of a turn --dictated--> an episode
+
+Everything else is the player's: the same templates, history and limits as when the policy plays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from covey.environments.actions import write_action
+from covey.environments.pool import EnvironmentPool
+from covey.errors import EpisodeError
+from covey.rollout.agents import LiveEpisode, Player
+from covey.rollout.turns import Device, Drawn, Row, Session
+from covey.types import SamplingSettings
+
+
+class ExpertPlayer(Player):
+    """Plays what the expert of each environment would do. The arguments are those of `Player`.
+
+    Args:
+        pool: of this process: the expert is asked in it.
+    """
+
+    pool: EnvironmentPool
+
+    def choices(self, live: LiveEpisode) -> tuple[tuple[int, ...], ...]:
+        """The expert's action, as tokens, and the end of the turn.
+
+        Raises:
+            EpisodeError: the world has no expert.
+        """
+        action = self.pool.expert_action(live.place)
+        if action is None:
+            raise EpisodeError(
+                f"task {live.prompt.uid}: the world has no expert, or it knows no action here; imitation needs one: "
+                "give the environment a method expert_action"
+            )
+        text = write_action(action, self.settings.action_format)
+        return ((*self.tokens_of(text), *self.ends_turn),)
+
+
+class Dictation:
+    """Opens sessions in which a turn is the only one of its choices.
+
+    Args:
+        context_length: most tokens of a row.
+    """
+
+    def __init__(self, context_length: int) -> None:
+        self._context_length = context_length
+
+    def session(
+        self,
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        rows: int,
+        own_tokens: int,
+        prompt_lengths: Sequence[int],
+    ) -> Session[Any]:
+        """See `covey.rollout.turns.TurnGenerator`."""
+        return Session(_Dictating(self._context_length, own_tokens), settings, policy_version=policy_version)
+
+
+class _Dictating(Device):
+    """Says what is to be said, all of it at once, with probability 1."""
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        rows = list(queue)
+        queue.clear()
+        yield _said(rows)
+
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        rows = resuming[:]
+        resuming.clear()
+        yield _said(rows)
+
+    def decode(self, waiting: int) -> Iterator[Drawn]:
+        return iter(())
+
+
+def _said(rows: Sequence[Row]) -> Drawn:
+    turns = []
+    for row in rows:
+        assert row.choices is not None
+        turns.append(row.choices[0])
+        row.choices = None  # what could have been said is not to be recorded
+    tokens = np.full((len(rows), max(map(len, turns))), -1)
+    for number, turn in enumerate(turns):
+        tokens[number, : len(turn)] = turn
+    return Drawn(rows, tokens, np.zeros(tokens.shape, np.float32))

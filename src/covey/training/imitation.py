@@ -1,0 +1,193 @@
+"""Supervised learning of what a world's own expert does: where a policy begins that would never succeed by chance.
+
+    found = imitate(config, episodes=200, epochs=2)
+    covey train RECIPE model.adapter=FOLDER/adapter
+
+The expert plays training tasks; each of its turns is written as the recipe's `action_format` reads it, after the
+prompts that the recipe gives. What is minimised is the mean of `-log p` over the tokens of its turns, all words
+admitted.
+Everything that the recipe says of model, LoRA, optimiser and learning-rate schedule holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from covey.algorithms import make_objective
+from covey.config import GRPOConfig
+from covey.errors import ConfigError, DataError
+from covey.files import checked_path, explained, write_atomically
+from covey.rollout.imitation import Dictation, ExpertPlayer
+from covey.training import agents, setup
+from covey.training.rows import transcript
+from covey.training.trainer import GRPOTrainer
+from covey.types import Batch, Episode, Trajectory
+
+IMITATION_STREAM = 5
+"""Second entry of the random streams of worlds and of the order of episodes; see `evaluate.EVALUATION_STREAM`."""
+
+Told = Callable[[str, int, int], None]
+"""Called with what is done, how much of it, and of how much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imitation:
+    """What came of it.
+
+    Attributes:
+        folder: where everything is.
+        episodes: of the expert that were learnt from.
+        failed: episodes in which the expert did not succeed, which were left out.
+        losses: of each optimiser step: mean `-log p` of the tokens, in nats, before the step.
+        before: `eval/...` metrics of the policy on held-out tasks before, empty where there are none.
+        after: the same afterwards.
+    """
+
+    folder: Path
+    episodes: int
+    failed: int
+    losses: tuple[float, ...]
+    before: dict[str, float]
+    after: dict[str, float]
+
+
+def imitate(
+    config: GRPOConfig,
+    folder: str | Path,
+    *,
+    episodes: int = 200,
+    epochs: int = 2,
+    episodes_per_step: int = 16,
+    evaluate: bool = True,
+    told: Told = lambda doing, done, of: None,
+) -> Imitation:
+    """Let the expert of the recipe's world play, and learn what it says.
+
+    Args:
+        config: a recipe with a world.
+        folder: for `adapter/` (or the whole model after full fine-tuning), `imitation.jsonl` with the loss of each
+            step, and `episodes.jsonl` with what the expert did. It must be empty or not there yet.
+        episodes: that the expert plays, one for each training task and again from the first where there are fewer.
+        epochs: passes over those in which it succeeded.
+        episodes_per_step: in each optimiser step.
+        evaluate: play the held-out tasks before and after.
+        told: of progress.
+
+    Raises:
+        ConfigError: the recipe has no world, a number cannot be meant, or the folder is not empty.
+        EpisodeError: the world has no expert.
+        DataError: the expert succeeded in no episode.
+    """
+    for name, value in {"episodes": episodes, "epochs": epochs, "episodes_per_step": episodes_per_step}.items():
+        if value < 1:
+            raise ConfigError(f"{name}={value}: choose 1 or more")
+    folder = checked_path("folder", folder)
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise ConfigError(f"{folder}: it is not empty, and nothing is overwritten; choose another folder")
+    if config.environment.world is None:
+        raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
+    steps = -(-episodes // episodes_per_step) * epochs
+    here = {"phases": (), "max_steps": steps, "world_workers": 0, "num_iterations": 1, "num_minibatches": 1}
+    config = config.replace(**here, max_optimizer_steps=None)
+    with closing(GRPOTrainer(args=config)) as trainer:
+        before = trainer.evaluate() if evaluate and trainer.eval_prompts else {}
+        played = _play(trainer, episodes, told)
+        good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
+        if not good:
+            endings = ", ".join(sorted({trajectory.error or trajectory.ended for trajectory in played}))
+            raise DataError(
+                f"the expert succeeded in none of {len(played)} episodes ({endings:.300}); it may need more "
+                "environment.max_turns or environment.max_conversation_tokens"
+            )
+        with explained(folder):
+            write_atomically(folder / "episodes.jsonl", _as_lines(good))
+        losses = _learn(trainer, good, epochs, episodes_per_step, folder / "imitation.jsonl", told)
+        trainer.state.policy_version += 1
+        trainer.publish()
+        after = trainer.evaluate() if before else {}
+        trainer.save_model(folder / "adapter")
+    return Imitation(folder, len(good), len(played) - len(good), tuple(losses), before, after)
+
+
+def _play(trainer: GRPOTrainer, episodes: int, told: Told) -> list[Trajectory]:
+    """So many episodes by the expert, a few of them at a time."""
+    assert trainer.world is not None
+    collect = agents.make_collector(
+        trainer.args, trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode, ExpertPlayer
+    )
+    expert, dictation = collect.player, Dictation(trainer.engine.context_length)
+    numbers = range(episodes)
+    try:
+        played = expert.play(
+            [trainer.prompts[number % len(trainer.prompts)] for number in numbers],
+            dictation,
+            setup.sampling_settings(trainer.args, trainer.policy, 1.0),
+            num_generations=1,
+            streams=[(trainer.args.run.seed, IMITATION_STREAM, number) for number in numbers],
+            policy_version=0,
+            progress=lambda done, of: told("the expert plays", done, of),
+        )
+    finally:
+        collect.close()
+    return [trajectory for (trajectory,) in played]
+
+
+def _learn(
+    trainer: GRPOTrainer, played: Sequence[Trajectory], epochs: int, per_step: int, log: Path, told: Told
+) -> list[float]:
+    """Minimise the mean `-log p` of the expert's tokens; the losses, step by step."""
+    objective = make_objective("reinforce", aggregation="token_mean")  # -A log p with A = 1
+    order = np.random.default_rng([trainer.args.run.seed, IMITATION_STREAM])
+    losses: list[float] = []
+    parts = -(-len(played) // per_step)
+    began, lines = time.perf_counter(), []
+    for _ in range(epochs):
+        for chosen in np.array_split(order.permutation(len(played)), parts):
+            batch = _batch([episode for number in chosen for episode in played[number].episodes])
+            gradients = trainer.learner.forward_backward(
+                batch,
+                np.arange(len(batch.episodes)),
+                objective,
+                temperature=1.0,
+                max_completion_length=trainer.args.sampling.max_completion_length,
+            )
+            (rate,) = trainer.length.rates(trainer.next_phase(), len(losses))
+            norm = trainer.learner.optim_step(rate)
+            loss = -float(gradients.logp[batch.mask].mean(dtype=np.float64))
+            losses.append(loss)
+            step = {"step": len(losses), "loss": loss, "grad_norm": norm, "learning_rate": rate}
+            lines.append(json.dumps(step | {"seconds": time.perf_counter() - began}))
+            told("learning", len(losses), epochs * parts)
+    with explained(log):
+        write_atomically(log, "\n".join(lines) + "\n")
+    return losses
+
+
+def _batch(episodes: Sequence[Episode]) -> Batch:
+    """All that was said, with an advantage of 1."""
+    longest = max(episode.num_sampled for episode in episodes)
+    mask = np.arange(longest)[None, :] < np.array([[episode.num_sampled] for episode in episodes])
+    return Batch(
+        episodes=tuple(episodes),
+        group=np.arange(len(episodes)),
+        advantages=mask.astype(np.float32),
+        mask=mask,
+        old_logprobs=np.zeros(mask.shape, np.float32),
+        group_relative=False,
+    )
+
+
+def _as_lines(played: Sequence[Trajectory]) -> str:
+    return "".join(
+        json.dumps({"turns": len(t.turns), "reward": t.reward, "transcript": transcript(t)}, ensure_ascii=False) + "\n"
+        for t in played
+    )
