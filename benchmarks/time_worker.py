@@ -134,7 +134,7 @@ def run_trl(args: argparse.Namespace, task: Any, looks: Looks) -> None:
     )
     trainer = GRPOTrainer(
         model=args.model,
-        reward_funcs=task.reward_funcs(),
+        reward_funcs=task.reward_funcs,
         args=GRPOConfig(**settings | shared(args)),
         train_dataset=Dataset.from_list(task.train_rows(args.seed)),
         peft_config=lora,

@@ -41,6 +41,7 @@ LEVELS = {
             "cli_compare",
             "cli_completions",
             "cli_export",
+            "cli_ending",
             "cli_imitate",
             "cli_plan",
             "cli_play",

@@ -88,11 +88,14 @@ def read(text: str) -> dict[str, str] | None:
     if len(text) > 400 or not text.startswith("{"):
         return None
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=list)  # a key that comes twice is not overlooked
     except (ValueError, RecursionError):
         return None
-    fits = isinstance(found, dict) and set(found) == set(FIELDS) and all(isinstance(v, str) for v in found.values())
-    return found if fits else None
+    try:
+        fits = sorted(key for key, _ in found) == sorted(FIELDS) and all(isinstance(value, str) for _, value in found)
+    except (TypeError, ValueError):  # not a list of pairs
+        return None
+    return dict(found) if fits else None
 
 
 def share_right(text: str, wanted: Mapping[str, str]) -> float:
@@ -113,7 +116,7 @@ class Appointments(Task):
 
     def __init__(self, num_train: int = 2_000, num_eval: int = 200) -> None:
         self.num_train, self.num_eval = num_train, num_eval
-        self.max_completion_length = 48
+        self.max_completion_length = 56
 
     @property
     def reward_funcs(self) -> list[Any]:

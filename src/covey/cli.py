@@ -11,8 +11,6 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +22,7 @@ from covey import __version__
 from covey.cli_compare import compare
 from covey.cli_completions import completions
 from covey.cli_doctor import doctor
+from covey.cli_ending import said_by_signals
 from covey.cli_export import export
 from covey.cli_imitate import imitate
 from covey.cli_plan import plan
@@ -45,7 +44,6 @@ from covey.cli_weights import config_for, recipe_file
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
 from covey.observe.console import visible
-from covey.signals import EndedError, ended_by_signals
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Evaluation
@@ -90,17 +88,6 @@ def main() -> None:
         sys.exit(130)
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Typer gives every interrupt the same exit status."""
-    try:
-        with ended_by_signals():
-            yield
-    except EndedError as end:
-        err.print(f"covey: {end}", style="red")
-        raise typer.Exit(end.exit_status) from end
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         out.print(f"covey {__version__}", highlight=False)
@@ -130,7 +117,7 @@ def train(
     """
     chosen = [] if backend is None else [f"model.backend={backend}"]
     config = GRPOConfig.from_toml(recipe_file(recipe), overrides=[*(overrides or []), *chosen])
-    with _ended_by_signals():
+    with said_by_signals():
         from covey.distributed import launch
 
         if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
@@ -153,7 +140,7 @@ def resume(
             f"dataset in memory; continue it with {folder.how_to_continue()}"
         )
     config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
-    with _ended_by_signals():
+    with said_by_signals():
         from covey.distributed import launch
 
         if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from covey.cli_ending import said_by_signals
 from covey.cli_weights import recipe_file
 from covey.config import GRPOConfig
 from covey.observe.console import visible
@@ -38,7 +39,7 @@ def imitate(
 
     config = GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
     target = Path(f"{config.run.output_dir}-imitation") if folder is None else folder
-    with err.status("loading") as status:
+    with said_by_signals(), err.status("loading") as status:
         found = learn(
             config,
             target,

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
-from covey.algorithms.advantages import discounted_returns, gigpo_advantages
+from covey.algorithms.advantages import (
+    discounted_returns,
+    episode_advantages,
+    gigpo_advantages,
+    group_advantages,
+)
 
 
 def test_returns() -> None:
@@ -48,3 +55,38 @@ def test_an_excluded_episode_counts_nowhere() -> None:
         scale="none",
     )
     assert np.asarray(found) == pytest.approx([1.0, -1.0, 0.0])
+
+
+@pytest.mark.parametrize("low", [-1, 0, 2**31 - 3])
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_the_names_of_groups_and_observations_do_not_matter(low: int, library: str) -> None:
+    returns, group, anchor = [1.0, 0.0, 5.0, 9.0], [0, 0, 1, 1], [0, 0, 0, 0]
+    names = [np.array([low + n for n in ids], np.int32) for ids in (group, [0, 1, 0, 1], anchor)]
+    values = np.array(returns)
+    if library == "torch":
+        values, *names = map(torch.from_numpy, (values, *names))
+    if library == "jax":
+        values, *names = map(jnp.asarray, (values, *names))
+    found = gigpo_advantages(values, values, *names, scale="none")
+    np.testing.assert_allclose(np.asarray(found), [1, -1, -4, 4])
+
+
+def test_no_steps_have_no_advantages() -> None:
+    nothing = np.zeros(0)
+    ids = np.zeros(0, np.int64)
+    assert gigpo_advantages(nothing, nothing, ids, ids, ids).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_episodes_are_counted_in_narrow_types_too(dtype: torch.dtype) -> None:
+    groups, episodes = torch.arange(3000) // 6, torch.arange(3000) // 3 % 2
+    rewards = (episodes + groups % 2).to(dtype)
+    found = episode_advantages(rewards, groups, episodes, scale="none")
+    np.testing.assert_array_equal(found.float().numpy(), np.where(episodes.numpy() == 1, 0.5, -0.5))
+
+
+def test_groups_may_be_of_any_whole_type() -> None:
+    expected = [-0.5, 0.5, -1.0, 1.0]
+    for ids in (torch.tensor([False, False, True, True]), torch.tensor([1, 1, 2, 2], dtype=torch.uint8)):
+        found = group_advantages(torch.tensor([0.0, 1.0, 0.0, 2.0]), ids, scale="none")
+        np.testing.assert_allclose(found.numpy(), expected)

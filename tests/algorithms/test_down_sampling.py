@@ -19,6 +19,7 @@ from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.rewards.config import RewardConfig
 from covey.rollout.batching import make_batch
+from covey.training.step import episode_credit
 from covey.types import Batch, Episode, Group, Trajectory, Turn
 from fakes import fake_prompt
 
@@ -58,6 +59,7 @@ def test_what_could_not_be_scored_is_never_chosen(rule: str) -> None:
     assert chosen(rule, 3, [float("nan"), 1, 0, float("nan")]) == [1, 2]
     assert chosen(rule, 2, [float("nan")] * 3) == [0, 1, 2]
     assert chosen(rule, 4, [1, 0, 1]) == [0, 1, 2]
+    assert chosen(rule, 4, [0, 1, 2, float("nan"), float("nan")]) == [0, 1, 2]
 
 
 @given(st.lists(st.integers(-3, 3), min_size=2, max_size=8), st.integers(1, 7))
@@ -108,6 +110,12 @@ def test_of_agents_whole_episodes_are_chosen() -> None:
     batch = batch_of([agents], down_sampling="max_variance", down_sampling_size=2, adv_estimator="naive_grpo")
     assert batch.mask.any(axis=1).tolist() == [True, True, True, False, False, False]
     np.testing.assert_allclose(batch.advantages[:3, 0], [0.5, 0.5, -0.5])
+    # what tables show of GiGPO's two parts is of the same episodes
+    settings = {"world": "house", "adv_estimator": "gigpo", "scale_rewards": "none"}
+    args = GRPOConfig(**settings, down_sampling="max_variance", down_sampling_size=2, num_generations=3)
+    credit = episode_credit([agents], args)
+    assert credit is not None
+    np.testing.assert_allclose(credit, batch.advantages)
 
 
 RULE = """

@@ -13,7 +13,7 @@ import torch
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.environments.actions import parse_action, write_action
-from covey.errors import ConfigError, DataError, EpisodeError
+from covey.errors import ConfigError, DataError
 from covey.rollout.imitation import ExpertPlayer
 from covey.training import imitation, setup
 from covey.training.agents import make_collector
@@ -101,12 +101,10 @@ def test_the_loss_is_the_mean_negative_log_probability(playing: dict[str, Any]) 
             own = int(episode.sampled.sum())
             wanted += float(model(input_ids=ids, labels=labels).loss) * own
             count += own
-    log = Path(playing["output_dir"]).parent / "log.jsonl"
-    losses = imitation._learn(trainer, played, 4, 4, log, lambda doing, done, of: None)
+    losses = [step["loss"] for step in imitation._learn(trainer, played, 4, 4, lambda doing, done, of: None)]
     trainer.close()
     assert losses[0] == pytest.approx(wanted / count, rel=1e-4)
     assert losses[-1] < 0.8 * losses[0]
-    assert [json.loads(line)["loss"] for line in log.read_text().splitlines()] == losses
 
 
 def test_what_is_left_behind_can_be_trained_on(playing: dict[str, Any], tmp_path: Path) -> None:
@@ -136,10 +134,45 @@ def test_what_cannot_be_imitated(playing: dict[str, Any], tmp_path: Path) -> Non
         imitate(config, tmp_path / "a", episodes=0)
     with pytest.raises(ConfigError, match=r"no environment\.world"):
         imitate(config.replace(world=None, task="arithmetic"), tmp_path / "b")
-    with pytest.raises(EpisodeError, match="no expert"):
+    with pytest.raises(DataError, match="expert_action knows no action here"):
         imitate(config.replace(world=f"{WORLDS}:Trouble", action_format="text"), tmp_path / "c", episodes=1)
+    with pytest.raises(ConfigError, match="max_completion_length to"):
+        imitate(config.replace(max_completion_length=4), tmp_path / "e", episodes=1, evaluate=False)
+    with pytest.raises(ConfigError, match="choose a lower"):
+        imitate(config.replace(learning_rate=1e30), tmp_path / "f", episodes=4, epochs=3, evaluate=False)
+    assert not any((tmp_path / name).exists() for name in "abcdef")
     with pytest.raises(DataError, match="succeeded in none of 2"):
         imitate(config.replace(max_turns=1), tmp_path / "d", episodes=2)
+
+
+EXPERTS = """
+from covey.environments import Environment, Observation, World
+class Moody(World):
+    name, max_turns, max_completion_length = "moody", 2, 12
+    def train_tasks(self, seed): return [{"uid": str(n)} for n in range(6)]
+    def eval_tasks(self): return []
+    def make(self): return Mood()
+class Mood(Environment):
+    def reset(self, task, seed):
+        self.number = int(task["uid"])
+        return Observation("go", ("left", "right"))
+    def step(self, action): return Observation("there"), float(action == "left"), True, {}
+    def expert_action(self):
+        if self.number == 1: raise ValueError("I do not know")
+        return {2: 3, 3: "go \\ud800", 4: "right", 5: None}.get(self.number, "left")
+"""
+
+
+def test_an_expert_that_fails_costs_its_own_episode(playing: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "moody.py").write_text(EXPERTS)
+    config = GRPOConfig(**playing | {"world": f"{tmp_path}/moody.py:Moody"})
+    found = imitate(config, tmp_path / "first", episodes=6, epochs=1)
+    assert (found.episodes, found.failed) == (1, 5)
+    trainer = GRPOTrainer(args=config)
+    said = [trajectory.error for trajectory in by_the_expert(trainer, 6)]
+    trainer.close()
+    for error, words in zip(said[1:], ("I do not know", "returned 3", "ud800", "", "knows no action"), strict=True):
+        assert words in error
 
 
 def test_command(playing: dict[str, Any], tmp_path: Path, covey: Command) -> None:

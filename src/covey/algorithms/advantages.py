@@ -26,7 +26,7 @@ from covey.algorithms.arrays import (
     to_library_of,
     unknown_name,
 )
-from covey.algorithms.grouping import Grouping
+from covey.algorithms.grouping import Grouping, numbered
 from covey.errors import ConfigError, DataError
 
 SCALES = ("group", "batch", "none")
@@ -129,15 +129,10 @@ def episode_advantages(
         DataError: the arguments differ in length.
     """
     rewards, groups, scorable = prepare(rewards, groups)
-    xp = array_namespace(rewards)
     episodes = group_numbers(episodes, rewards)
     _same_length(rewards, episodes, "episodes")
     # One row speaks for each episode: the first that can be scored.
-    size = groups.shape[0]
-    both = _ranks(groups) * size + _ranks(episodes)
-    place = xp.astype(xp.cumulative_sum(xp.ones_like(groups)), rewards.dtype)
-    first = place == -Grouping(both, scorable).max(-place)
-    counted = scorable & first
+    counted = Grouping(numbered(groups, episodes), scorable).first()
     return _normalise(rewards, groups, scorable, counted, scale, correction, epsilon)
 
 
@@ -333,12 +328,6 @@ def prepare(rewards: Any, groups: Any) -> tuple[Array, Array, Array]:
     return rewards, groups, array_namespace(rewards).isfinite(rewards)
 
 
-def _ranks(ids: Array) -> Array:
-    """`[N]` numbers below N, equal where the ids are."""
-    xp = array_namespace(ids)
-    return xp.searchsorted(xp.sort(ids), ids)
-
-
 def _same_length(rewards: Array, other: Array, name: str) -> None:
     if rewards.ndim != 1 or rewards.shape != other.shape:
         raise DataError(
@@ -444,9 +433,7 @@ def gigpo_advantages(
     settings: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
     whole = episode_advantages(episode_rewards, groups, episodes, **settings)
     returns = as_float(step_returns)
-    xp = array_namespace(returns)
-    group, anchor = group_numbers(groups, returns), group_numbers(anchors, returns)
-    together = group * (xp.max(anchor) + 1) + anchor
+    together = numbered(group_numbers(groups, returns), group_numbers(anchors, returns))
     return whole + omega * group_advantages(returns, together, **settings)
 
 

@@ -39,8 +39,9 @@ def max_variance(group: Group, size: int) -> NDArray[np.int64]:
     right and two wrong completions, four are the two wrong ones and two right ones.
     """
     order, rewards = _ordered(group.rewards)
+    size = min(size, len(order))
     best, chosen = -1.0, order[:size]
-    for high in range(min(size, len(order)) + 1):
+    for high in range(size + 1):
         both = np.concatenate([order[: size - high], order[len(order) - high :]])
         variance = float(np.var(rewards[both]))
         # The same variance by rounding alone changes nothing: the fewest high rewards that reach it.

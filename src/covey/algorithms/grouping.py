@@ -1,7 +1,7 @@
 """Sums and extremes over groups of rows: each row is told what its whole group has.
 
-Groups are numbered by where their ids begin in the sorted list of all ids, so shapes depend on N alone (JAX can compile
-it) and the work is that of sorting N numbers.
+Groups are numbered by sorting their ids, so shapes depend on N alone (JAX can compile it), and the work is that of
+sorting N numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,29 @@ from array_api_compat import array_namespace, is_numpy_array, is_torch_array
 from covey.algorithms.arrays import Array
 
 
+def numbered(*ids: Array) -> Array:
+    """`[N]` numbers from 0 to N - 1, equal for rows that are equal in all of `[N]` integer arrays."""
+    xp = array_namespace(*ids)
+    ids = tuple(_sortable(each) for each in ids)
+    size = ids[0].shape[0]
+    order = xp.argsort(ids[-1], stable=True)
+    for each in ids[-2::-1]:
+        order = xp.take(order, xp.argsort(xp.take(each, order, axis=0), stable=True), axis=0)
+    differs = xp.zeros_like(order[1:]) > 0
+    for each in ids:
+        sorted_ids = xp.take(each, order, axis=0)
+        differs = differs | (sorted_ids[1:] != sorted_ids[:-1])
+    number = xp.cumulative_sum(xp.astype(differs, order.dtype))
+    number = xp.concat([xp.zeros_like(order[:1]), number])
+    return xp.take(number, xp.argsort(order, stable=True), axis=0) if size else order
+
+
+def _sortable(ids: Array) -> Array:
+    """The same ids in a type that every library sorts."""
+    xp = array_namespace(ids)
+    return ids if xp.isdtype(ids.dtype, "signed integer") else xp.astype(ids, xp.asarray([0]).dtype)
+
+
 class Grouping:
     """The groups of N rows, of which only members count.
 
@@ -23,9 +46,7 @@ class Grouping:
     """
 
     def __init__(self, groups: Array, member: Array) -> None:
-        xp = array_namespace(groups)
-        self._member = member
-        self._number = xp.searchsorted(xp.sort(groups), groups)  # 0 to N - 1
+        self._member, self._number = member, numbered(groups)
 
     def sum(self, values: Array) -> Array:
         """`[N]` or `[N, T]` values added up over the members of each row's group."""
@@ -41,6 +62,14 @@ class Grouping:
         values = xp.where(self._member, values, xp.full_like(values, least))
         return self._gather(_reduced(values, self._number, "max", least))
 
+    def first(self) -> Array:
+        """`[N]` True for the first member of each group."""
+        xp = array_namespace(self._number)
+        place = xp.cumulative_sum(xp.ones_like(self._number))
+        last = xp.zeros_like(place) + place.shape[0] + 1
+        nearest = _reduced(xp.where(self._member, -place, -last), self._number, "max", -place.shape[0] - 1)
+        return self._member & (place == -self._gather(nearest))
+
     def count(self, like: Array) -> Array:
         """`[N]` how many members each row's group has, in the type of `like`."""
         return self.sum(array_namespace(like).ones_like(like))
@@ -49,7 +78,7 @@ class Grouping:
         return array_namespace(totals).take(totals, self._number, axis=0)
 
 
-def _reduced(values: Array, number: Array, how: str, begin: float) -> Array:
+def _reduced(values: Array, number: Array, how: str, begin: Any) -> Array:
     """`[N, ...]` the values of each number, put together."""
     xp = array_namespace(values)
     totals = xp.full_like(values, begin)

@@ -132,10 +132,23 @@ class EnvironmentPool:
             self._places[place].stop()
 
     def expert_action(self, place: int) -> str | None:
-        """What a perfect player would do there now, where the world knows. Waits for the answer."""
+        """What a perfect player would do there now, where the world knows. Waits for the answer.
+
+        Raises:
+            EpisodeError: the environment fails, or what it answers is no action.
+        """
         self._ask(place, {"expert": True}, "step")
         answer = self._places[place].receive_raw(self._limits["step"])
-        return None if answer is None or "error" in answer else answer["expert"]
+        if answer is None:
+            raise EpisodeError(f"expert_action: no answer within {self._limits['step']:g} s, or its process has ended")
+        if "error" in answer:
+            raise EpisodeError(f"expert_action: {answer['error']}")
+        action = answer["expert"]
+        if action is None:
+            return None
+        if not isinstance(action, str) or not action.strip() or action.encode("utf-8", "replace").decode() != action:
+            raise EpisodeError(f"expert_action returned {action!a:.80}; return an action as text, or None")
+        return action
 
     def prepare(self) -> None:
         """Import and prepare the world, which the first episode does otherwise.

@@ -128,6 +128,7 @@ class Player:
 
     Attributes:
         ends_turn: the first of these.
+        longest_turn: most tokens of a turn.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Player:
         self._template, self._decode = template, decode
         self._tokenizer, self.settings, self.ends_turn = tokenizer, settings, tuple(eos_token_ids[:1])
         self.stats = PlayStats()
-        self._longest, self._warned = 1 << 31, False
+        self.longest_turn, self._warned = 1 << 31, False
         self._prepared: list[tuple[str, tuple[int, ...]]] = []  # by place: a task's uid and the episode's stream
 
     def prepare(self, tasks: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
@@ -202,7 +203,7 @@ class Player:
         """
         began = time.perf_counter()
         self.stats = PlayStats()
-        self._longest = sampling.max_tokens
+        self.longest_turn = sampling.max_tokens
         episodes = _episodes(tasks, num_generations, streams)
         self._settle(len(episodes))
         game = _EpisodeLoop(self, episodes, generator, sampling, policy_version, num_generations)
@@ -230,7 +231,7 @@ class Player:
                 "tags"
             )
         encoded = {action: (*self.tokens_of(action), *self.ends_turn) for action in live.seen.actions}
-        fitting = tuple(ids for ids in encoded.values() if len(ids) <= self._longest)
+        fitting = tuple(ids for ids in encoded.values() if len(ids) <= self.longest_turn)
         if len(fitting) < len(encoded):
             self._warn_of_long(max(encoded, key=lambda action: len(encoded[action])), fitting)
         return fitting
@@ -241,8 +242,8 @@ class Player:
 
     def _warn_of_long(self, action: str, fitting: Sequence[tuple[int, ...]]) -> None:
         problem = (
-            f"environment.action_format='choice': the action {action!r:.80} is longer than the {self._longest} tokens "
-            "of sampling.max_completion_length"
+            f"environment.action_format='choice': the action {action!r:.80} is longer than the {self.longest_turn} "
+            "tokens of sampling.max_completion_length"
         )
         if not fitting:
             raise ConfigError(f"{problem}, and so are all others; raise it")
@@ -412,7 +413,13 @@ class _EpisodeLoop:
 
     def _ask(self, live: LiveEpisode) -> None:
         """Let the policy take its next turn."""
-        stream, choices = (*live.stream, len(live.turns)), self._player.choices(live)
+        stream = (*live.stream, len(live.turns))
+        try:
+            choices = self._player.choices(live)
+        except EpisodeError as error:
+            self._stats.failures += 1
+            self._end(live, "failed", str(error))
+            return
         self._stats.cut_observations += self._player.shortened(live.seen.text) != live.seen.text
         if live.turns and self._conversing:
             assert self._session is not None

@@ -22,6 +22,7 @@ from covey.algorithms import (
     soft_overlong_punishment,
 )
 from covey.algorithms.advantages import discounted_returns
+from covey.algorithms.down_sampling import DownSampling
 from covey.algorithms.estimators import gdpo
 from covey.algorithms.masks import completion_masks
 from covey.types import Batch, BoolArray, Group, IntArray, Prompt, Trajectory
@@ -112,24 +113,40 @@ def make_batch(
 
     if selection is None:
         return batch_of(groups)
-    kept = [selection(group) for group in groups]
-    rows = np.concatenate([_episodes_of(group, own) for group, own in zip(groups, kept, strict=True)])
-    if selection.statistics == "group" or rows.all():
+    rows, compared = chosen(groups, selection)
+    if compared is groups:
         batch = batch_of(groups)
+        advantages = batch.advantages
     else:
         batch = _without_advantages(groups, algorithm, environment, has_answer)
-        chosen = batch_of([_some(group, own) for group, own in zip(groups, kept, strict=True)]) if rows.any() else None
-        if chosen is not None:
-            advantages = np.zeros_like(batch.advantages)
-            advantages[rows, : chosen.advantages.shape[1]] = chosen.advantages
-            batch = replace(batch, advantages=advantages, group_relative=chosen.group_relative)
+        some = batch_of(compared) if rows.any() else batch
+        advantages = spread_over(rows, some.advantages, batch.advantages)
+        batch = replace(batch, group_relative=some.group_relative)
     left_out = batch.sampled & ~rows[:, None]
     return replace(
         batch,
-        advantages=np.where(left_out, np.float32(0), batch.advantages),
+        advantages=np.where(left_out, np.float32(0), advantages),
         mask=batch.mask & ~left_out,
         excluded={**batch.excluded, "down_sampling": left_out},
     )
+
+
+def chosen(groups: Sequence[Group], selection: DownSampling) -> tuple[BoolArray, Sequence[Group]]:
+    """What is trained on: `[N]` True for its episodes, and the groups within which advantages are compared."""
+    kept = [selection(group) for group in groups]
+    rows = np.concatenate([_episodes_of(group, own) for group, own in zip(groups, kept, strict=True)])
+    if selection.statistics == "group" or rows.all():
+        return rows, groups
+    return rows, [_some(group, own) for group, own in zip(groups, kept, strict=True)]
+
+
+def spread_over(rows: BoolArray, values: NDArray[Any], like: NDArray[Any]) -> NDArray[Any]:
+    """`[n, t]` values of the n rows that are True, where `like` `[N, T]` has them, 0 elsewhere."""
+    if len(values) == len(rows):
+        return values
+    whole = np.zeros(like.shape, values.dtype)
+    whole[rows, : values.shape[1]] = values
+    return whole
 
 
 def _episodes_of(group: Group, kept: BoolArray) -> BoolArray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from covey.environments.actions import write_action
 from covey.environments.pool import EnvironmentPool
-from covey.errors import EpisodeError
+from covey.errors import ConfigError, EpisodeError
 from covey.rollout.agents import LiveEpisode, Player
 from covey.rollout.turns import Device, Drawn, Row, Session
 from covey.types import SamplingSettings
@@ -34,16 +34,21 @@ class ExpertPlayer(Player):
         """The expert's action, as tokens, and the end of the turn.
 
         Raises:
-            EpisodeError: the world has no expert.
+            EpisodeError: the world has no expert, or it failed: this episode ends.
+            ConfigError: a turn is too short for the action.
         """
         action = self.pool.expert_action(live.place)
         if action is None:
-            raise EpisodeError(
-                f"task {live.prompt.uid}: the world has no expert, or it knows no action here; imitation needs one: "
-                "give the environment a method expert_action"
+            raise EpisodeError("expert_action knows no action here; imitation needs a world with an expert")
+        format = self.settings.action_format
+        turn = (*self.tokens_of(write_action(action, format)), *self.ends_turn)
+        if len(turn) > self.longest_turn:
+            raise ConfigError(
+                f"the expert's action {action!r:.80} takes {len(turn)} tokens in the form that "
+                f"environment.action_format={format!r} asks for, and a turn has {self.longest_turn}; set "
+                f"sampling.max_completion_length to {len(turn)} or more"
             )
-        text = write_action(action, self.settings.action_format)
-        return ((*self.tokens_of(text), *self.ends_turn),)
+        return (turn,)
 
 
 class Dictation:

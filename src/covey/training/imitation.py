@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,20 +81,33 @@ def imitate(
         told: of progress.
 
     Raises:
-        ConfigError: the recipe has no world, a number cannot be meant, or the folder is not empty.
-        EpisodeError: the world has no expert.
-        DataError: the expert succeeded in no episode.
+        ConfigError: the recipe has no world, a number cannot be meant, the folder is not empty, an action is longer
+            than a turn, or the loss is not finite.
+        DataError: the expert succeeded in no episode, or there is none.
     """
     for name, value in {"episodes": episodes, "epochs": epochs, "episodes_per_step": episodes_per_step}.items():
         if value < 1:
             raise ConfigError(f"{name}={value}: choose 1 or more")
+    if config.environment.world is None:
+        raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
     folder = checked_path("folder", folder)
     with explained(folder):
+        made = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"{folder}: it is not empty, and nothing is overwritten; choose another folder")
-    if config.environment.world is None:
-        raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
+    try:
+        return _imitate(config, folder, episodes, epochs, episodes_per_step, evaluate, told)
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()  # it is empty until all is known
+        raise
+
+
+def _imitate(
+    config: GRPOConfig, folder: Path, episodes: int, epochs: int, episodes_per_step: int, evaluate: bool, told: Told
+) -> Imitation:
     steps = -(-episodes // episodes_per_step) * epochs
     here = {"phases": (), "max_steps": steps, "world_workers": 0, "num_iterations": 1, "num_minibatches": 1}
     config = config.replace(**here, max_optimizer_steps=None)
@@ -103,19 +116,21 @@ def imitate(
         played = _play(trainer, episodes, told)
         good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
         if not good:
-            endings = ", ".join(sorted({trajectory.error or trajectory.ended for trajectory in played}))
+            endings = "; ".join(sorted({trajectory.error or trajectory.ended for trajectory in played}))
             raise DataError(
-                f"the expert succeeded in none of {len(played)} episodes ({endings:.300}); it may need more "
-                "environment.max_turns or environment.max_conversation_tokens"
+                f"the expert succeeded in none of {len(played)} episodes ({endings:.500}); look at what it does with "
+                "covey play --expert, and whether environment.max_turns and max_conversation_tokens leave it room"
             )
-        with explained(folder):
-            write_atomically(folder / "episodes.jsonl", _as_lines(good))
-        losses = _learn(trainer, good, epochs, episodes_per_step, folder / "imitation.jsonl", told)
+        lines = _learn(trainer, good, epochs, episodes_per_step, told)
         trainer.state.policy_version += 1
         trainer.publish()
         after = trainer.evaluate() if before else {}
+        with explained(folder):
+            write_atomically(folder / "episodes.jsonl", _as_lines(good))
+            write_atomically(folder / "imitation.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         trainer.save_model(folder / "adapter")
-    return Imitation(folder, len(good), len(played) - len(good), tuple(losses), before, after)
+    losses = tuple(float(line["loss"]) for line in lines)
+    return Imitation(folder, len(good), len(played) - len(good), losses, before, after)
 
 
 def _play(trainer: GRPOTrainer, episodes: int, told: Told) -> list[Trajectory]:
@@ -142,14 +157,13 @@ def _play(trainer: GRPOTrainer, episodes: int, told: Told) -> list[Trajectory]:
 
 
 def _learn(
-    trainer: GRPOTrainer, played: Sequence[Trajectory], epochs: int, per_step: int, log: Path, told: Told
-) -> list[float]:
-    """Minimise the mean `-log p` of the expert's tokens; the losses, step by step."""
+    trainer: GRPOTrainer, played: Sequence[Trajectory], epochs: int, per_step: int, told: Told
+) -> list[dict[str, float]]:
+    """Minimise the mean `-log p` of the expert's tokens; what each step was."""
     objective = make_objective("reinforce", aggregation="token_mean")  # -A log p with A = 1
     order = np.random.default_rng([trainer.args.run.seed, IMITATION_STREAM])
-    losses: list[float] = []
-    parts = -(-len(played) // per_step)
-    began, lines = time.perf_counter(), []
+    parts, began = -(-len(played) // per_step), time.perf_counter()
+    steps: list[dict[str, float]] = []
     for _ in range(epochs):
         for chosen in np.array_split(order.permutation(len(played)), parts):
             batch = _batch([episode for number in chosen for episode in played[number].episodes])
@@ -160,16 +174,18 @@ def _learn(
                 temperature=1.0,
                 max_completion_length=trainer.args.sampling.max_completion_length,
             )
-            (rate,) = trainer.length.rates(trainer.next_phase(), len(losses))
+            (rate,) = trainer.length.rates(trainer.next_phase(), len(steps))
             norm = trainer.learner.optim_step(rate)
             loss = -float(gradients.logp[batch.mask].mean(dtype=np.float64))
-            losses.append(loss)
-            step = {"step": len(losses), "loss": loss, "grad_norm": norm, "learning_rate": rate}
-            lines.append(json.dumps(step | {"seconds": time.perf_counter() - began}))
-            told("learning", len(losses), epochs * parts)
-    with explained(log):
-        write_atomically(log, "\n".join(lines) + "\n")
-    return losses
+            if not np.isfinite([loss, norm]).all():
+                raise ConfigError(
+                    f"step {len(steps) + 1}: the loss is {loss} and its gradient's norm {norm}; choose a lower "
+                    f"optim.learning_rate than {trainer.args.optim.learning_rate:g}"
+                )
+            step = {"step": len(steps) + 1, "loss": loss, "grad_norm": norm, "learning_rate": rate}
+            steps.append(step | {"seconds": time.perf_counter() - began})
+            told("learning", len(steps), epochs * parts)
+    return steps
 
 
 def _batch(episodes: Sequence[Episode]) -> Batch:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.config import GRPOConfig
-from covey.rollout.batching import HasAnswer, Score, agent_advantages, estimator_of, make_batch
+from covey.rollout.batching import (
+    HasAnswer,
+    Score,
+    agent_advantages,
+    chosen,
+    estimator_of,
+    make_batch,
+    spread_over,
+)
 from covey.rollout.learning import Learner
 from covey.training.schedule import ResolvedPhase
 from covey.training.setup import RunLength, algorithm_in
@@ -63,7 +73,7 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
         return None
     try:
         with np.errstate(over="ignore"):
-            found = agent_advantages(groups, part, args.algorithm, args.environment).astype(np.float32)
+            found = _as_trained(groups, args, partial(agent_advantages, estimator=part))
         if np.isfinite(found).all():
             return found
         log.warning("%s: it returned a number that is not finite; tables show whole advantages only", part.name)
@@ -72,6 +82,18 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
     except BaseException as error:  # SystemExit of somebody's function is a failure like any other
         log.warning("%s failed (%s: %s); tables show whole advantages only", part.name, type(error).__name__, error)
     return None
+
+
+def _as_trained(groups: Sequence[Group], args: GRPOConfig, of: Callable[..., NDArray[Any]]) -> NDArray[np.float32]:
+    """`[N, T]` what is computed of the groups, or of what `down_sampling` leaves of them: 0 for the others."""
+    sections = {"algorithm": args.algorithm, "environment": args.environment}
+    selection = args.algorithm.selection
+    if selection is None:
+        return of(groups, **sections).astype(np.float32)
+    rows, compared = chosen(groups, selection)
+    width = max(episode.num_sampled for group in groups for episode in group.episodes)
+    whole = spread_over(rows, of(compared, **sections), np.zeros((len(rows), width)))
+    return np.where(rows[:, None], whole, 0.0).astype(np.float32)
 
 
 def step_update(
@@ -86,6 +108,7 @@ def step_update(
     """The update of the step that follows those counted in `state`, at the learning rates that are due."""
     rates, algorithm = length.rates(phase, state.global_step), algorithm_in(args, phase)
     fresh = all(episode.policy_version == state.policy_version for episode in batch.episodes)
+    own = not args.server.upload_adapters_to_server and args.distributed.sampler_kind != "vllm"
     done = update(
         learner,
         batch,
@@ -96,7 +119,7 @@ def step_update(
         state=state,
         stream=(args.run.seed, MINIBATCH_STREAM, state.global_step),
         observe=observe,
-        on_policy=fresh and algorithm.correction is None,
+        on_policy=fresh and own and algorithm.correction is None,
     )
     done.metrics["learning_rate"] = rates[-1]
     return done

@@ -21,6 +21,8 @@ from covey.rollout.learning import Gradients, Learner, rows_with_gradient
 from covey.training.state import TrainerState
 from covey.types import Batch, BoolArray
 
+_ROUNDING = 1e-3
+"""In nats: more than sampler and learner ever differ by where they are of one program."""
 _EXTREMES = ("min", "mean", "max")
 
 
@@ -108,7 +110,7 @@ def update(
 
     looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
     wanted = masks_by_entropy(algorithm) or objective.loss.entropy
-    known = on_policy and looks_at_policy and not wanted
+    known = on_policy and looks_at_policy and not wanted and not _near(algorithm.reference_drift_threshold)
     if looks_at_policy:
         # What looks at the policy is taken over all rows of the step, tied groups too.
         rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
@@ -195,6 +197,11 @@ def _rates(learning_rates: float | Sequence[float], algorithm: AlgorithmConfig) 
     """One learning rate for each optimiser step."""
     steps = algorithm.optimizer_steps
     return [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
+
+
+def _near(threshold: float | None) -> bool:
+    """True where rounding could decide on which side a policy is that has not left the reference."""
+    return threshold is not None and abs(threshold) < _ROUNDING
 
 
 def _own_rows(batch: Batch) -> NDArray[np.int64] | None:
