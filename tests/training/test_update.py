@@ -235,3 +235,31 @@ def test_adaptive_entropy_moves_its_coefficient_after_each_optimiser_step() -> N
     third = learn(make_learner(), batch, entropy_target=0.0, num_iterations=2, state=state, **steps)
     assert state.entropy_coef == pytest.approx(0.15 - 2 * 0.04)  # a move for each pass
     assert third.metrics["entropy_coef"] == pytest.approx((0.11 + 0.07) / 2)
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.0])
+def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
+    """But where the reference is so near that rounding would decide."""
+    batch, calls, found = make_batch(), [], []
+    for on_policy in (True, False):
+        learner = make_learner()
+        rows = np.arange(len(batch.episodes))
+        fresh = replace(batch, old_logprobs=learner.scores(batch, rows, temperature=1.0)[0])
+        run = learner.scores
+
+        def spy(*arguments: Any, reference: bool = False, run: Any = run, **options: Any) -> Any:
+            calls.append(reference)
+            return run(*arguments, reference=reference, **options)
+
+        monkeypatch.setattr(learner, "scores", spy)
+        masks = {"off_policy_mask_threshold": 0.1, "reference_drift_threshold": threshold, "num_iterations": 2}
+        section = AlgorithmConfig(loss_type="dapo", beta=0.0, **masks)
+        done = update(learner, fresh, section, 1e-3, temperature=1.0, max_completion_length=12, on_policy=on_policy)
+        found.append(done)
+    # the policy in the second pass only, then in both; with the threshold 0 nothing is left for a second pass
+    assert calls.count(False) == (3 if threshold else 2)
+    first, second = found
+    np.testing.assert_array_equal(first.batch.mask, second.batch.mask)
+    assert first.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-6)
+    assert first.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"], rel=1e-4)
+    assert first.metrics["sampling/sampling_logp_difference/max"] < 1e-5
