@@ -256,8 +256,8 @@ def test_masks_of_fresh_samples_need_no_forward_pass(monkeypatch: pytest.MonkeyP
         section = AlgorithmConfig(loss_type="dapo", beta=0.0, **masks)
         done = update(learner, fresh, section, 1e-3, temperature=1.0, max_completion_length=12, on_policy=on_policy)
         found.append(done)
-    # the policy in the second pass only, then in both; with the threshold 0 nothing is left for a second pass
-    assert calls.count(False) == (3 if threshold else 2)
+    # the policy in the second pass only, and then in both
+    assert calls.count(False) == (3 if threshold else 4)
     first, second = found
     np.testing.assert_array_equal(first.batch.mask, second.batch.mask)
     assert first.metrics["loss"] == pytest.approx(second.metrics["loss"], abs=1e-6)
