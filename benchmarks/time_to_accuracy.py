@@ -6,7 +6,7 @@
 The demo's task: both libraries get the same rows in the same order, reward, prompts, model and LoRA. One run after
 another has the whole machine, Covey and TRL in turns. Time that looking at the held-out questions takes is not counted.
 `--covey` and `--trl` are settings of one library; TRL's micro-batch and allocator are what `compare.py` found fastest.
-The environment of `--trl-python` needs TRL and Covey's own dependencies, for the task.
+The environment of `--trl-python` needs TRL, PEFT and Covey's own dependencies, for the task.
 
 Writes `results/time_to_accuracy.json` after each run, and leaves out a run that is there already with the same
 settings; then the table and the picture.
