@@ -116,6 +116,12 @@ def run_trl(args: argparse.Namespace, task: Any, looks: Looks) -> None:
     from peft import LoraConfig
     from trl import GRPOConfig, GRPOTrainer
 
+    # Covey puts the task's system prompt before each question by itself
+    before = [{"role": "system", "content": task.system_prompt}] if task.system_prompt else []
+    rows, held_out = (
+        [{**row, "prompt": [*before, *row["prompt"]]} for row in each]
+        for each in (task.train_rows(args.seed), task.eval_rows())
+    )
     settings = {
         "per_device_train_batch_size": args.micro_batch,
         "gradient_accumulation_steps": 64 // args.micro_batch,
@@ -136,10 +142,10 @@ def run_trl(args: argparse.Namespace, task: Any, looks: Looks) -> None:
         model=args.model,
         reward_funcs=task.reward_funcs,
         args=GRPOConfig(**settings | shared(args)),
-        train_dataset=Dataset.from_list(task.train_rows(args.seed)),
+        train_dataset=Dataset.from_list(rows),
         peft_config=lora,
     )
-    held_out, tokenizer = task.eval_rows(), trainer.processing_class
+    tokenizer = trainer.processing_class
 
     def look() -> tuple[int, int]:
         correct = 0

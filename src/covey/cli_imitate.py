@@ -56,8 +56,7 @@ def imitate(
         if when:
             low, high = when["eval/accuracy_low"], when["eval/accuracy_high"]
             lines += [f"held out, {name}: {when['eval/accuracy']:.1%} (95 %: {low:.1%} to {high:.1%})"]
-    whole = "" if config.model.use_peft else "model.model="
-    setting = whole or "model.adapter="
-    lines += [f"continue: covey train {recipe} {setting}{found.folder / 'adapter'}"]
+    setting = "model.adapter" if config.model.use_peft else "model.model"
+    lines += [f"continue: covey train {recipe} {setting}={found.folder / 'adapter'}"]
     for line in lines:
         out.print(visible(line, 2000), markup=False, highlight=False, soft_wrap=True)

@@ -226,11 +226,6 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         description="How many times a step may sample in all before it trains on the groups it has.",
     )
 
-    @field_validator("scale_rewards", mode="before")
-    @classmethod
-    def _bool_means_group_or_none(cls, value: Any) -> Any:
-        return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
-
     down_sampling: (
         Literal["none", "max_variance", "largest_advantage", "shortest", "token_efficiency", "first"]
         | (Annotated[str, Field(pattern=r".:.")])
@@ -248,6 +243,11 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         description="Which rewards an advantage is compared with: those of the completions that are trained on, or "
         "those of the whole group. none = what the paper of the rule does: group for largest_advantage, else selected.",
     )
+
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _bool_means_group_or_none(cls, value: Any) -> Any:
+        return {True: "group", False: "none"}[value] if isinstance(value, bool) else value
 
     @field_validator("loss_type", mode="before")
     @classmethod

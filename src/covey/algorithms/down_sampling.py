@@ -38,7 +38,8 @@ def max_variance(group: Group, size: int) -> NDArray[np.int64]:
     It always consists of some of the lowest and some of the highest rewards. Of 0, 0, 1, 2 the two are 0 and 2; of ten
     right and two wrong completions, four are the two wrong ones and two right ones.
     """
-    order, rewards = _ordered(group.rewards)
+    scored, rewards = _scored(group), group.rewards
+    order = scored[np.argsort(rewards[scored], kind="stable")]  # from the lowest to the highest
     size = min(size, len(order))
     best, chosen = -1.0, order[:size]
     for high in range(size + 1):
@@ -52,33 +53,32 @@ def max_variance(group: Group, size: int) -> NDArray[np.int64]:
 
 def largest_advantage(group: Group, size: int) -> NDArray[np.int64]:
     """CPPO (arXiv 2503.22342): the completions whose rewards are farthest from the group's mean."""
-    scored = np.flatnonzero(~np.isnan(group.rewards))
+    scored = _scored(group)
     distance = np.abs(group.rewards[scored] - group.rewards[scored].mean())
     return scored[np.argsort(-distance, kind="stable")[:size]]
 
 
 def shortest(group: Group, size: int) -> NDArray[np.int64]:
     """GFPO (arXiv 2508.09726): the shortest completions, so that length is not learnt."""
-    scored = np.flatnonzero(~np.isnan(group.rewards))
+    scored = _scored(group)
     return scored[np.argsort(lengths(group)[scored], kind="stable")[:size]]
 
 
 def token_efficiency(group: Group, size: int) -> NDArray[np.int64]:
     """GFPO (arXiv 2508.09726): those with the most reward for each token."""
-    scored = np.flatnonzero(~np.isnan(group.rewards))
+    scored = _scored(group)
     each = group.rewards[scored] / np.maximum(lengths(group)[scored], 1)
     return scored[np.argsort(-each, kind="stable")[:size]]
 
 
 def first(group: Group, size: int) -> NDArray[np.int64]:
     """Any: what the others are to be compared with."""
-    return np.flatnonzero(~np.isnan(group.rewards))[:size]
+    return _scored(group)[:size]
 
 
-def _ordered(rewards: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Those that could be scored from the lowest to the highest, and the rewards themselves."""
-    scored = np.flatnonzero(~np.isnan(rewards))
-    return scored[np.argsort(rewards[scored], kind="stable")], rewards
+def _scored(group: Group) -> NDArray[np.int64]:
+    """Those that could be scored."""
+    return np.flatnonzero(~np.isnan(group.rewards))
 
 
 Rule = Callable[[Group, int], Any]

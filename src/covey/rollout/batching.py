@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -97,35 +98,55 @@ def make_batch(
     Raises:
         ConfigError: The estimator is somebody's own and raised, or returned what are no advantages.
     """
-    selection = algorithm.selection
-
-    def batch_of(some: Sequence[Group]) -> Batch:
-        return _with_advantages(
-            some,
-            algorithm,
-            rewards,
-            environment,
+    if algorithm.selection is not None:
+        rows, compared = chosen(groups, algorithm.selection)
+        all_of = partial(
+            make_batch,
+            algorithm=algorithm.model_copy(update={"down_sampling": "none"}),
+            rewards=rewards,
+            environment=environment,
             reward_weights=reward_weights,
             max_completion_length=max_completion_length,
             has_answer=has_answer,
             score=score,
         )
-
-    if selection is None:
-        return batch_of(groups)
-    rows, compared = chosen(groups, selection)
-    if compared is groups:
-        batch = batch_of(groups)
-        advantages = batch.advantages
-    else:
+        if compared is groups:
+            return _without(all_of(groups), rows)
         batch = _without_advantages(groups, algorithm, environment, has_answer)
-        some = batch_of(compared) if rows.any() else batch
+        some = all_of(compared) if rows.any() else batch
         advantages = spread_over(rows, some.advantages, batch.advantages)
-        batch = replace(batch, group_relative=some.group_relative)
+        return _without(replace(batch, advantages=advantages, group_relative=some.group_relative), rows)
+    estimator = estimator_of(algorithm)
+    batch = _without_advantages(groups, algorithm, environment, has_answer)
+    tokens = {"logprobs": batch.old_logprobs}
+    if score is not None and estimator.needs_reference:
+        tokens["reference"] = score(batch, reference=True)
+    if score is not None and estimator.needs_sum_pi_squared:
+        # log sum p^2 = logsumexp(2 x) - 2 logsumexp(x), for logits x; a token's log-probability is x - logsumexp(x),
+        # and at half the temperature 2 x - logsumexp(2 x).
+        tokens["sum_pi_squared"] = np.exp(np.minimum(2 * score(batch) - score(batch, sharper=2.0), 0.0))
+    if any(group.trajectories for group in groups):
+        advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
+    else:
+        advantages = completion_advantages(
+            groups,
+            estimator,
+            algorithm,
+            rewards,
+            reward_weights=reward_weights,
+            max_completion_length=max_completion_length,
+            tokens=tokens | {"mask": batch.sampled},
+        )
+    on_tokens = np.where(batch.sampled, advantages, 0.0).astype(np.float32)
+    return replace(batch, advantages=on_tokens, group_relative=estimator.group_relative)
+
+
+def _without(batch: Batch, rows: BoolArray) -> Batch:
+    """The batch with all but these rows left out by `down_sampling`."""
     left_out = batch.sampled & ~rows[:, None]
     return replace(
         batch,
-        advantages=np.where(left_out, np.float32(0), advantages),
+        advantages=np.where(left_out, np.float32(0), batch.advantages),
         mask=batch.mask & ~left_out,
         excluded={**batch.excluded, "down_sampling": left_out},
     )
@@ -164,47 +185,9 @@ def _some(group: Group, kept: BoolArray) -> Group:
         episodes=tuple(episode for episode, own in zip(group.episodes, episodes, strict=True) if own),
         rewards=group.rewards[kept],
         reward_parts={name: values[kept] for name, values in group.reward_parts.items()},
-        trajectories=tuple(
-            t for t, own in zip(group.trajectories, kept, strict=False) if own
-        ),  # none of single answers
+        # none of single answers
+        trajectories=tuple(t for t, own in zip(group.trajectories, kept, strict=False) if own),
     )
-
-
-def _with_advantages(
-    groups: Sequence[Group],
-    algorithm: AlgorithmConfig,
-    rewards: RewardConfig,
-    environment: EnvironmentConfig,
-    *,
-    reward_weights: Sequence[float],
-    max_completion_length: int,
-    has_answer: HasAnswer,
-    score: Score | None,
-) -> Batch:
-    """`make_batch` of groups all of whose completions are trained on."""
-    estimator = estimator_of(algorithm)
-    batch = _without_advantages(groups, algorithm, environment, has_answer)
-    tokens = {"logprobs": batch.old_logprobs}
-    if score is not None and estimator.needs_reference:
-        tokens["reference"] = score(batch, reference=True)
-    if score is not None and estimator.needs_sum_pi_squared:
-        # log sum p^2 = logsumexp(2 x) - 2 logsumexp(x), for logits x; a token's log-probability is x - logsumexp(x),
-        # and at half the temperature 2 x - logsumexp(2 x).
-        tokens["sum_pi_squared"] = np.exp(np.minimum(2 * score(batch) - score(batch, sharper=2.0), 0.0))
-    if any(group.trajectories for group in groups):
-        advantages = agent_advantages(groups, estimator, algorithm, environment, tokens)
-    else:
-        advantages = completion_advantages(
-            groups,
-            estimator,
-            algorithm,
-            rewards,
-            reward_weights=reward_weights,
-            max_completion_length=max_completion_length,
-            tokens=tokens | {"mask": batch.sampled},
-        )
-    on_tokens = np.where(batch.sampled, advantages, 0.0).astype(np.float32)
-    return replace(batch, advantages=on_tokens, group_relative=estimator.group_relative)
 
 
 def _without_advantages(

@@ -5,8 +5,7 @@
 
 The expert plays training tasks; each of its turns is written as the recipe's `action_format` reads it, after the
 prompts that the recipe gives. What is minimised is the mean of `-log p` over the tokens of its turns, all words
-admitted.
-Everything that the recipe says of model, LoRA, optimiser and learning-rate schedule holds.
+admitted. Everything that the recipe says of model, LoRA, optimiser and learning-rate schedule holds.
 """
 
 from __future__ import annotations
