@@ -39,6 +39,8 @@ def run(library: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any
         python = args.trl_python if library == "trl" else sys.executable
         command = [python, str(HERE / "time_worker.py"), library, "--model", str(args.model), "--folder", folder]
         command += ["--seed", str(seed), "--minutes", str(args.minutes), "--every", str(args.every)]
+        command += ["--prompts", str(args.prompts), "--generations", str(args.generations)]
+        command += ["--minibatches", str(args.minibatches)]
         command += ["--task", args.task, "--goal", str(max(GOALS)), "--micro-batch", str(args.micro_batch)]
         command += ["--settings", json.dumps(settings_of(library, args))]
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "10000"}
@@ -131,6 +133,9 @@ def main() -> None:
     parser.add_argument("--libraries", nargs="+", choices=tuple(TITLES), default=list(TITLES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44])
     parser.add_argument("--task", default="arithmetic:kinds=compare,digits=2,num_eval=200")
+    parser.add_argument("--prompts", type=int, default=8, help="in a step")
+    parser.add_argument("--generations", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--minibatches", type=int, default=1, help="optimiser steps with what a step sampled")
     parser.add_argument("--minutes", type=float, default=60, help="most of training")
     parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out questions")
     parser.add_argument("--micro-batch", type=int, default=8, help="of TRL")
@@ -149,6 +154,7 @@ def main() -> None:
     for seed in args.seeds:
         for library in args.libraries:
             about = {"library": library, "seed": seed, "task": args.task, "settings": settings_of(library, args)}
+            about |= {"prompts": args.prompts, "generations": args.generations, "minibatches": args.minibatches}
             if library == "trl":
                 about |= {"micro_batch": args.micro_batch, "allocator": args.allocator}
             if any(about.items() <= each.items() for each in results["runs"]):

@@ -4,7 +4,7 @@ Covey and TRL get the same rows in the same order, the same reward function, pro
 the held-out questions are answered greedily; what that takes is not counted. A JSON line for each such look goes to
 stdout:
 
-    {"step": 20, "seconds": 81.4, "tokens": 98304, "correct": 133, "asked": 200}
+    {"step": 20, "seconds": 81.4, "cpu_seconds": 80.2, "tokens": 98304, "correct": 133, "asked": 200, ...}
 
 `seconds` are those of training, the compilation of programs and everything else in it included, `tokens` those of
 prompts and completions so far.
@@ -41,7 +41,7 @@ class Looks:
     def __init__(self, every: int, goal: float, limit: float, out: Any) -> None:
         self._every, self._goal, self._limit, self._out = every, goal, limit, out
         self._reached = 0
-        self._seconds = self._resumed = 0.0
+        self._seconds = self._resumed = self._cpu = self._cpu_resumed = 0.0
         self.look: Any = None
         self.tokens: Any = None
 
@@ -55,22 +55,27 @@ class Looks:
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self._seconds += time.perf_counter() - self._resumed
+        self._cpu += time.process_time() - self._cpu_resumed
         step, last = state.global_step, self._seconds >= self._limit
         if step % self._every == 0 or last:
             control = self._look(step, control)
         if last:
             control.should_training_stop = True
-        self._resumed = time.perf_counter()
+        self._go_on()
         return control
+
+    def _go_on(self) -> None:
+        self._resumed, self._cpu_resumed = time.perf_counter(), time.process_time()
 
     def _look(self, step: int, control: Any) -> Any:
         correct, asked = self.look()
-        report = {"step": step, "seconds": self._seconds, "tokens": self.tokens(), "correct": correct, "asked": asked}
-        print(json.dumps(report | {"peak_rss": peak_rss()}), file=self._out, flush=True)
+        report = {"step": step, "seconds": self._seconds, "cpu_seconds": self._cpu, "tokens": self.tokens()}
+        report |= {"correct": correct, "asked": asked, "peak_rss": peak_rss()}
+        print(json.dumps(report), file=self._out, flush=True)
         self._reached = self._reached + 1 if correct >= self._goal * asked else 0
         if self._reached == 2:
             control.should_training_stop = True
-        self._resumed = time.perf_counter()
+        self._go_on()
         return control
 
 
@@ -78,7 +83,7 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
     """Settings by TRL's names, which Covey reads too."""
     settings = {
         "output_dir": args.folder,
-        "num_generations": 8,
+        "num_generations": args.generations,
         "max_completion_length": 24,
         "beta": 0.0,
         "temperature": 1.0,
@@ -89,6 +94,12 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
         "report_to": "none",
         "seed": args.seed,
         "gradient_checkpointing": False,
+        # the demo's: without it either library soon names one place, which is right half the time, and stays there
+        "use_adaptive_entropy": True,
+        "entropy_target": 0.2,
+        "entropy_coef": 0.01,
+        "entropy_coef_min": 0.01,
+        "entropy_coef_max": 0.01,
     }
     return settings | json.loads(args.settings)
 
@@ -97,8 +108,19 @@ def run_covey(args: argparse.Namespace, task: Any, looks: Looks) -> None:
     """Train with Covey."""
     from covey import GRPOConfig, GRPOTrainer
 
-    settings = {"prompts_per_step": 8, "shuffle": False, "dtype": "float32", "model": args.model} | shared(args)
-    settings |= {"eval_steps": 0, "eval_on_start": False, "eval_at_end": False, "save_steps": 0} | MODEL_SETTINGS
+    settings = {
+        "prompts_per_step": args.prompts,
+        "num_minibatches": args.minibatches,
+        "shuffle": False,
+        "dtype": "float32",
+    } | shared(args)
+    settings |= {
+        "model": args.model,
+        "eval_steps": 0,
+        "eval_on_start": False,
+        "eval_at_end": False,
+        "save_steps": 0,
+    } | MODEL_SETTINGS
     trainer = GRPOTrainer(args=GRPOConfig(**settings), task=task, callbacks=[looks])
 
     def look() -> tuple[int, int]:
@@ -122,9 +144,11 @@ def run_trl(args: argparse.Namespace, task: Any, looks: Looks) -> None:
         [{**row, "prompt": [*before, *row["prompt"]]} for row in each]
         for each in (task.train_rows(args.seed), task.eval_rows())
     )
+    completions = args.prompts * args.generations
     settings = {
         "per_device_train_batch_size": args.micro_batch,
-        "gradient_accumulation_steps": 64 // args.micro_batch,
+        "gradient_accumulation_steps": completions // args.micro_batch // args.minibatches,
+        "steps_per_generation": completions // args.micro_batch,
         "shuffle_dataset": False,
         "save_strategy": "no",
         "bf16": False,
@@ -182,12 +206,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="most of training")
     parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out questions")
     parser.add_argument("--goal", type=float, default=0.95, help="stop when two looks in a row saw this accuracy")
+    parser.add_argument("--prompts", type=int, default=8, help="in a step")
+    parser.add_argument("--generations", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--minibatches", type=int, default=1, help="optimiser steps with what a step sampled")
     parser.add_argument("--micro-batch", type=int, default=8, help="TRL: completions in one forward and backward pass")
     parser.add_argument("--settings", default="{}", help="more settings, as JSON")
     args = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the libraries print must not get between the reports
-    looks = Looks(args.every, args.goal, args.minutes * 60, out)
+    # TRL counts optimiser steps
+    every = args.every * (args.minibatches if args.library == "trl" else 1)
+    looks = Looks(every, args.goal, args.minutes * 60, out)
     (run_trl if args.library == "trl" else run_covey)(args, get_task(args.task), looks)
 
 
