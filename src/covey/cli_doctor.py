@@ -13,7 +13,8 @@ from covey.cli_plan import print_forecast, print_plan
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.console import visible
-from covey.observe.doctor import Diagnosis, findings
+from covey.observe.doctor import Diagnosis
+from covey.observe.findings import findings
 from covey.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -64,6 +64,7 @@ CASES = [
     ("mask_ratio_high", {"mask_ratio": 0.97}, "97%", "Nothing needs to be done"),
     ("kl_high", {"kl": 0.75}, "0.75 nats", "algorithm.beta"),
     ("clip_fraction_high", {"clip_ratio/region_mean": 0.4}, "40%", "learning_rate"),
+    ("actions_alike", {"agent/same_action_ratio": 0.8, "agent/success": 0.31}, "80%", "data.prompts_per_step"),
     ("greedy_from_the_start", {"entropy": 0.004}, "0.0040 nats", "temperature"),
     (
         "sampler_mismatch",
@@ -97,6 +98,17 @@ def test_entropy_that_falls_is_told_from_entropy_that_never_was():
     for step in steps[10:]:
         step["entropy"] = 0.004
     assert codes(steps) == ["entropy_collapse"]
+
+
+def test_a_solved_task_is_called_solved_whatever_else_has_come_to_rest():
+    solved = {"reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0, "accuracy": 1.0, "entropy": 0.001}
+    agents = {"agent/same_action_ratio": 1.0, "agent/success": 1.0}
+    steps = history(20, **solved, **agents)
+    for step in steps[:10]:
+        step["entropy"] = 1.0
+    (said,) = diagnose(steps)
+    assert (said.code, "the accuracy is 1.00" in said.message) == ("groups_all_right", True)
+    assert codes([{**step, "accuracy": 0.3} for step in steps]) == ["reward_constant", "entropy_collapse"]
 
 
 def test_how_much_is_right_is_not_read_from_rewards_of_any_scale():

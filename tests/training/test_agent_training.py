@@ -60,6 +60,7 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
         assert undefined == []
         assert record["accuracy"] == record["agent/success"]
         assert 1 <= record["agent/turns"] <= 4
+        assert 0 <= record["agent/same_action_ratio"] <= 1  # all episodes of a group begin alike
         # one program with itself: what the sampler recorded is what the trainer computes, over all turns
         if "sampling/sampling_logp_difference/max" in record:
             assert record["sampling/sampling_logp_difference/max"] < 1e-3

@@ -1,15 +1,14 @@
 """Says in words why a run does not learn, from its metrics alone.
 
-`diagnose` is a pure function of recent metrics; `Doctor` follows a run and speaks once for each episode of trouble. The
-thresholds are rules of thumb, gathered in `Thresholds`, and every message names the numbers that it judges.
+`diagnose` is a pure function of recent metrics. The thresholds are rules of thumb, gathered in `Thresholds`, and every
+message names the numbers that it judges. `covey.observe.findings` follows a run.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -50,6 +49,10 @@ class Thresholds:
     """usmle-qa.md, Tips for Success: KL "should stay < 0.5"."""
     clip_fraction: float = 0.3
     entropy: float = 0.02
+    same_actions: float = 0.7
+    """Share of turns that agents begin alike and take alike."""
+    half_solved: float = 0.5
+    """Success from which on doing the same is taken to be learnt."""
     short_completion: float = 2.5
     logp_difference: float = 0.05
     none_rewards: float = 0.2
@@ -69,6 +72,8 @@ class Thresholds:
     still_kl: float = 1e-6
     still_steps: int = 30
 
+
+_SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true to skip what is solved"
 
 # This one is asked for as a share: masking most tokens is what it is there to do.
 _WANTED_MASKS = {"mask/top_entropy_quantile"}
@@ -126,7 +131,7 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         Diagnoses, the most basic first; empty when nothing is wrong or too few steps are known.
     """
     limits = thresholds or Thresholds()
-    steps = [step for step in history if _is_step(step)]
+    steps = [step for step in history if is_step(step)]
     recent = _Window(steps[-limits.window :])
     found = list(_broken_numbers(recent))
     if len(recent.steps) >= limits.min_steps:
@@ -134,13 +139,15 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         found += _gradient(recent, steps, limits, explained=bool(found))
         found += _completions(recent, limits)
         found += _policy(recent, _Window(steps[: limits.min_steps]), limits)
+        found += _habits(recent, limits)
         found += _samplers(recent, limits)
         found += _scoring(recent, limits)
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
     return found
 
 
-def _is_step(record: Record) -> bool:
+def is_step(record: Record) -> bool:
+    """Whether these are metrics of a training step, and not of an evaluation only."""
     return any(name != "step" and not name.startswith("eval/") for name in record)
 
 
@@ -176,8 +183,15 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
     rewards = recent.values("reward")
     spread = recent.mean("reward_std")
     if len(rewards) >= limits.min_steps and max(rewards) - min(rewards) < 1e-9 and (spread is None or spread < 1e-9):
-        value = rewards[0]
-        if value == 0:
+        value, right = rewards[0], recent.mean("accuracy")
+        if right is not None and right >= limits.solved_reward:
+            yield Diagnosis(
+                "groups_all_right",
+                f"every completion of the last {total} steps got the same reward, {value:g}, and the accuracy is "
+                f"{right:.2f}: the prompts are too easy by now",
+                _SOLVED,
+            )
+        elif value == 0:
             yield Diagnosis(
                 "reward_never_nonzero",
                 f"the reward was 0 for every completion of the last {total} steps",
@@ -204,7 +218,7 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
         yield Diagnosis(
             "groups_all_right",
             f"{about}, and the {named} is {right:.2f}: the prompts are too easy by now{unless}",
-            "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true to skip what is solved",
+            _SOLVED,
         )
     elif right is not None and right <= limits.failed_reward:
         yield Diagnosis(
@@ -344,6 +358,7 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
             "Lower optim.learning_rate or algorithm.num_iterations",
         )
     entropy = recent.mean("entropy")
+    solved = (recent.mean("accuracy") or 0.0) >= limits.solved_reward  # then there is nothing left to explore
     begun = first.mean("entropy")
     from_the_first = bool(first.steps) and first.steps[0].get("step") == 1 and begun is not None
     if entropy is not None and entropy < limits.entropy and from_the_first and (begun or 0.0) < limits.entropy:
@@ -354,7 +369,7 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
             "are so sharp make KL and updates large",
             "Raise sampling.temperature (1 is usual)",
         )
-    elif entropy is not None and entropy < limits.entropy:
+    elif entropy is not None and entropy < limits.entropy and not solved:
         yield Diagnosis(
             "entropy_collapse",
             f"the entropy is {entropy:.4f} nats for each token (last {total} steps): all completions of a "
@@ -370,6 +385,20 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
             f"sampler and trainer disagree by {mismatch:.3f} nats for each token (last {total} steps): the trained "
             "objective is not that of the sampled completions",
             "Set algorithm.importance_sampling_correction to token_truncate, or run both in the same model.dtype",
+        )
+
+
+def _habits(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    alike = recent.above("agent/same_action_ratio", limits.same_actions)
+    succeed = recent.mean("agent/success")
+    if alike is not None and succeed is not None and succeed < limits.half_solved:
+        yield Diagnosis(
+            "actions_alike",
+            f"{alike:.0%} of the turns begin with something after which all episodes of their group do the same (last "
+            f"{len(recent.steps)} steps), and {succeed:.0%} of the episodes succeed: what none of them tries cannot be "
+            "learnt",
+            "Go back to where they still differed, with a larger sampling.temperature or algorithm.entropy_coef, or "
+            "with more tasks in a step (data.prompts_per_step) and fewer episodes of each",
         )
 
 
@@ -416,83 +445,3 @@ def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             f"the mean reward fell from {fmean(older):.3f} to {fmean(newer):.3f} within {len(rewards)} steps",
             "Lower optim.learning_rate or raise algorithm.beta, and go back to an earlier checkpoint",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A trouble of a run, from its beginning to its end.
-
-    Attributes:
-        diagnosis: in its last words.
-        since: step at which it was first seen.
-        until: step at which it was last seen.
-        present: was it there at the end?
-    """
-
-    diagnosis: Diagnosis
-    since: int
-    until: int
-    present: bool
-
-
-def findings(history: Iterable[Record], thresholds: Thresholds | None = None) -> list[Finding]:
-    """Everything that was wrong over a run, oldest first.
-
-    Args:
-        history: lines of `metrics.jsonl`, oldest first.
-        thresholds: where trouble begins. What was gone for a whole window and came back is a finding of its own.
-    """
-    limits = thresholds or Thresholds()
-    steps: deque[Record] = deque(maxlen=max(limits.window, limits.still_steps))
-    found: dict[str, Finding] = {}
-    over: list[Finding] = []
-    number = 0
-    for record in history:
-        if not _is_step(record):
-            continue
-        steps.append(record)
-        told = record.get("step")
-        number = told if isinstance(told, int) and not isinstance(told, bool) else number + 1
-        now = {diagnosis.code: diagnosis for diagnosis in diagnose(list(steps), limits)}
-        for code, diagnosis in now.items():
-            old = found.get(code)
-            if old is not None and number - old.until > limits.window:
-                over.append(found.pop(code))
-                old = None
-            found[code] = Finding(diagnosis, number if old is None else old.since, number, True)
-        found = {code: replace(one, present=code in now) for code, one in found.items()}
-    return sorted([*over, *found.values()], key=lambda one: one.since)
-
-
-class Doctor:
-    """Follows a run and names each trouble once, when it begins; again only after it has been gone for a while."""
-
-    def __init__(self, thresholds: Thresholds | None = None, *, history: Iterable[Record] = ()) -> None:
-        """Start, or take up a resumed run.
-
-        Args:
-            thresholds: where trouble begins.
-            history: metrics of the steps before, which are taken in without a word.
-        """
-        self._limits = thresholds or Thresholds()
-        self._steps: deque[Record] = deque(maxlen=max(self._limits.window, self._limits.still_steps))
-        self._quiet: dict[str, int] = {}
-        for record in history:
-            self.check(record)
-
-    def check(self, metrics: Record) -> list[Diagnosis]:
-        """Take in the metrics of one training step and return the diagnoses that are new.
-
-        A record of an evaluation only is passed over.
-        """
-        if not _is_step(metrics):
-            return []
-        self._steps.append(metrics)
-        found = {diagnosis.code: diagnosis for diagnosis in diagnose(list(self._steps), self._limits)}
-        new = [diagnosis for code, diagnosis in found.items() if code not in self._quiet]
-        for code in list(self._quiet):
-            self._quiet[code] += 1
-            if self._quiet[code] > self._limits.window:  # well for a whole window: the episode is over
-                del self._quiet[code]
-        self._quiet.update(dict.fromkeys(found, 0))
-        return new

@@ -109,6 +109,8 @@ agent/success | fraction | episodes in which the agent solved its task; those th
     counted, unlike in accuracy
 agent/turns | turns | mean number of actions in an episode
 agent/no_action_ratio | fraction | turns that were no valid action
+agent/same_action_ratio | fraction | of the turns that begin with what several episodes of their group saw: those in
+    which all of these did the same; what none of them tries cannot be learnt
 agent/failed_ratio | fraction | episodes that an environment's failure ended
 agent/failed_episodes | episodes | the same as a number; accuracy leaves them out
 agent/cut_short_ratio | fraction | episodes that a limit of turns or tokens ended

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from covey.errors import EpisodeError
 from covey.rollout.agents import Player, PlayStats, play_metrics
 from covey.rollout.batching import trajectory_rewards
+from covey.rollout.habits import same_action_ratio
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import TurnGenerator
 from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
@@ -53,7 +54,11 @@ class Rollout:
         """What there is to tell of agents, discarded groups included."""
         if self.played is None:
             return {}
-        return play_metrics([t for group in self.whole.groups for t in group.trajectories], self.played)
+        groups = self.whole.groups
+        alike = same_action_ratio(groups)
+        return play_metrics([t for group in groups for t in group.trajectories], self.played) | (
+            {} if alike is None else {"agent/same_action_ratio": alike}
+        )
 
 
 class Collector(Protocol):

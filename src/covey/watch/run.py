@@ -18,7 +18,8 @@ from typing import Any
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.observe.doctor import Doctor, Thresholds, diagnose
+from covey.observe.doctor import Thresholds, diagnose
+from covey.observe.findings import Doctor
 from covey.observe.metric_names import describe_metric
 from covey.observe.records import Record, is_answers, is_metrics
 from covey.observe.run_folder import RunFolder
