@@ -111,6 +111,20 @@ def test_a_solved_task_is_called_solved_whatever_else_has_come_to_rest():
     assert codes([{**step, "accuracy": 0.3} for step in steps]) == ["reward_constant", "entropy_collapse"]
 
 
+def test_a_reward_that_stands_still_is_spoken_of_after_sixty_steps():
+    steps = history(60)
+    for number, step in enumerate(steps):
+        step["reward"] = 0.4 if number % 2 else 0.3
+    assert codes(steps) == ["reward_flat"]
+    assert codes(steps[:59]) == []
+    assert codes([{**step, "accuracy": 0.95} for step in steps]) == []
+    assert codes([{**step, "reward": step["reward"] + 0.002 * step["step"]} for step in steps]) == []
+    doctor = Doctor()
+    said = [diagnosis.code for step in steps for diagnosis in doctor.check(step)]
+    assert said == ["reward_flat"]
+    assert codes([{**step, "kl": 0.9} for step in steps]) == ["kl_high"]  # which may be why
+
+
 def test_how_much_is_right_is_not_read_from_rewards_of_any_scale():
     tied = {"frac_reward_zero_std": 0.9}
     assert codes(history(reward=1.97, **tied)) == ["groups_tied"]
@@ -149,7 +163,7 @@ def test_a_falling_reward():
     assert "from 0.520 to 0.370 within 30 steps" in diagnosis.message  # means of 0.59..0.45 and 0.44..0.30
     assert diagnose(falling[:29]) == []
     noise = [{**step, "reward": 0.5 + 0.2 * math.sin(7.0 * step["step"])} for step in history(300)]
-    assert [diagnose(noise[:end]) for end in range(30, 300)] == [[]] * 270
+    assert not any("reward_falling" in codes(noise[:end]) for end in range(30, 300))
 
 
 def test_a_zero_gradient_is_no_news_where_every_group_was_tied():

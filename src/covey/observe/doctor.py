@@ -69,8 +69,15 @@ class Thresholds:
     """The same: ">10 % extraction failures"."""
     reward_drop: float = 0.1
     """Relative fall of the mean reward from the first to the second half of `still_steps`."""
+    flat_steps: int = 60
+    """Steps after which a reward that did not rise is spoken of."""
     still_kl: float = 1e-6
     still_steps: int = 30
+
+    @property
+    def longest(self) -> int:
+        """Steps that `diagnose` looks back."""
+        return max(self.window, self.still_steps, self.flat_steps)
 
 
 _SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true to skip what is solved"
@@ -143,6 +150,8 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
         found += _samplers(recent, limits)
         found += _scoring(recent, limits)
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
+        if not found:
+            found += _flat(_Window(steps[-limits.flat_steps :]), limits)
     return found
 
 
@@ -434,14 +443,34 @@ def _falling(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     rewards = recent.values("reward")
     if len(rewards) < limits.still_steps:
         return
-    half = len(rewards) // 2
-    older, newer = rewards[:half], rewards[-half:]
-    drop = fmean(older) - fmean(newer)
-    # Standard error of the difference of two means, as in Welch's test; noise alone hardly ever passes four.
-    error = math.sqrt((pvariance(older) + pvariance(newer)) / half)
-    if drop > max(4 * error, limits.reward_drop * max(abs(fmean(older)), 1e-9)):
+    older, newer, error = _halves(rewards)
+    # noise alone hardly ever passes four standard errors
+    if older - newer > max(4 * error, limits.reward_drop * max(abs(older), 1e-9)):
         yield Diagnosis(
             "reward_falling",
-            f"the mean reward fell from {fmean(older):.3f} to {fmean(newer):.3f} within {len(rewards)} steps",
+            f"the mean reward fell from {older:.3f} to {newer:.3f} within {len(rewards)} steps",
             "Lower optim.learning_rate or raise algorithm.beta, and go back to an earlier checkpoint",
         )
+
+
+def _flat(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    rewards, right = recent.values("reward"), recent.mean("accuracy")
+    if len(rewards) < limits.flat_steps or (right is not None and right >= limits.solved_reward):
+        return
+    older, newer, error = _halves(rewards)
+    if abs(newer - older) <= error:
+        yield Diagnosis(
+            "reward_flat",
+            f"the mean reward stands still: {older:.3f}, then {newer:.3f} in the newer half of {len(rewards)} steps, "
+            f"with a standard error of {error:.3f}",
+            "Read what is sampled (covey completions RUN --worst): if this is the most that can be earned, stop here; "
+            "if right answers are never tried, raise sampling.temperature or sampling.num_generations; if they are "
+            "tried and do not become more frequent, raise optim.learning_rate or data.prompts_per_step",
+        )
+
+
+def _halves(values: Sequence[float]) -> tuple[float, float, float]:
+    """Means of the older and of the newer half, and the standard error of their difference, as in Welch's test."""
+    half = len(values) // 2
+    older, newer = values[:half], values[-half:]
+    return fmean(older), fmean(newer), math.sqrt((pvariance(older) + pvariance(newer)) / half)

@@ -34,7 +34,7 @@ def findings(history: Iterable[Record], thresholds: Thresholds | None = None) ->
         thresholds: where trouble begins. What was gone for a whole window and came back is a finding of its own.
     """
     limits = thresholds or Thresholds()
-    steps: deque[Record] = deque(maxlen=max(limits.window, limits.still_steps))
+    steps: deque[Record] = deque(maxlen=limits.longest)
     found: dict[str, Finding] = {}
     over: list[Finding] = []
     number = 0
@@ -66,7 +66,7 @@ class Doctor:
             history: metrics of the steps before, which are taken in without a word.
         """
         self._limits = thresholds or Thresholds()
-        self._steps: deque[Record] = deque(maxlen=max(self._limits.window, self._limits.still_steps))
+        self._steps: deque[Record] = deque(maxlen=self._limits.longest)
         self._quiet: dict[str, int] = {}
         for record in history:
             self.check(record)

@@ -220,7 +220,7 @@ class _FollowingDoctor:
     def _begin(self) -> None:
         limits = Thresholds()
         self._doctor, self._end, self._mark = Doctor(limits), 0, ""
-        self._last: deque[Record] = deque(maxlen=2 * max(limits.window, limits.still_steps))
+        self._last: deque[Record] = deque(maxlen=2 * limits.longest)
         self._said: deque[Record] = deque(maxlen=500)
 
     def report(self) -> Record:
