@@ -4,7 +4,8 @@
     python benchmarks/time_to_accuracy.py --libraries covey --seeds 42               # minutes
 
 The demo's task: both libraries get the same rows in the same order, reward, prompts, model and LoRA. One run after
-another has the whole machine, Covey and TRL in turns. Time that looking at the held-out questions takes is not counted.
+another has the whole machine, Covey and TRL in turns; with `--at-once 2` two of them share it, with half of its cores
+each. Time that looking at the held-out questions takes is not counted.
 `--covey` and `--trl` are settings of one library; TRL's micro-batch and allocator are what `compare.py` found fastest.
 The environment of `--trl-python` needs TRL, PEFT and Covey's own dependencies, for the task.
 
@@ -23,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,8 @@ def run(library: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any
         command += ["--settings", json.dumps(settings_of(library, args))]
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "10000"}
         environment |= {"PYTHONPATH": str(HERE.parent / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
+        threads = str(max(1, (os.cpu_count() or 1) // args.at_once))
+        environment |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         environment |= ALLOCATORS[args.allocator if library == "trl" else "default"]
         with (args.out / f"time_{library}_{seed}.log").open("w") as log:
             worker = subprocess.Popen(
@@ -83,19 +88,15 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
         cells += [f"{tokens:,.0f}" if math.isfinite(tokens) else ""]
         lines.append([TITLES[each["library"]], str(each["seed"]), *cells, f"{best:.1%}"])
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    for goal in GOALS:
+    for goal, (what, name) in product(GOALS, (("seconds", "minutes"), ("cpu_seconds", "processor minutes"))):
         found = {
-            library: [reached(r["looks"], goal, "seconds") for r in runs if r["library"] == library]
-            for library in TITLES
+            library: [reached(r["looks"], goal, what) for r in runs if r["library"] == library] for library in TITLES
         }
         if all(found.values()) and all(math.isfinite(value) for values in found.values() for value in values):
-            ratio = math.prod(
-                statistics.geometric_mean(values) ** sign for values, sign in zip(found.values(), (1, -1), strict=True)
-            )
-            low, high = min(found["covey"]) / max(found["trl"]), max(found["covey"]) / min(found["trl"])
-            text += (
-                f"\nTo {goal:.0%}: {ratio:.2f} of TRL's minutes (geometric means; extremes {low:.2f} to {high:.2f}).\n"
-            )
+            ours, theirs = found["covey"], found["trl"]
+            ratio = statistics.geometric_mean(ours) / statistics.geometric_mean(theirs)
+            extremes = f"{min(ours) / max(theirs):.2f} to {max(ours) / min(theirs):.2f}"
+            text += f"\nTo {goal:.0%}: {ratio:.2f} of TRL's {name} (geometric means; extremes {extremes}).\n"
     return text
 
 
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--minibatches", type=int, default=1, help="optimiser steps with what a step sampled")
     parser.add_argument("--minutes", type=float, default=60, help="most of training")
     parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out questions")
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share the cores of the machine")
     parser.add_argument("--micro-batch", type=int, default=8, help="of TRL")
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keeps freed memory", help="of TRL")
     parser.add_argument("--covey", default="{}", help="settings of Covey alone, as JSON")
@@ -151,15 +153,20 @@ def main() -> None:
     path = args.out / "time_to_accuracy.json"
     results = json.loads(path.read_text()) if path.exists() else {"runs": []}
     results["machine"] = machine()
+    missing = []
     for seed in args.seeds:
         for library in args.libraries:
             about = {"library": library, "seed": seed, "task": args.task, "settings": settings_of(library, args)}
             about |= {"prompts": args.prompts, "generations": args.generations, "minibatches": args.minibatches}
+            about |= {"at_once": args.at_once}
             if library == "trl":
                 about |= {"micro_batch": args.micro_batch, "allocator": args.allocator}
-            if any(about.items() <= each.items() for each in results["runs"]):
-                continue
-            results["runs"].append(about | {"looks": run(library, seed, args)})
+            if not any(about.items() <= each.items() for each in results["runs"]):
+                missing.append(about)
+    with ThreadPoolExecutor(args.at_once) as lanes:
+        running = {lanes.submit(run, about["library"], about["seed"], args): about for about in missing}
+        for done in as_completed(running):
+            results["runs"].append(running[done] | {"looks": done.result()})
             path.write_text(json.dumps(results, indent=1) + "\n")
     sys.stdout.write(table(results["runs"]))
     draw(results["runs"], args.picture)
