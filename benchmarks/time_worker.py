@@ -86,6 +86,7 @@ def shared(args: argparse.Namespace) -> dict[str, Any]:
         "num_generations": args.generations,
         "max_completion_length": 24,
         "beta": 0.0,
+        "loss_type": "grpo",  # it learns this task faster than dapo, the default of TRL
         "temperature": 1.0,
         "learning_rate": 2e-4,
         "lr_scheduler_type": "constant",
