@@ -1,4 +1,4 @@
-"""Draw success by step for the three ways of giving credit, from `measured/`, and print the table.
+"""Draw success by step, from `measured/`, and print the table.
 
 python recipes/house/compare.py
 """
@@ -16,37 +16,43 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
-ESTIMATORS = {"gigpo": "tab:green", "naive_grpo": "tab:blue", "grpo": "tab:orange"}
-SEEDS = (42, 43, 44)
+SEEDS = (42, 43, 44, 45, 46)
+RUNS = {
+    "8 houses x 4, `gigpo`": ("many_houses/gigpo", "tab:green"),
+    "4 houses x 8, `gigpo`": ("gigpo", "tab:olive"),
+    "4 houses x 8, `naive_grpo`": ("naive_grpo", "tab:blue"),
+    "4 houses x 8, `grpo`": ("grpo", "tab:orange"),
+}
 _WINDOW = 5
 
 
 def main() -> None:
     """Picture and table."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    rows = [
-        "| `adv_estimator` | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " | mean |",
-        "|---|---|---|---|---|",
-    ]
-    for estimator, colour in ESTIMATORS.items():
-        runs = [_read(HERE / f"measured/{estimator}-{seed}.jsonl") for seed in SEEDS]
-        curves = np.array([_smoothed([r["agent/success"] for r in run if "agent/success" in r]) for run in runs])
-        steps = np.arange(1, curves.shape[1] + 1)
+    rows = ["| | " + " | ".join(f"seed {seed}" for seed in SEEDS) + " |", "|---|" + "---|" * len(SEEDS)]
+    for label, (name, colour) in RUNS.items():
+        paths = {seed: HERE / f"measured/{name}-{seed}.jsonl" for seed in SEEDS}
+        runs = {seed: _read(path) for seed, path in paths.items() if path.exists()}
+        curves = [_smoothed([r["agent/success"] for r in run if "agent/success" in r]) for run in runs.values()]
         for curve in curves:
-            axes.plot(steps, curve, color=colour, alpha=0.3, linewidth=1)
-        axes.plot(steps, curves.mean(axis=0), color=colour, linewidth=2, label=estimator)
-        last = [[r for r in run if "eval/accuracy" in r][-1] for run in runs]
-        cells = [
-            f"{r['eval/accuracy']:.0%} ({r['eval/accuracy_low']:.0%} to {r['eval/accuracy_high']:.0%})" for r in last
-        ]
-        mean = np.mean([r["eval/accuracy"] for r in last])
-        rows.append(f"| `{estimator}` | " + " | ".join(cells) + f" | {mean:.0%} |")
+            axes.plot(np.arange(1, len(curve) + 1), curve, color=colour, alpha=0.3, linewidth=1)
+        steps = min(map(len, curves))
+        mean = np.mean([curve[:steps] for curve in curves], axis=0)
+        axes.plot(np.arange(1, steps + 1), mean, color=colour, linewidth=2, label=label.replace("`", ""))
+        rows.append(f"| {label} | " + " | ".join(_last(runs[seed]) if seed in runs else "" for seed in SEEDS) + " |")
     axes.axhline(1 / 3, color="grey", linestyle=":", linewidth=1)
     axes.text(0.5, 1 / 3 + 0.01, "searching one room", color="grey", fontsize=8)
     axes.set(xlabel="step", ylabel="success (sampled, mean of 5 steps)", ylim=(0, 1.02), title="An agent and a note")
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper left", fontsize=8)
     figure.savefig(HERE.parents[1] / "docs/images/house.png", dpi=120)
     sys.stdout.write("\n".join(rows) + "\n")
+
+
+def _last(run: list[dict]) -> str:
+    """The newest evaluation, with its interval."""
+    found = [record for record in run if "eval/accuracy" in record][-1]
+    share, low, high = (found[f"eval/accuracy{end}"] for end in ("", "_low", "_high"))
+    return f"{share:.0%} ({low:.0%} to {high:.0%})"
 
 
 def _read(path: Path) -> list[dict]:
