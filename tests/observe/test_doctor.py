@@ -163,7 +163,7 @@ def test_a_falling_reward():
     assert "from 0.520 to 0.370 within 30 steps" in diagnosis.message  # means of 0.59..0.45 and 0.44..0.30
     assert diagnose(falling[:29]) == []
     noise = [{**step, "reward": 0.5 + 0.2 * math.sin(7.0 * step["step"])} for step in history(300)]
-    assert not any("reward_falling" in codes(noise[:end]) for end in range(30, 300))
+    assert {code for end in range(30, 300) for code in codes(noise[:end])} == {"reward_flat"}  # and never a fall
 
 
 def test_a_zero_gradient_is_no_news_where_every_group_was_tied():
