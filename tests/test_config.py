@@ -405,6 +405,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
         ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
         ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),
+        ({"max_generations": 8, "num_generations": 8}, "sampling.max_generations=8: groups begin with 8 completions"),
         (
             {"eval_steps": 0, "load_best_model_at_end": True},
             "evaluation.load_best_model_at_end=True: it compares",
@@ -506,6 +507,7 @@ def test_a_rate_for_an_embedding_that_is_frozen_is_an_error() -> None:
         ({"reference_update": "copy", "reference_ema_decay": 0.5}, "algorithm.reference_ema_decay=0.5"),
         ({"reference_drift_reduction": "sum"}, "algorithm.reference_drift_reduction='sum'"),
         ({"validity_min_length": 3}, "algorithm.validity_min_length=3"),
+        ({"adv_estimator": "reinforce_plus_plus", "max_generations": 32}, "sampling.max_generations=32"),
         ({"dynamic_sampling_max_tries": 9}, "algorithm.dynamic_sampling_max_tries=9"),
         ({"max_steps": 5, "num_train_epochs": 2.0}, "schedule.num_train_epochs=2.0"),
         ({"use_peft": False, "lora_r": 8}, "model.lora_r=8"),

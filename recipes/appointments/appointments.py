@@ -55,6 +55,7 @@ _HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eigh
 # fmt: on
 ASK = """Turn the sentence into JSON with the keys "what", "who", "day" and "time" (24 hours, HH:MM).
 Answer with the JSON only.
+1 pm is 13, 2 pm is 14, 3 pm is 15, 4 pm is 16, 5 pm is 17, 6 pm is 18, 7 pm is 19, 8 pm is 20, 9 pm is 21.
 
 Sentence: A swim with Zoe on Saturday at 7 am.
 JSON: {{"what": "a swim", "who": "Zoe", "day": "Saturday", "time": "07:00"}}
@@ -99,9 +100,19 @@ def read(text: str) -> dict[str, str] | None:
 
 
 def share_right(text: str, wanted: Mapping[str, str]) -> float:
-    """0 for what is no entry, else a fifth, and a fifth for each field that is exactly right."""
+    """0 for what is no entry, else a fifth, and a fifth for each field that is right; of a time's, 0.7 for its hour."""
     found = read(text)
-    return 0.0 if found is None else (1 + sum(found[field] == wanted[field] for field in FIELDS)) / 5
+    if found is None:
+        return 0.0
+    fields = sum(found[field] == wanted[field] for field in FIELDS[:-1])
+    hour, minutes = (said == right for said, right in zip(clock(found["time"]), clock(wanted["time"]), strict=True))
+    return round((1 + fields + 0.7 * hour + 0.3 * minutes) / 5, 2)
+
+
+def clock(text: str) -> tuple[str, str]:
+    """Hour and minutes of a time, or of anything else that no hour and no minutes are equal to."""
+    hour, colon, minutes = text.partition(":")
+    return (hour, minutes) if colon else ("", "")
 
 
 class Appointments(Task):

@@ -144,6 +144,11 @@ class GRPOConfig(BaseModel):
             **{setting: size for setting, size in phases.items() if size is not None},
         }
 
+    @property
+    def largest_group(self) -> int:
+        """Most completions that a prompt can have in a step."""
+        return max([*self.group_sizes.values(), self.sampling.max_generations or 0])
+
     @classmethod
     def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
         """Read a TOML file whose tables are sections, then apply overrides such as
@@ -335,7 +340,14 @@ def _check_across_sections(config: GRPOConfig) -> None:
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
         estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
         problems += filter(None, [estimator.group_problem(config.group_sizes)])
-    if algorithm.down_sampling != "none" and algorithm.down_sampling_size >= max(config.group_sizes.values()):
+    most = sampling.max_generations
+    setting, size = min(config.group_sizes.items(), key=lambda item: item[1])
+    if most is not None and most <= size:
+        problems.append(
+            f"sampling.max_generations={most}: groups begin with {size} completions ({setting}), so none would grow; "
+            "choose more, or remove it"
+        )
+    if algorithm.down_sampling != "none" and algorithm.down_sampling_size >= config.largest_group:
         setting, size = max(config.group_sizes.items(), key=lambda item: item[1])
         problems.append(
             f"algorithm.down_sampling={algorithm.down_sampling!r} and down_sampling_size="

@@ -40,6 +40,11 @@ def _divides(config: Any) -> bool:
     return getattr(function, "scaled", True)
 
 
+def _compares(config: Any) -> bool:
+    function = ADVANTAGE_ESTIMATORS.get(config.algorithm.adv_estimator)
+    return getattr(function, "group_relative", True)
+
+
 def _set(field: str) -> _Condition:
     return lambda config: bool(getattr(config, field))
 
@@ -118,6 +123,7 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
         "algorithm.reference_drift_threshold is set",
     ),
     ("validity_min_length", _set("validity_mask"), "algorithm.validity_mask is true"),
+    ("max_generations", _compares, "completions of a group compete; with this algorithm.adv_estimator they do not"),
     ("dynamic_sampling_max_tries", _set("dynamic_sampling"), "algorithm.dynamic_sampling is true"),
     *((field, _down_samples, "algorithm.down_sampling is set") for field in _DOWN_SAMPLING),
     (

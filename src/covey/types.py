@@ -21,7 +21,7 @@ not appear. Row n of the example above has T = 4 entries.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -202,6 +202,8 @@ class Group:
         reward_parts: for each reward function, its unweighted `[G]` rewards (NaN for None).
         trajectories: of agents, whose episodes these are, one trajectory after another. Empty for single answers.
         greedy_reward: of the prompt's greedy completion, NaN where there is none or it cannot be scored.
+        added: how many of the G, the last ones, were sampled because the others taught nothing. They are trained on;
+            what says how good the policy is leaves them out, since they depend on what was seen before.
     """
 
     prompt: Prompt
@@ -210,6 +212,34 @@ class Group:
     reward_parts: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     trajectories: tuple[Trajectory, ...] = ()
     greedy_reward: float = float("nan")
+    added: int = 0
+
+    @property
+    def first(self) -> Group:
+        """The group without what was `added`."""
+        if not self.added:
+            return self
+        count = len(self.rewards) - self.added
+        played = self.trajectories[:count]
+        return replace(
+            self,
+            episodes=tuple(e for each in played for e in each.episodes) if played else self.episodes[:count],
+            rewards=self.rewards[:count],
+            reward_parts={name: values[:count] for name, values in self.reward_parts.items()},
+            trajectories=played,
+            added=0,
+        )
+
+    def grown_by(self, more: Group) -> Group:
+        """The group with the completions of another one of the same prompt added."""
+        return replace(
+            self,
+            episodes=self.episodes + more.episodes,
+            rewards=np.concatenate([self.rewards, more.rewards]),
+            reward_parts={n: np.concatenate([v, more.reward_parts[n]]) for n, v in self.reward_parts.items()},
+            trajectories=self.trajectories + more.trajectories,
+            added=self.added + len(more.rewards),
+        )
 
     @property
     def is_tied(self) -> bool:

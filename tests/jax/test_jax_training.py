@@ -134,6 +134,7 @@ def test_agents_share_few_programs(settings: dict[str, Any]) -> None:
         {"keep_sampling_mask": True, "top_k": 5, "top_p": 0.9, "top_entropy_quantile": 0.5},
         {"stop_strings": ("a",), "dynamic_sampling": True, "sampler_dtype": "bfloat16",
          "importance_sampling_correction": "token_truncate"},
+        {"max_generations": 9, "down_sampling": "max_variance", "down_sampling_size": 3},
         {"lora_target_modules": ["q_proj", "down_proj"], "gradient_checkpointing": True, "dtype": "bfloat16"},
     ],
     ids=str,

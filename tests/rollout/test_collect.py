@@ -13,7 +13,7 @@ from covey.algorithms.config import AlgorithmConfig
 from covey.environments.config import EnvironmentConfig
 from covey.rewards.config import RewardConfig
 from covey.rollout.batching import make_batch
-from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups
+from covey.rollout.collect import Rollout, collect_groups, collect_informative_groups, grow_groups, table_order
 from covey.rollout.scoring import Scorer
 from covey.types import Batch, Completion, Episode, Group, Progress, Prompt, Request, SamplingSettings
 
@@ -161,6 +161,50 @@ def test_dynamic_sampling_is_bounded(first: list[float], kept: int) -> None:
     )
     assert len(rollout.groups) == kept  # a partial batch; if all are tied, the last try's, for its rewards
     assert len(rollout.whole.groups) == 2
+
+
+def grown(first: list[Group], answers: list[list[Group]], most: int | None) -> tuple[Rollout, list[Any]]:
+    """What becomes of the groups, and what was asked for."""
+    asked = []
+
+    def more(groups: Sequence[int], count: int, attempt: int) -> Rollout:
+        asked.append((list(groups), count, attempt))
+        return Rollout(tuple(answers.pop(0)), 1.0, 0.5, 10)
+
+    return grow_groups(Rollout(tuple(first), 1.0, 0.5, 10), more, most, find_estimator("grpo").teaches), asked
+
+
+def test_groups_grow_where_the_question_is_hard() -> None:
+    solved, mixed, hard, harder = group([1, 1]), group([0, 1]), group([0, 0]), group([0, 0])
+    rollout, asked = grown([solved, hard, mixed, harder], [[group([0, 1]), group([0, 0])], [group([1])]], 5)
+    assert asked == [([1, 3], 2, 1), ([3], 1, 2)]
+    assert [each.rewards.tolist() for each in rollout.groups] == [[1, 1], [0, 0, 0, 1], [0, 1], [0, 0, 0, 0, 1]]
+    assert [each.added for each in rollout.groups] == [0, 2, 0, 3]
+    assert [each.rewards.tolist() for each in rollout.counted.groups] == [[1, 1], [0, 0], [0, 1], [0, 0]]
+    assert all(len(each.episodes) == len(each.rewards) for each in (*rollout.groups, *rollout.counted.groups))
+    assert (rollout.sampling_seconds, rollout.scoring_seconds, rollout.sampled_tokens) == (3.0, 1.5, 30)
+    # scored in this order: four groups of two, two times two more, one more
+    order = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1), (1, 2), (1, 3), (3, 2), (3, 3), (3, 4)]
+    listed = [(number, sample) for number, each in enumerate(rollout.groups) for sample in range(len(each.rewards))]
+    assert [order[place] for place in table_order(rollout.groups)] == listed
+
+
+@pytest.mark.parametrize(
+    ("first", "most"),
+    [
+        ([[0, 1], [0, 0]], None),
+        ([[0, 1], [0, 0]], 2),
+        ([[0, 0], [0, 0]], 8),  # nothing in the step is better
+        ([[1, 1], [0, 1]], 8),  # nothing is worse
+        ([[0, 1], [float("nan"), float("nan")]], 8),  # nothing is known
+    ],
+)
+def test_other_groups_stay_as_they_are(first: list[list[float]], most: int | None) -> None:
+    groups = [group(rewards) for rewards in first]
+    rollout, asked = grown(groups, [], most)
+    assert asked == []
+    assert list(rollout.groups) == groups == list(rollout.counted.groups)
+    assert table_order(groups) == [0, 1, 2, 3]
 
 
 def test_unscorable_completions_do_not_count_as_tied() -> None:

@@ -46,6 +46,7 @@ def playing(settings: dict[str, Any]) -> dict[str, Any]:
         {"adv_estimator": "gigpo", "discount": 0.9, "beta": 0.0},
         {"action_format": "tags", "loss_type": "dapo"},
         {"action_format": "tool", "dynamic_sampling": True},
+        {"max_generations": 9, "max_steps": 2},
     ],
     ids=str,
 )
@@ -65,7 +66,7 @@ def test_every_variant_trains(playing: dict[str, Any], changes: dict[str, Any]) 
         if "sampling/sampling_logp_difference/max" in record:
             assert record["sampling/sampling_logp_difference/max"] < 1e-3
     rows = folder.read_completions(1)
-    assert len(rows) == 8
+    assert len(rows) == 8 + steps[0].get("sampling/added_completions", 0)
     assert "Find the" in rows[0]["prompt"]
     assert "\n> " in rows[0]["completion"]
     assert {row["ended"] for row in rows} <= {"done", "turns", "context"}

@@ -371,6 +371,7 @@ def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None
     "changes",
     [
         {"dynamic_sampling": True},
+        {"max_generations": 9},
         {"prompt_weighting": "difficulty", "reward": begins_with_a_letter, "correctness": "begins_with_a_letter"},
         {"max_staleness": 4, "num_iterations": 2},
         {"kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0},

@@ -207,3 +207,44 @@ def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None
     assert record["mask_ratio"] == sum(kept) / len(kept)
     assert record["completions/no_answer_ratio"] == sum(not row["completion"].strip() for row in rows) / len(rows)
     assert {row["correct"] for row in rows} <= {True, False}
+
+
+def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accuracy, rewards and what is known of a question are those of the completions that are sampled anyway."""
+
+    def reward(completions: list[str], log_extra: Any = None, **columns: Any) -> list[float]:
+        log_extra("begins", [text[:1] for text in completions])
+        return [float(text[:1].lower() < "c") for text in completions]
+
+    changes = {"max_steps": 4, "max_generations": 12, "prompt_weighting": "difficulty", "correctness": "reward"}
+    trainer = GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**(settings | changes)), train_dataset=ROWS)
+    sampled: list[list[Rollout]] = [[]]
+    collect, report = AnswerCollector.__call__, trainer._report
+
+    def spy(collector: AnswerCollector, *arguments: Any, **options: Any) -> Rollout:
+        sampled[-1].append(collect(collector, *arguments, **options))
+        return sampled[-1][-1]
+
+    monkeypatch.setattr(AnswerCollector, "__call__", spy)
+    monkeypatch.setattr(trainer, "_report", lambda *rest: (report(*rest), sampled.append([])))
+    trainer.train()
+    folder = RunFolder.read(settings["output_dir"])
+    records = [record for record in trainer.state.log_history if "loss" in record]
+    tokens, added = 0.0, 0
+    for rollouts, record, line in zip(sampled, records, folder.read_answers(), strict=False):
+        first = np.concatenate([group.rewards for group in rollouts[0].groups])
+        everything = [e for rollout in rollouts for group in rollout.groups for e in group.episodes]
+        assert record["reward"] == record["accuracy"] == first.mean()
+        assert sum(total for _, total in line["answers"].values()) == len(first)
+        assert sum(right for right, _ in line["answers"].values()) == first.sum()
+        assert record.get("sampling/added_completions", 0) == len(everything) - len(first)
+        added += len(everything) - len(first)
+        tokens += sum(len(episode.token_ids) for episode in everything)
+        assert record["num_tokens"] == tokens
+        rows = folder.read_completions(line["step"])
+        assert len(rows) == len(everything)
+        assert all(row["begins"] == row["completion"][:1] for row in rows)  # every row has its own
+        assert all(row["correct"] == bool(row["reward"]) for row in rows)
+    assert added > 0

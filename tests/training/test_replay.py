@@ -126,6 +126,7 @@ def test_a_step_is_what_was_recorded_bit_for_bit_and_the_folder_is_left_alone(fi
         {"num_iterations": 2, "num_minibatches": 2, "importance_sampling_correction": "token_truncate"},
         {"off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.5, "lora_dropout": 0.1},
         {"top_k": 5, "keep_sampling_mask": True, "validity_mask": True, "validity_min_length": 3},
+        {"max_generations": 12, "down_sampling": "max_variance", "down_sampling_size": 3},
         {"dynamic_sampling": True, "use_adaptive_entropy": True, "entropy_coef": 0.1, "adv_estimator": "remax"},
         {"use_peft": False, "beta": 0.1, "reference_update": "ema", "reference_update_steps": 1},
         {"max_staleness": 1, "lr_scheduler_type": "linear", "loss_type": "gspo", "save_steps": 0},

@@ -115,6 +115,8 @@ def test_first_step_has_no_kl_and_ratio_one(settings: dict[str, Any]) -> None:
         {"soft_overlong_cache": 4},
         {"multi_objective_aggregation": "normalize_then_sum"},
         {"dynamic_sampling": True},
+        {"max_generations": 9},
+        {"max_generations": 9, "dynamic_sampling": True, "down_sampling": "max_variance", "down_sampling_size": 3},
         {"use_peft": False, "embedding_lr": 1e-3},
         {"use_peft": False, "reference_update": "copy", "reference_update_steps": 1, "beta": 0.1},
         {"gradient_checkpointing": True},

@@ -131,7 +131,7 @@ class JaxBackend:
         if config.environment.world is not None or prompt == 0:
             return
         completion = config.sampling.max_completion_length
-        group = max([config.sampling.num_generations, *(p.num_generations or 0 for p in config.schedule.phases)])
+        group = config.largest_group
         sampler.expect(prompt)
         learner.expect(prompt + completion, config.data.prompts_per_step * (prompt + group * completion))
 

@@ -1,4 +1,4 @@
-"""Sample a group of completions for each prompt and score them, again until enough groups teach something if asked.
+"""Sample a group of completions for each prompt and score them, again where they teach nothing if asked.
 
 `AnswerCollector` asks reward functions for the scores of single answers; `AgentCollector` plays episodes, which their
 worlds score.
@@ -6,11 +6,14 @@ worlds score.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
+
+import numpy as np
 
 from covey.errors import EpisodeError
 from covey.rollout.agents import Player, PlayStats, play_metrics
@@ -46,15 +49,21 @@ class Rollout:
 
     @property
     def whole(self) -> Rollout:
-        """With the discarded groups after the others: all that says how good the policy is."""
+        """With the discarded groups after the others: all that was sampled."""
         return replace(self, groups=self.groups + self.discarded, discarded=())
+
+    @property
+    def counted(self) -> Rollout:
+        """The same without completions that groups were grown by: what says how good the policy is."""
+        whole = self.whole
+        return replace(whole, groups=tuple(group.first for group in whole.groups))
 
     @property
     def metrics(self) -> dict[str, float]:
         """What there is to tell of agents, discarded groups included."""
         if self.played is None:
             return {}
-        groups = self.whole.groups
+        groups = self.counted.groups
         alike = same_action_ratio(groups)
         return play_metrics([t for group in groups for t in group.trajectories], self.played) | (
             {} if alike is None else {"agent/same_action_ratio": alike}
@@ -224,15 +233,72 @@ def collect_informative_groups(
         kept.extend(group for group in tries[-1].groups if teaches(group))
     groups = tuple(kept) or tries[-1].groups
     trained = {id(group) for group in groups}
+    discarded = tuple(group for rollout in tries for group in rollout.groups if id(group) not in trained)
+    return _together(tries, groups, discarded)
+
+
+def _together(tries: Sequence[Rollout], groups: Sequence[Group], discarded: Sequence[Group] = ()) -> Rollout:
     played = [rollout.played for rollout in tries if rollout.played is not None]
     return Rollout(
-        groups=groups,
+        groups=tuple(groups),
         sampling_seconds=sum(rollout.sampling_seconds for rollout in tries),
         scoring_seconds=sum(rollout.scoring_seconds for rollout in tries),
         sampled_tokens=sum(rollout.sampled_tokens for rollout in tries),
-        discarded=tuple(group for rollout in tries for group in rollout.groups if id(group) not in trained),
+        discarded=tuple(discarded),
         played=sum(played[1:], played[0]) if played else None,
     )
+
+
+def grow_groups(
+    rollout: Rollout,
+    collect: Callable[[Sequence[int], int, int], Rollout],
+    most: int | None,
+    teaches: Callable[[Group], bool],
+) -> Rollout:
+    """Sample on where a question is hard: groups that teach nothing and are worse than the best completion of the step.
+
+    Such a group gets as many completions again, until its rewards differ or it has `most`. One whose rewards are all
+    the best that the step has seen has nothing to find, and so has every group while nothing differs at all.
+
+    Args:
+        rollout: groups of one size.
+        collect: samples and scores more for the groups at these positions: so many completions each, in which round
+            (from 1).
+        most: completions that a group may have in all; None = no group grows.
+        teaches: asks the advantage estimator, see `covey.algorithms.Estimator.teaches`.
+    """
+    groups, tries, size = list(rollout.groups), [rollout], len(rollout.groups[0].rewards)
+    best = max((r for group in groups for r in group.rewards.tolist() if not math.isnan(r)), default=-math.inf)
+    step = size
+    while most is not None and size < most:
+        hard = [n for n, group in enumerate(groups) if len(group.rewards) == size and _is_hard(group, best, teaches)]
+        if not hard:
+            break
+        count = min(step, most - size)
+        tries.append(collect(hard, count, len(tries)))
+        for number, more in zip(hard, tries[-1].groups, strict=True):
+            groups[number] = groups[number].grown_by(more)
+        size += count
+    return rollout if len(tries) == 1 else _together(tries, groups)
+
+
+def _is_hard(group: Group, best: float, teaches: Callable[[Group], bool]) -> bool:
+    scored = group.rewards[~np.isnan(group.rewards)]
+    return len(scored) > 0 and float(scored.max()) < best and not teaches(group)
+
+
+def table_order(groups: Sequence[Group]) -> list[int]:
+    """For each completion of these groups, as tables list them, its place among those that were scored.
+
+    Groups that have grown were scored in rounds: first all of the groups, then what was added to them.
+    """
+    rounds = [
+        (sample // max(len(group.rewards) - group.added, 1), number, sample)
+        for number, group in enumerate(groups)
+        for sample in range(len(group.rewards))
+    ]
+    scored = sorted(range(len(rounds)), key=rounds.__getitem__)
+    return [int(place) for place in np.argsort(scored)]  # the inverse
 
 
 class AgentCollector:

@@ -92,6 +92,13 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         description="Completions for each prompt (the group size G), 2 or more where they compete, which they do with "
         "most values of algorithm.adv_estimator.",
     )
+    max_generations: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most completions of a prompt: where the rewards of a group are all equal, and less than the best "
+        "of the step, num_generations more are sampled, until they differ or the group has this many. none = groups do "
+        "not grow.",
+    )
     temperature: float = Field(
         default=1.0, ge=0.001, le=100, description="Divides the logits before the softmax; above 1 explores more."
     )

@@ -117,6 +117,11 @@ class Logged:
     metrics: dict[str, float]
     columns: dict[str, list[Any]]
 
+    def reordered(self, places: Sequence[int]) -> Logged:
+        """With the entries of columns at these places, in this order; a column of another length stays as it is."""
+        of = {name: values for name, values in self.columns.items() if len(values) == len(places)}
+        return Logged(self.metrics, self.columns | {name: [v[n] for n in places] for name, v in of.items()})
+
 
 class Scorer:
     """Scores episodes with one or several weighted reward functions.

@@ -150,6 +150,12 @@ def judged_completions(rollout: Rollout) -> BoolArray:
     return np.concatenate([np.array(group, np.bool_) for group in judged])
 
 
+def counted_completions(rollout: Rollout) -> BoolArray:
+    """`[N]` in the order of the groups: False for what a group was grown by."""
+    sizes = [(len(group.rewards), group.added) for group in rollout.groups]
+    return np.concatenate([np.arange(size) < size - added for size, added in sizes])
+
+
 def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolArray | None:
     """`[N]` which completions are right, or which trajectories succeeded, in the order of the groups; None where
     nothing says so.
@@ -188,10 +194,10 @@ def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:
 def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> dict[str, float]:
     """Rewards and completion lengths of a step, named and defined as in `covey.observe.metric_names`.
 
-    Groups that dynamic sampling discarded are counted: without them every number would be of the groups that were
-    chosen for their rewards.
+    Groups that dynamic sampling discarded are counted, and what groups were grown by is not: every number would be of
+    what was chosen for its rewards. Spread and ties are those of the groups as they are after that.
     """
-    groups = rollout.whole.groups
+    trained, groups = rollout.whole.groups, rollout.counted.groups
     rewards = np.concatenate([group.rewards for group in groups])
     scored = rewards[~np.isnan(rewards)]
     episodes = [episode for group in groups for episode in group.episodes]
@@ -199,8 +205,8 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> 
     ended = lengths[[episode.finish_reason != "length" for episode in episodes]]
     metrics: dict[str, float] = {
         "reward": float(scored.mean()) if len(scored) else float("nan"),
-        "reward_std": float(np.mean([_std(group.rewards, correction) for group in groups])),
-        "frac_reward_zero_std": float(np.mean([not estimator.teaches(group) for group in groups])),
+        "reward_std": float(np.mean([_std(group.rewards, correction) for group in trained])),
+        "frac_reward_zero_std": float(np.mean([not estimator.teaches(group) for group in trained])),
         "frac_reward_none": float(np.isnan(rewards).mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
@@ -214,6 +220,8 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> 
         metrics["completions/min_terminated_length"] = float(ended.min())
         metrics["completions/max_terminated_length"] = float(ended.max())
     metrics |= rollout.metrics
+    if added := sum(group.added for group in trained):
+        metrics["sampling/added_completions"] = float(added)
     if rollout.discarded:
         metrics["dynamic_sampling/discarded_groups"] = float(len(rollout.discarded))
     for name in groups[0].reward_parts:
@@ -252,13 +260,13 @@ def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
     judged = judged_completions(rollout)
     row = 0
     for group in rollout.groups:
-        rows = slice(row, row + len(group.rewards))
+        rows = slice(row, row + len(group.rewards) - group.added)
         right = correct[rows][judged[rows]]
         if len(right):
             entry = answers.setdefault(group.prompt.uid, [0, 0])
             entry[0] += int(right.sum())
             entry[1] += len(right)
-        row = rows.stop
+        row += len(group.rewards)
     return answers
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from covey.rollout.collect import Rollout
 from covey.rollout.learning import Sampler
 from covey.rollout.scoring import Logged
-from covey.training.evaluate import Answers, count_answers, judged_completions
+from covey.training.evaluate import Answers, count_answers, counted_completions, judged_completions
 from covey.training.schedule import ResolvedPhase
 from covey.training.state import TrainerState
 from covey.types import BoolArray, Progress
@@ -56,10 +56,13 @@ class Sampled:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of right completions among those judged, those of discarded groups included; None where unknown."""
+        """Share of right completions among those judged, those of discarded groups included and what groups were grown
+        by not; None where unknown.
+        """
         if self.correct is None:
             return None
-        right = self.correct[judged_completions(self.rollout.whole)]
+        whole = self.rollout.whole
+        right = self.correct[judged_completions(whole) & counted_completions(whole)]
         return float(right.mean()) if len(right) else None
 
     @property

@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from covey.training.rerun import (
     Rerun,
     batch_of,
     needs_weights_for_masks,
+    phase_of,
     reward_weights,
     settings_of,
     stored_step,
@@ -414,10 +415,12 @@ def _sampled(stored: StoredStep, config: GRPOConfig, line: Record) -> dict[str, 
     if facts.discarded_groups or line.get("dynamic_sampling/discarded_groups"):
         found["dynamic_sampling/discarded_groups"] = float(facts.discarded_groups) or None
         return found
-    rollout = Rollout(stored.groups, 0.0, 0.0, sum(episode.num_sampled for episode in episodes))
+    first = phase_of(config, stored)[1].num_generations
+    groups = tuple(replace(group, added=max(0, len(group.rewards) - first)) for group in stored.groups)
+    rollout = Rollout(groups, 0.0, 0.0, sum(episode.num_sampled for episode in episodes))
     found |= rollout_metrics(rollout, estimator_of(config.algorithm), config.algorithm.scaling["correction"])
     if not any(group.trajectories for group in stored.groups):
-        found["completions/no_answer_ratio"] = no_answer_ratio(rollout, stored.has_answer)
+        found["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, stored.has_answer)
     return found
 
 

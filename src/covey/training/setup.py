@@ -412,10 +412,11 @@ def require_memory(config: GRPOConfig) -> None:
         ConfigError: it is more; the message names the settings and both amounts.
     """
     sampling, evaluation = config.sampling, config.evaluation
-    group = max([sampling.num_generations, *(phase.num_generations or 0 for phase in config.schedule.phases)])
+    group = config.largest_group
+    grown = "max_generations" if group == sampling.max_generations else "num_generations"
     length = sampling.max_completion_length
     completions = {
-        f"data.prompts_per_step={config.data.prompts_per_step} x sampling.num_generations={group} x "
+        f"data.prompts_per_step={config.data.prompts_per_step} x sampling.{grown}={group} x "
         f"sampling.max_completion_length={length}": config.data.prompts_per_step * group,
         f"evaluation.num_generations_eval={evaluation.num_generations_eval} x "
         f"sampling.max_completion_length={length}": evaluation.num_generations_eval,

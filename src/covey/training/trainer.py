@@ -26,7 +26,14 @@ from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
-from covey.rollout.collect import AnswerCollector, Rollout, collect_informative_groups, with_greedy_rewards
+from covey.rollout.collect import (
+    AnswerCollector,
+    Rollout,
+    collect_informative_groups,
+    grow_groups,
+    table_order,
+    with_greedy_rewards,
+)
 from covey.signals import ended, held
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
@@ -54,6 +61,9 @@ from covey.types import Batch, Group, Progress, Prompt
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
+
+GROWING_STREAM = 6
+"""The same of what is added to groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,14 +260,14 @@ class GRPOTrainer(StepByStep):
             nonlocal position
             prompts, streams = self._next_prompts(position, count)
             position += count
-            return self.collect(
-                prompts,
-                settings,
-                num_generations=phase.num_generations,
-                streams=streams,
-                policy_version=version,
-                progress=progress,
-            )
+            sample = partial(self.collect, settings=settings, policy_version=version, progress=progress)
+            first = sample(prompts, num_generations=phase.num_generations, streams=streams)
+
+            def more(groups: Sequence[int], each: int, attempt: int) -> Rollout:
+                again = [(*streams[n][:1], GROWING_STREAM, attempt, *streams[n][2:]) for n in groups]
+                return sample([prompts[n] for n in groups], num_generations=each, streams=again)
+
+            return grow_groups(first, more, args.sampling.max_generations, self.estimator.teaches)
 
         wanted = args.data.prompts_per_step
         if args.algorithm.dynamic_sampling:
@@ -266,7 +276,7 @@ class GRPOTrainer(StepByStep):
         else:
             rollout = collect(wanted)
         correct = correct_completions(rollout.whole, self.data.is_correct)
-        logged = self.data.scorer.take_logged()
+        logged = self.data.scorer.take_logged().reordered(table_order(rollout.groups))
         if self.estimator.greedy_baseline:
             greedy = setup.sampling_settings(args, self.policy, 0.0)
             _, streams = self._next_prompts(start, len(rollout.groups))
@@ -367,7 +377,7 @@ class GRPOTrainer(StepByStep):
             **memory_metrics(),
             "step_time": seconds,
         }
-        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.whole, self.data.has_answer)
+        metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, self.data.has_answer)
         if sampled.accuracy is not None:
             metrics["accuracy"] = sampled.accuracy
         metrics |= sampled.logged.metrics
