@@ -32,7 +32,7 @@ from typing import Any
 from compare import ALLOCATORS, HERE, machine, say
 
 GOALS = (0.5, 0.9, 0.95)
-COLOURS = {"covey": "tab:green", "trl": "tab:orange"}
+COLOURS = ("tab:orange", "tab:green", "tab:blue", "tab:purple", "tab:brown")
 TITLES = {"covey": "Covey", "trl": "TRL 1.16"}
 
 
@@ -71,32 +71,45 @@ def settings_of(library: str, args: argparse.Namespace) -> dict[str, Any]:
     return dict(json.loads(args.covey if library == "covey" else args.trl))
 
 
+def title(run: Mapping[str, Any]) -> str:
+    """The library, with the settings that it had alone."""
+    return ", ".join([TITLES[run["library"]], *(f"{name} {value}" for name, value in run["settings"].items())])
+
+
+def by_title(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """TRL's runs first, then Covey's, by their settings."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: (run["library"] != "trl", title(run), run["seed"])):
+        found.setdefault(title(run), []).append(run)
+    return found
+
+
 def reached(looks: Sequence[Mapping[str, Any]], goal: float, what: str) -> float:
     """Seconds or tokens at the first look that saw an accuracy; not a number if none did."""
     return next((look[what] for look in looks if look["correct"] >= goal * look["asked"]), math.nan)
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Each run, and the ratio of both libraries' geometric means."""
-    head = ["library", "seed", *(f"minutes to {goal:.0%}" for goal in GOALS), f"tokens to {GOALS[-1]:.0%}", "best"]
+    """Each run, and the ratio of Covey's geometric means to TRL's where all seeds of both got there."""
+    head = ["", "seed", *(f"minutes to {goal:.0%}" for goal in GOALS), f"tokens to {GOALS[-1]:.0%}", "best", "minutes"]
     lines = [head, ["---"] * len(head)]
-    for each in runs:
+    groups = by_title(runs)
+    for name, each in ((name, run) for name, group in groups.items() for run in group):
         minutes = [reached(each["looks"], goal, "seconds") / 60 for goal in GOALS]
         tokens = reached(each["looks"], GOALS[-1], "tokens")
         best = max(look["correct"] / look["asked"] for look in each["looks"])
         cells = [f"{value:.1f}" if math.isfinite(value) else "not reached" for value in minutes]
-        cells += [f"{tokens:,.0f}" if math.isfinite(tokens) else ""]
-        lines.append([TITLES[each["library"]], str(each["seed"]), *cells, f"{best:.1%}"])
+        cells += [f"{tokens:,.0f}" if math.isfinite(tokens) else "", f"{best:.1%}"]
+        lines.append([name, str(each["seed"]), *cells, f"{each['looks'][-1]['seconds'] / 60:.1f}"])
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    for goal, (what, name) in product(GOALS, (("seconds", "minutes"), ("cpu_seconds", "processor minutes"))):
-        found = {
-            library: [reached(r["looks"], goal, what) for r in runs if r["library"] == library] for library in TITLES
-        }
-        if all(found.values()) and all(math.isfinite(value) for values in found.values() for value in values):
-            ours, theirs = found["covey"], found["trl"]
-            ratio = statistics.geometric_mean(ours) / statistics.geometric_mean(theirs)
-            extremes = f"{min(ours) / max(theirs):.2f} to {max(ours) / min(theirs):.2f}"
-            text += f"\nTo {goal:.0%}: {ratio:.2f} of TRL's {name} (geometric means; extremes {extremes}).\n"
+    theirs = groups.pop(TITLES["trl"], [])
+    for name, group in groups.items():
+        for goal, (what, unit) in product(GOALS, (("seconds", "minutes"), ("cpu_seconds", "processor minutes"))):
+            ours, peers = ([reached(run["looks"], goal, what) for run in each] for each in (group, theirs))
+            if peers and all(map(math.isfinite, ours + peers)):
+                ratio = statistics.geometric_mean(ours) / statistics.geometric_mean(peers)
+                extremes = f"{min(ours) / max(peers):.2f} to {max(ours) / min(peers):.2f}"
+                text += f"\n{name} to {goal:.0%}: {ratio:.2f} of TRL's {unit} (geometric means; extremes {extremes}).\n"
     return text
 
 
@@ -108,14 +121,12 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    named = set()
-    for each in runs:
-        library = each["library"]
-        minutes = [look["seconds"] / 60 for look in each["looks"]]
-        right = [look["correct"] / look["asked"] for look in each["looks"]]
-        label = None if library in named else TITLES[library]
-        named.add(library)
-        axes.plot(minutes, right, color=COLOURS[library], alpha=0.8, linewidth=1.5, label=label)
+    for (name, group), colour in zip(by_title(runs).items(), COLOURS, strict=False):
+        for place, each in enumerate(group):
+            minutes = [look["seconds"] / 60 for look in each["looks"]]
+            right = [look["correct"] / look["asked"] for look in each["looks"]]
+            label = None if place else name
+            axes.plot(minutes, right, color=colour, alpha=0.8, linewidth=1.5, label=label)
     for goal in GOALS:
         axes.axhline(goal, color="grey", linestyle=":", linewidth=0.8)
     axes.set(

@@ -22,14 +22,18 @@ def reward(text: str) -> float:
     [
         ({}, 1.0),
         ({"who": "Paul"}, 0.8),
-        ({"time": "05:45"}, 0.86),  # the hour is 0.7 of a fifth
         ({"time": "17:15"}, 0.94),
+        ({"time": "16:45"}, 0.94),
+        ({"time": "05:45"}, 0.9),
+        ({"time": "5:45"}, 0.86),
         ({"time": "5:45 pm"}, 0.8),
         ({"time": "1745"}, 0.8),
+        ({"time": "25:45"}, 0.86),
+        ({"time": "17:45:00"}, 0.8),
         ({"what": "", "who": "", "day": "", "time": ""}, 0.2),
     ],
 )
-def test_a_field_is_a_fifth(changes: dict[str, str], expected: float) -> None:
+def test_a_field_is_a_fifth_and_a_time_has_parts(changes: dict[str, str], expected: float) -> None:
     assert reward(json.dumps(WANTED | changes)) == expected
 
 
