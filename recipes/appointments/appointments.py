@@ -1,7 +1,7 @@
 """A sentence about an appointment -> strict JSON that a calendar can take.
 
     "Lunch with Ana on Tuesday at half past twelve."
-    {"what": "lunch", "who": "Ana", "day": "Tuesday", "time": "12:30"}
+    {"what": "lunch", "who": "Ana", "day": "Tuesday", "time": "12:30 pm"}
 
 Held-out sentences are about people and things, and in wordings, that no training sentence has.
 """
@@ -20,33 +20,28 @@ from covey.tasks.base import as_prompt
 
 FIELDS = ("what", "who", "day", "time")
 DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-WHAT = ("lunch", "dinner", "breakfast", "coffee", "a meeting", "a call", "tennis", "chess", "an interview", "a walk")
-NEW_WHAT = ("tea", "a game", "football", "a lesson", "drinks")
-WHO = (
-    "Ana",
-    "Ben",
-    "Chloe",
-    "David",
-    "Elena",
-    "Farid",
-    "Grace",
-    "Hugo",
-    "Ines",
-    "Jonas",
-    "Karim",
-    "Lena",
-    "Mia",
-    "Noah",
-)
-NEW_WHO = ("Olga", "Paul", "Quinn", "Rosa", "Sam", "Tara", "Umar", "Vera")
 # fmt: off
+WHAT = (
+    "lunch", "dinner", "breakfast", "coffee", "a meeting", "a call", "tennis", "chess", "an interview", "a walk",
+    "yoga", "a rehearsal", "a picnic", "supper", "an exam", "golf", "a haircut", "a swim", "cards", "a tour",
+)
+NEW_WHAT = ("tea", "a game", "football", "a lesson", "drinks", "a concert", "an appointment", "rugby")
+WHO = (
+    "Ana", "Ben", "Chloe", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Karim", "Lena", "Mia", "Noah",
+    "Ada", "Boris", "Carla", "Dan", "Eva", "Finn", "Gina", "Hana", "Ivan", "Joy", "Kim", "Leo", "Max", "Nora", "Otto",
+    "Petra", "Raul", "Sofia", "Tom", "Uma", "Viktor", "Wanda", "Yusuf", "Zara", "Mr Lee", "Mrs Brown", "Dr Novak",
+)
+NEW_WHO = ("Olga", "Paul", "Quinn", "Rosa", "Sam", "Tara", "Umar", "Vera", "Mr Hill", "Dr Costa")
 WORDINGS = (
     "{What} with {who} on {day} at {time}.", "{What} with {who}, {day}, {time}.",
     "On {day} at {time}: {what} with {who}.", "I have {what} with {who} on {day} at {time}.",
-    "Please add {what} with {who} for {day} at {time}.",
-    "{who} wants {what} on {day} at {time}.", "Remind me of {what} with {who} on {day}, {time}.",
-    "{day}, {time}, {what} with {who}.", "Can you put {what} with {who} on {day} at {time} into my calendar?",
-    "At {time} on {day} I am meeting {who} for {what}.",
+    "Please add {what} with {who} for {day} at {time}.", "{who} wants {what} on {day} at {time}.",
+    "Remind me of {what} with {who} on {day}, {time}.", "{day}, {time}, {what} with {who}.",
+    "Can you put {what} with {who} on {day} at {time} into my calendar?",
+    "At {time} on {day} I am meeting {who} for {what}.", "{who} and I planned {what} for {day}, {time}.",
+    "{What} is on {day} at {time}, and {who} comes too.", "{who} called: {what} on {day} at {time}.",
+    "We said {day} at {time} for {what}, {who} and I.", "Next {day} {who} and I have {what} at {time}.",
+    "It is {who} that I see for {what} at {time} on {day}.", "{day} at {time} would suit {who} for {what}.",
 )
 NEW_WORDINGS = (
     "{who} and I will have {what} on {day} at {time}.", "Let us do {what} on {day} at {time}, {who} said.",
@@ -54,33 +49,37 @@ NEW_WORDINGS = (
 )
 _HOURS = ("twelve", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven")
 # fmt: on
-ASK = """Turn the sentence into JSON with the keys "what", "who", "day" and "time" (24 hours, HH:MM).
-Answer with the JSON only.
-1 pm is 13, 2 pm is 14, 3 pm is 15, 4 pm is 16, 5 pm is 17, 6 pm is 18, 7 pm is 19, 8 pm is 20, 9 pm is 21.
+ASK = """Turn the sentence into JSON with the keys "what", "who", "day" and "time". Answer with the JSON only.
 
-Sentence: A swim with Zoe on Saturday at 7 am.
-JSON: {{"what": "a swim", "who": "Zoe", "day": "Saturday", "time": "07:00"}}
+Sentence: A ride with Zoe on Saturday at 7 am.
+JSON: {{"what": "a ride", "who": "Zoe", "day": "Saturday", "time": "7:00 am"}}
 
-Sentence: Yuri wants a haircut on Monday at half past two in the afternoon.
-JSON: {{"what": "a haircut", "who": "Yuri", "day": "Monday", "time": "14:30"}}
+Sentence: Yuri wants a debate on Monday at half past two in the afternoon.
+JSON: {{"what": "a debate", "who": "Yuri", "day": "Monday", "time": "2:30 pm"}}
 
 Sentence: {sentence}
 JSON:"""
 
 
+def written(hour: int, minute: int) -> str:
+    """As it is to stand in the entry: 18:45 is "6:45 pm"."""
+    return f"{hour % 12 or 12}:{minute:02d} {'am' if hour < 12 else 'pm'}"
+
+
 def spoken(hour: int, minute: int, draw: random.Random) -> str:
-    """One of the ways to say a time between 7:00 and 21:45, in which 24 hours are unambiguous."""
-    half = "am" if hour < 12 else "pm"
-    short = hour % 12 or 12
+    """One of the ways to say a time between 7:00 and 21:45."""
+    half, short, word = ("am" if hour < 12 else "pm"), hour % 12 or 12, _HOURS[hour % 12]
     part = "in the morning" if hour < 12 else "in the afternoon" if hour < 18 else "in the evening"
-    ways = [f"{hour:02d}:{minute:02d}", f"{short}:{minute:02d} {half}"]
+    ways = [f"{short}:{minute:02d} {half}", f"{short}:{minute:02d} {part}"]
     if minute == 0:
-        ways += [f"{short} {half}", f"{_HOURS[hour % 12]} {part}"]
+        ways += [f"{short} {half}", f"{short} {part}", f"{word} {part}"]
         ways += ["noon"] if hour == 12 else []
     if minute == 30:
-        ways += [f"half past {_HOURS[hour % 12]} {part}"]
+        ways += [f"half past {word} {part}", f"half past {short} {part}"]
     if minute == 15:
-        ways += [f"a quarter past {_HOURS[hour % 12]} {part}"]
+        ways += [f"a quarter past {word} {part}"]
+    if minute == 45:
+        ways += [f"a quarter to {_HOURS[(hour + 1) % 12]} {part}"] if hour not in {11, 17} else []
     return draw.choice(ways)
 
 
@@ -110,14 +109,12 @@ def share_right(text: str, wanted: Mapping[str, str]) -> float:
 
 
 def time_right(said: str, right: str) -> float:
-    """0.3 for the minutes, 0.2 for the form HH:MM, 0.2 for the half of the day, and 0.3 for the hour.
-
-    "6:45 pm" is "6:45" to the untrained model, in all its tries; so each step on the way to "18:45" counts.
-    """
-    hour, minutes = right.split(":")
-    if not re.fullmatch(r"([01]\d|2[0-3]):[0-5]\d", said, re.ASCII):
-        return 0.3 * said.endswith(":" + minutes)
-    return 0.3 * (said[3:] == minutes) + 0.2 + 0.2 * ((said >= "12") == (right >= "12")) + 0.3 * (said[:2] == hour)
+    """A fifth for the form of "6:45 pm", three tenths for the hour, three for the minutes, and a fifth for the half."""
+    told, wanted = (re.fullmatch(r"(1[0-2]|[1-9]):([0-5]\d) ([ap]m)", text, re.ASCII) for text in (said, right))
+    if told is None or wanted is None:
+        return 0.0
+    hour, minutes, half = (told[part] == wanted[part] for part in (1, 2, 3))
+    return 0.2 + 0.3 * hour + 0.3 * minutes + 0.2 * half
 
 
 class Appointments(Task):
@@ -173,7 +170,7 @@ class Appointments(Task):
             time = spoken(hour, minute, draw)
             words = draw.choice(wordings)
             sentence = words.format(what=what, What=what[0].upper() + what[1:], who=who, day=day, time=time)
-            answer = {"what": what, "who": who, "day": day, "time": f"{hour:02d}:{minute:02d}"}
+            answer = {"what": what, "who": who, "day": day, "time": written(hour, minute)}
             prompt = as_prompt(ASK.format(sentence=sentence))
             rows.setdefault(sentence, {"prompt": prompt, "answer": json.dumps(answer), "uid": sentence})
         return list(rows.values())

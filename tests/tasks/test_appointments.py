@@ -9,7 +9,7 @@ from covey.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = get_task(f"{ROOT}/recipes/appointments/appointments.py:Appointments")
-WANTED = {"what": "tea", "who": "Quinn", "day": "Friday", "time": "17:45"}
+WANTED = {"what": "tea", "who": "Quinn", "day": "Friday", "time": "5:45 pm"}
 
 
 def reward(text: str) -> float:
@@ -22,14 +22,15 @@ def reward(text: str) -> float:
     [
         ({}, 1.0),
         ({"who": "Paul"}, 0.8),
-        ({"time": "17:15"}, 0.94),
-        ({"time": "16:45"}, 0.94),
-        ({"time": "05:45"}, 0.9),
-        ({"time": "5:45"}, 0.86),
-        ({"time": "5:45 pm"}, 0.8),
-        ({"time": "1745"}, 0.8),
-        ({"time": "25:45"}, 0.86),
-        ({"time": "17:45:00"}, 0.8),
+        ({"time": "5:15 pm"}, 0.94),
+        ({"time": "4:45 pm"}, 0.94),
+        ({"time": "5:45 am"}, 0.96),
+        ({"time": "6:15 am"}, 0.84),
+        ({"time": "5:45"}, 0.8),
+        ({"time": "17:45"}, 0.8),
+        ({"time": "05:45 pm"}, 0.8),
+        ({"time": "13:45 pm"}, 0.8),
+        ({"time": "5:45 pm "}, 0.8),
         ({"what": "", "who": "", "day": "", "time": ""}, 0.2),
     ],
 )
@@ -49,7 +50,7 @@ def test_a_field_is_a_fifth_and_a_time_has_parts(changes: dict[str, str], expect
         json.dumps(WANTED | {"time": 1745}),
         '{"what": "tea", ' + json.dumps(WANTED)[1:],  # a key twice
         "{" * 300,
-        '{"what": {"a": "b"}, "who": "Quinn", "day": "Friday", "time": "17:45"}',
+        '{"what": {"a": "b"}, "who": "Quinn", "day": "Friday", "time": "5:45 pm"}',
     ],
 )
 def test_what_is_no_entry_earns_nothing(text: str) -> None:
@@ -61,8 +62,9 @@ def test_every_row_has_an_answer_that_is_right_and_nothing_held_out_was_seen() -
     assert (len(train), len(held_out)) == (2_000, 200)
     for row in train[:200] + held_out:
         assert TASK.is_correct(row["answer"], row)
-        hour, minute = map(int, json.loads(row["answer"])["time"].split(":"))
-        assert 7 <= hour <= 21
+        clock, half = json.loads(row["answer"])["time"].split(" ")
+        hour, minute = map(int, clock.split(":"))
+        assert 7 <= hour % 12 + 12 * (half == "pm") <= 21
         assert minute in {0, 15, 30, 45}
     for field in ("what", "who"):
         seen, asked = ({json.loads(row["answer"])[field] for row in rows} for rows in (train, held_out))
