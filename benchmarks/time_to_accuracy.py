@@ -129,9 +129,8 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.plot(minutes, right, color=colour, alpha=0.8, linewidth=1.5, label=label)
     for goal in GOALS:
         axes.axhline(goal, color="grey", linestyle=":", linewidth=0.8)
-    axes.set(
-        xlabel="minutes of training", ylabel="held-out accuracy", ylim=(0, 1.02), title="The demo's task, two cores"
-    )
+    axes.set(xlabel="minutes of training", ylabel="held-out accuracy", ylim=(0, 1.02))
+    axes.set_title(f"{runs[0]['task']}\n{runs[0]['at_once']} runs at a time", fontsize="medium")
     axes.set_xlim(left=0)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
@@ -162,8 +161,7 @@ def main() -> None:
         parser.error("--trl-python: name the Python of an environment with TRL, or choose --libraries covey")
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "time_to_accuracy.json"
-    results = json.loads(path.read_text()) if path.exists() else {"runs": []}
-    results["machine"] = machine()
+    results = json.loads(path.read_text()) if path.exists() else {"runs": [], "machine": machine()}
     missing = []
     for seed in args.seeds:
         for library in args.libraries:
@@ -179,8 +177,9 @@ def main() -> None:
         for done in as_completed(running):
             results["runs"].append(running[done] | {"looks": done.result()})
             path.write_text(json.dumps(results, indent=1) + "\n")
-    sys.stdout.write(table(results["runs"]))
-    draw(results["runs"], args.picture)
+    shown = [each for each in results["runs"] if each["task"] == args.task]
+    sys.stdout.write(table(shown))
+    draw(shown, args.picture)
 
 
 if __name__ == "__main__":
