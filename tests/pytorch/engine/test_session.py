@@ -254,3 +254,24 @@ def test_answered_conversations_wait_for_each_other_a_little() -> None:
 def _logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0, -1].float()
+
+
+def test_conversations_that_do_not_all_fit_are_not_all_computed_again() -> None:
+    """They take turns: giving up the one used longest ago would give up each shortly before its turn."""
+    model = tiny_model("llama")
+
+    def prefilled(kv_cache_bytes: int) -> int:
+        engine, words = Engine(model, kv_cache_bytes=kv_cache_bytes), np.random.default_rng(0)
+        session = engine.session(SETTINGS, policy_version=0, rows=12, own_tokens=300, prompt_lengths=[40] * 12)
+        rows = [session.start(Request(words.integers(4, VOCAB_SIZE, 40), (i,)), keep=True) for i in range(12)]
+        for number in range(7):
+            turn(session)
+            for row in rows:
+                session.extend(row, words.integers(4, VOCAB_SIZE, 30), (number,))
+        turn(session)
+        assert session.stats().cache_bytes <= kv_cache_bytes
+        return session.stats().prefill_tokens
+
+    assert prefilled(1 << 26) == 3_084
+    assert prefilled(1_269_248) < 3_600  # 4,254 in the other order
+    assert prefilled(846_080) < 6_000  # 9,755

@@ -353,10 +353,16 @@ class Tree:
         return block
 
     def _evict(self, hard: bool) -> bool:
+        """Give up a leaf: the longest unused, or of those that parked rows need the one used last.
+
+        Conversations take turns, so what was used last is needed last; the other order would give up each one shortly
+        before its turn comes, and with a little too little memory everything would be computed again in every turn.
+        """
         leaves = [branch for branch in _subtrees(self._roots) if branch.idle and (hard or not branch.parked)]
         if not leaves:
             return False
-        self._detach([min(leaves, key=lambda branch: (branch.parked > 0, branch.used))])
+        first = min(leaves, key=lambda each: (each.parked > 0, -each.used if each.parked else each.used))
+        self._detach([first])
         return True
 
     def _detach(self, branches: Sequence[Branch]) -> None:
