@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def run(library: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any
 
 def settings_of(library: str, args: argparse.Namespace) -> dict[str, Any]:
     """More settings of a library."""
-    return dict(json.loads(args.covey if library == "covey" else args.trl))
+    return dict(args.covey if library == "covey" else args.trl)
 
 
 def title(run: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     for name, group in groups.items():
         for goal, (what, unit) in product(GOALS, (("seconds", "minutes"), ("cpu_seconds", "processor minutes"))):
             ours, peers = ([reached(run["looks"], goal, what) for run in each] for each in (group, theirs))
-            if peers and all(map(math.isfinite, ours + peers)):
+            if peers and all(0 < value < math.inf for value in ours + peers):
                 ratio = statistics.geometric_mean(ours) / statistics.geometric_mean(peers)
                 extremes = f"{min(ours) / max(peers):.2f} to {max(ours) / min(peers):.2f}"
                 text += f"\n{name} to {goal:.0%}: {ratio:.2f} of TRL's {unit} (geometric means; extremes {extremes}).\n"
@@ -121,7 +121,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, group), colour in zip(by_title(runs).items(), COLOURS, strict=False):
+    for (name, group), colour in zip(by_title(runs).items(), cycle(COLOURS), strict=False):
         for place, each in enumerate(group):
             minutes = [look["seconds"] / 60 for look in each["looks"]]
             right = [look["correct"] / look["asked"] for look in each["looks"]]
@@ -152,8 +152,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the cores of the machine")
     parser.add_argument("--micro-batch", type=int, default=8, help="of TRL")
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keeps freed memory", help="of TRL")
-    parser.add_argument("--covey", default="{}", help="settings of Covey alone, as JSON")
-    parser.add_argument("--trl", default="{}", help="settings of TRL alone, as JSON")
+    parser.add_argument("--covey", type=json.loads, default="{}", help="settings of Covey alone, as JSON")
+    parser.add_argument("--trl", type=json.loads, default="{}", help="settings of TRL alone, as JSON")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs/images/time_to_accuracy.png")
     args = parser.parse_args()
@@ -162,12 +162,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "time_to_accuracy.json"
     results = json.loads(path.read_text()) if path.exists() else {"runs": [], "machine": machine()}
+    work = {name: getattr(args, name) for name in ("task", "prompts", "generations", "minibatches", "at_once")}
     missing = []
     for seed in args.seeds:
         for library in args.libraries:
-            about = {"library": library, "seed": seed, "task": args.task, "settings": settings_of(library, args)}
-            about |= {"prompts": args.prompts, "generations": args.generations, "minibatches": args.minibatches}
-            about |= {"at_once": args.at_once}
+            about = {"library": library, "seed": seed, "settings": settings_of(library, args)} | work
             if library == "trl":
                 about |= {"micro_batch": args.micro_batch, "allocator": args.allocator}
             if not any(about.items() <= each.items() for each in results["runs"]):
@@ -177,7 +176,7 @@ def main() -> None:
         for done in as_completed(running):
             results["runs"].append(running[done] | {"looks": done.result()})
             path.write_text(json.dumps(results, indent=1) + "\n")
-    shown = [each for each in results["runs"] if each["task"] == args.task]
+    shown = [each for each in results["runs"] if work.items() <= each.items()]
     sys.stdout.write(table(shown))
     draw(shown, args.picture)
 

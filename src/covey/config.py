@@ -348,11 +348,12 @@ def _check_across_sections(config: GRPOConfig) -> None:
             "choose more, or remove it"
         )
     if algorithm.down_sampling != "none" and algorithm.down_sampling_size >= config.largest_group:
-        setting, size = max(config.group_sizes.items(), key=lambda item: item[1])
+        sizes = {**config.group_sizes, **({} if most is None else {"sampling.max_generations": most})}
+        setting, size = max(sizes.items(), key=lambda item: item[1])
         problems.append(
             f"algorithm.down_sampling={algorithm.down_sampling!r} and down_sampling_size="
-            f"{algorithm.down_sampling_size}: groups have {size} completions ({setting}), so nothing would be left "
-            "out; choose a smaller down_sampling_size or larger groups"
+            f"{algorithm.down_sampling_size}: groups have at most {size} completions ({setting}), so nothing would be "
+            "left out; choose a smaller down_sampling_size or larger groups"
         )
     if config.schedule.max_staleness > 0 and config.max_steps_ahead == 0:
         problems.append(

@@ -132,6 +132,12 @@ def fails(group, size):
     raise KeyError("no")
 def nothing(group, size):
     return []
+def cheats(group, size):
+    group.rewards[:] = 9.0
+def cheats_in_parts(group, size):
+    group.reward_parts["own"][:] = 9.0
+def leaves(group, size):
+    raise SystemExit(3)
 """
 
 
@@ -149,10 +155,19 @@ def test_a_rule_in_a_file(rules: Callable[[str], dict[str, Any]]) -> None:
     for name, said in {"far": "from 0 to 2", "twice": "each once", "many": "3 indices", "fails": "KeyError"}.items():
         with pytest.raises(ConfigError, match=said):
             batch_of(groups, **rules(name))
+    with pytest.raises(ConfigError, match=r"own_rules.py:leaves.* raised SystemExit"):
+        batch_of(groups, **rules("leaves"))
+    groups[0].reward_parts["own"] = np.array([0.0, 1.0, 1.0])
+    for name in ("cheats", "cheats_in_parts"):
+        with pytest.raises(ConfigError, match="read-only"):
+            batch_of(groups, **rules(name))
+    assert groups[0].rewards.tolist() == [0, 1, 1]
 
 
 def test_settings_that_cannot_be_meant() -> None:
     with pytest.raises(ConfigError, match="nothing would be left out"):
         GRPOConfig(down_sampling="max_variance", down_sampling_size=8, num_generations=8)
+    with pytest.raises(ConfigError, match=r"at most 12 completions \(sampling.max_generations\)"):
+        GRPOConfig(down_sampling="max_variance", down_sampling_size=12, num_generations=4, max_generations=12)
     with pytest.raises(ConfigError, match="max_variance"):
         GRPOConfig(down_sampling="max_varianz", num_generations=8)

@@ -93,6 +93,10 @@ def test_each_trouble_is_named_with_its_number_and_a_fix(code, changes, number, 
     assert str(diagnosis) == f"{diagnosis.message}. {diagnosis.fix}."
 
 
+def test_what_down_sampling_leaves_out_is_no_trouble():
+    assert codes(history(**{"mask/down_sampling": 0.78})) == []
+
+
 def test_entropy_that_falls_is_told_from_entropy_that_never_was():
     steps = history(20)
     for step in steps[10:]:

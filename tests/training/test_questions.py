@@ -209,14 +209,43 @@ def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None
     assert {row["correct"] for row in rows} <= {True, False}
 
 
+def test_the_share_that_masks_leave_is_of_what_down_sampling_chose(settings: dict[str, Any]) -> None:
+    changes = {"down_sampling": "first", "down_sampling_size": 2, "max_steps": 1, "num_generations": 4}
+    for mask in ({}, {"validity_mask": True, "validity_min_length": 12}):
+        settings["output_dir"] += "-masked" if mask else ""
+        args = GRPOConfig(**(settings | changes | mask))
+        trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
+        trainer.train()
+        (record,) = trainer.state.log_history
+        rows = RunFolder.read(settings["output_dir"]).read_completions(1)
+        chosen = [row for row in rows if row["sample"] < 2]
+        assert 0.4 < record["mask/down_sampling"] < 0.6
+        if mask:
+            left = [not row["masked_by"] for row in chosen]
+            assert record["mask_ratio"] == sum(left) / len(left) < 1
+        else:
+            assert "mask_ratio" not in record
+
+
+def test_a_reward_that_is_to_see_the_whole_step_lets_no_group_grow(settings: dict[str, Any]) -> None:
+    def ranks(completions: list[str], **columns: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    ranks.whole_batch = True  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"max_generations=12.*ranks has whole_batch"):
+        GRPOTrainer(reward_funcs=ranks, args=GRPOConfig(**settings, max_generations=12), train_dataset=ROWS)
+
+
 def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Accuracy, rewards and what is known of a question are those of the completions that are sampled anyway."""
 
-    def reward(completions: list[str], log_extra: Any = None, **columns: Any) -> list[float]:
+    def reward(completions: list[str], log_extra: Any = None, log_metric: Any = None, **columns: Any) -> list[float]:
         log_extra("begins", [text[:1] for text in completions])
-        return [float(text[:1].lower() < "c") for text in completions]
+        scores = [float(text[:1].lower() < "c") for text in completions]
+        log_metric("share", sum(scores) / len(scores))
+        return scores
 
     changes = {"max_steps": 4, "max_generations": 12, "prompt_weighting": "difficulty", "correctness": "reward"}
     trainer = GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**(settings | changes)), train_dataset=ROWS)
@@ -236,7 +265,7 @@ def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
     for rollouts, record, line in zip(sampled, records, folder.read_answers(), strict=False):
         first = np.concatenate([group.rewards for group in rollouts[0].groups])
         everything = [e for rollout in rollouts for group in rollout.groups for e in group.episodes]
-        assert record["reward"] == record["accuracy"] == first.mean()
+        assert record["reward"] == record["accuracy"] == record["share"] == first.mean()
         assert sum(total for _, total in line["answers"].values()) == len(first)
         assert sum(right for right, _ in line["answers"].values()) == first.sum()
         assert record.get("sampling/added_completions", 0) == len(everything) - len(first)

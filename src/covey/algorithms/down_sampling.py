@@ -11,7 +11,7 @@ anything that is masked, and stays in tables and metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -122,7 +122,7 @@ class DownSampling:
         if np.isnan(group.rewards).all():
             return kept  # nothing is known of any, and the estimator gives all of them 0
         with naming(f"down_sampling={self.name!r}: it"):
-            found = np.asarray(self.rule(group, self.size))
+            found = np.asarray(self.rule(_to_look_at(group), self.size))
         whole = found.ndim == 1 and (np.issubdtype(found.dtype, np.integer) or not found.size)
         if not whole or len(set(found.tolist())) < found.size or not all(0 <= n < count for n in found.tolist()):
             raise ConfigError(
@@ -136,6 +136,18 @@ class DownSampling:
         kept[:] = False
         kept[found.astype(np.int64)] = True
         return kept
+
+
+def _to_look_at(group: Group) -> Group:
+    """The group with rewards that a rule cannot change."""
+
+    def locked(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        seen = values.view()
+        seen.flags.writeable = False
+        return seen
+
+    parts = {name: locked(values) for name, values in group.reward_parts.items()}
+    return replace(group, rewards=locked(group.rewards), reward_parts=parts)
 
 
 def find_down_sampling(name: str, size: int, statistics: Statistics | None = None) -> DownSampling:

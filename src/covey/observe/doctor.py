@@ -83,7 +83,7 @@ class Thresholds:
 _SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true to skip what is solved"
 
 # This one is asked for as a share: masking most tokens is what it is there to do.
-_WANTED_MASKS = {"mask/top_entropy_quantile"}
+_WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
 
 
 _MOST = 1e100

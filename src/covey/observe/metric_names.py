@@ -99,12 +99,12 @@ sampling/importance_sampling_ratio/min | | smallest ratio exp(trainer - sampler)
     cap; only with algorithm.importance_sampling_correction, as mean and max
 sampling/importance_sampling_ratio/mean | | mean of it
 sampling/importance_sampling_ratio/max | | largest of it
-mask_ratio | fraction | completions of which masks leave some token's surrogate in the loss, mean over the passes over
-    the step; only where a mask is on
+mask_ratio | fraction | completions of which masks leave some token's surrogate in the loss, of those that down_sampling
+    chose, mean over the passes over the step; only where a mask is on
 mask/<reason> | fraction | sampled tokens that this mask excluded from the loss (off_policy_mask and
     top_entropy_quantile, and with loss_type reinforce_kept every mask: from its surrogate only), mean over the passes
-sampling/added_completions | completions | sampled because a group taught nothing (sampling.max_generations); trained
-    on, and not counted in accuracy, rewards and lengths, nor in what is known of a question
+sampling/added_completions | completions | sampled because a group taught nothing (sampling.max_generations); not
+    counted in accuracy, rewards and lengths, nor in what is known of a question
 dynamic_sampling/discarded_groups | groups | tied groups that dynamic sampling sampled and did not train on; accuracy,
     rewards and lengths of the step count them, what describes the update does not
 agent/success | fraction | episodes in which the agent solved its task; those that an environment's failure ended are

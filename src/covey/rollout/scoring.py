@@ -15,7 +15,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -310,6 +311,15 @@ class Scorer:
         )
         self._metrics, self._extras = {}, {}
         return logged
+
+    @contextmanager
+    def without_metrics(self) -> Iterator[None]:
+        """What functions report through `log_metric` meanwhile is not kept."""
+        kept = {name: list(values) for name, values in self._metrics.items()}
+        try:
+            yield
+        finally:
+            self._metrics = kept
 
     def close(self) -> None:
         """Stop the event loop of asynchronous rewards and who scores elsewhere. A later `score` starts them anew."""

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
 
 
-def load_rows(source: Any, *, split: str = "train") -> list[Row]:
+def load_rows(source: Any, *, split: str = "train", what: str = "training") -> list[Row]:
     """Read a dataset into a list of rows.
 
     Args:
@@ -39,6 +39,7 @@ def load_rows(source: Any, *, split: str = "train") -> list[Row]:
             .csv or .parquet file (.gz of the first three too); or the id of a dataset on the hub,
             `owner/name` or `owner/name:configuration`, which needs the package `datasets`.
         split: which split to take where there are several.
+        what: needs the rows, for the message when there are none.
 
     Returns:
         The rows, at least one.
@@ -70,7 +71,7 @@ def load_rows(source: Any, *, split: str = "train") -> list[Row]:
             )
         rows.append(dict(entry))
     if not rows:
-        raise DataError(f"{name}: no rows; training needs at least one prompt, so give a dataset that has some")
+        raise DataError(f"{name}: no rows; {what} needs at least one prompt, so give a dataset that has some")
     return rows
 
 

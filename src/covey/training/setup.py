@@ -139,8 +139,14 @@ def load_data(
             )
         reward_funcs = task.reward_funcs
     scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=config.rewards.reward_timeout)
+    comparing = [spec.name for spec in scorer.specs if spec.whole_batch]
+    if comparing and config.sampling.max_generations is not None:
+        raise ConfigError(
+            f"sampling.max_generations={config.sampling.max_generations}: groups grow in rounds, but "
+            f"{comparing[0]} has whole_batch = True, and so is to see all rows of a step at once; choose one of the two"
+        )
     train = load_rows(train_dataset)
-    held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test")
+    held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test", what="evaluation")
     seen = _seen_in_training(train, held_out)
     if seen and both_of_task:
         raise DataError(

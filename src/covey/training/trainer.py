@@ -265,7 +265,8 @@ class GRPOTrainer(StepByStep):
 
             def more(groups: Sequence[int], each: int, attempt: int) -> Rollout:
                 again = [(*streams[n][:1], GROWING_STREAM, attempt, *streams[n][2:]) for n in groups]
-                return sample([prompts[n] for n in groups], num_generations=each, streams=again)
+                with self.data.scorer.without_metrics():
+                    return sample([prompts[n] for n in groups], num_generations=each, streams=again)
 
             return grow_groups(first, more, args.sampling.max_generations, self.estimator.teaches)
 

@@ -339,7 +339,9 @@ def _mask_metrics(before: Batch, after: Batch) -> dict[str, float]:
         exists |= tokens
     total = max(int(exists.sum()), 1)
     metrics = {f"mask/{name}": float(tokens.sum() / total) for name, tokens in after.excluded.items()}
-    if after.excluded:
-        left = exists & ~np.any(list(after.excluded.values()), axis=0)
-        metrics["mask_ratio"] = float(left.any(axis=1).mean())
+    masks = {name: tokens for name, tokens in after.excluded.items() if name != "down_sampling"}
+    if masks:
+        left = (exists & ~np.any(list(masks.values()), axis=0)).any(axis=1)
+        rows = _own_rows(after)
+        metrics["mask_ratio"] = float((left if rows is None else left[rows]).mean())
     return metrics
