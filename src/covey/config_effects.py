@@ -85,6 +85,13 @@ def _has_ranks(config: Any) -> bool:
     return _has_units(config) or _has_workers(config) or config.distributed.learners > 1 or "WORLD_SIZE" in os.environ
 
 
+_OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+
+
+def _makes_an_adapter(config: Any) -> bool:
+    return config.model.use_peft and config.model.adapter is None
+
+
 _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("kl_estimator", uses_kl, "algorithm.beta is above 0"),
     ("epsilon", _loss_takes("epsilon"), "algorithm.loss_type clips; this one does not"),
@@ -131,10 +138,7 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
         lambda c: c.schedule.max_steps < 0 and not c.schedule.phases,
         "neither schedule.max_steps nor schedule.phases says how long the run is",
     ),
-    ("lora_r", _set("use_peft"), "model.use_peft is true"),
-    ("lora_alpha", _set("use_peft"), "model.use_peft is true"),
-    ("lora_dropout", _set("use_peft"), "model.use_peft is true"),
-    ("lora_target_modules", _set("use_peft"), "model.use_peft is true"),
+    *((field, _makes_an_adapter, "an adapter is made: model.use_peft and no model.adapter") for field in _OF_ADAPTERS),
     ("inference_server_url", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
     ("keep_units", _has_units, "distributed.samplers is set, or there are several servers"),
