@@ -47,10 +47,10 @@ def imitate(
             epochs=epochs,
             episodes_per_step=episodes_per_step,
             evaluate=evaluate,
-            told=lambda doing, done, of: status.update(f"{doing}: {done} of {of}"),
+            told=lambda doing, done, of: status.update(f"{doing}: {done} of {of}" if done else f"{doing}: {of}"),
         )
     left_out = f", {found.failed} in which it failed left out" if found.failed else ""
-    lines = [f"learnt from {found.episodes} episodes of the expert{left_out}"]
+    lines = [f"learnt from {found.episodes} {'episode' if found.episodes == 1 else 'episodes'} of the expert{left_out}"]
     lines += [f"-log p of a token: {found.losses[0]:.3f} nats at first, {found.losses[-1]:.3f} in the last step"]
     for name, when in (("before", found.before), ("after", found.after)):
         if when:

@@ -111,7 +111,9 @@ def _imitate(
     here = {"phases": (), "max_steps": steps, "world_workers": 0, "num_iterations": 1, "num_minibatches": 1}
     config = config.replace(**here, max_optimizer_steps=None)
     with closing(GRPOTrainer(args=config)) as trainer:
-        before = trainer.evaluate() if evaluate and trainer.eval_prompts else {}
+        measured = len(trainer.eval_prompts) if evaluate else 0
+        told("playing held-out tasks, before", 0, measured)
+        before = trainer.evaluate() if measured else {}
         played = _play(trainer, episodes, told)
         good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
         if not good:
@@ -123,7 +125,8 @@ def _imitate(
         lines = _learn(trainer, good, epochs, episodes_per_step, told)
         trainer.state.policy_version += 1
         trainer.publish()
-        after = trainer.evaluate() if before else {}
+        told("playing held-out tasks, after", 0, measured)
+        after = trainer.evaluate() if measured else {}
         with explained(folder):
             write_atomically(folder / "episodes.jsonl", _as_lines(good))
             write_atomically(folder / "imitation.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
