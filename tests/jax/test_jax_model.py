@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,28 @@ def test_log_probabilities_equal_those_of_transformers(family: str, tied: bool, 
     with torch.no_grad():
         expected = torch.log_softmax(theirs(input_ids=torch.from_numpy(TOKENS)).logits, -1).numpy()
     np.testing.assert_allclose(np.asarray(ours), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_gradients_equal_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+    """Of the embedding, in which PyTorch leaves the row of the padding token alone where it is read."""
+    made = type(tiny_model(family, num_layers=1))
+    theirs = made(made.config_class(**(tiny_model(family, num_layers=1).config.to_dict() | {"pad_token_id": 5})))
+    theirs.config.tie_word_embeddings = tied
+    theirs = made(theirs.config)
+    theirs.save_pretrained(tmp_path)
+    config, params = load_hf(tmp_path)
+    tokens = np.concatenate([TOKENS, np.full((3, 2), 5)], axis=1)
+
+    def loss(params: Any) -> Any:
+        return jax.nn.log_softmax(Transformer(config).apply(params, jnp.asarray(tokens)), -1)[..., 7].sum()
+
+    torch.log_softmax(theirs(input_ids=torch.from_numpy(tokens)).logits, -1)[..., 7].sum().backward()
+    expected = theirs.get_input_embeddings().weight.grad.numpy()
+    found = np.asarray(jax.jit(jax.grad(loss))(params)["params"]["embedding"])
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    assert tied == bool(np.abs(found[5]).max())
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])

@@ -178,6 +178,7 @@ def config_from_hf(found: Any, path: str) -> ModelConfig:
             qk_norm=kind == "qwen3",
             tie_embeddings=bool(found.get("tie_word_embeddings", False)),
             sliding_window=found.get("sliding_window") if kind == "mistral" else None,
+            padding_token=found.get("pad_token_id"),
         )
     except KeyError as error:
         raise ModelError(f"{path}: no {error}; use the file that belongs to the weights") from error

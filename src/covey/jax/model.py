@@ -63,6 +63,7 @@ class ModelConfig:
         qk_norm: RMSNorm on each query and key head (Qwen3).
         tie_embeddings: the output head is the embedding.
         sliding_window: a token sees this many positions, itself included; None = all before it.
+        padding_token: its embedding is not trained where it is read, as in PyTorch; None = all are.
         lora_rank: rank of the LoRA factors on every linear layer; 0 = none.
         lora_alpha: their output is scaled by `lora_alpha / lora_rank`.
         lora_modules: the linear layers that have them.
@@ -84,6 +85,7 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = True
     sliding_window: int | None = None
+    padding_token: int | None = None
     lora_rank: int = 0
     lora_alpha: float = 16.0
     lora_modules: tuple[str, ...] = LINEAR_LAYERS
@@ -228,6 +230,8 @@ class Transformer(nn.Module):
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
         x = embedding[tokens]
+        if c.padding_token is not None:
+            x = jnp.where((tokens == c.padding_token)[..., None], jax.lax.stop_gradient(x), x)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         rotation = rotation_of(c, positions, x.dtype)
