@@ -2,7 +2,7 @@
 
 covey export runs/appointments appointments-model
 covey serve appointments-model &
-python recipes/appointments/ask.py "Tea with Ana on Friday at half past six in the evening."
+python recipes/appointments/ask.py "Tea with Ana on Friday at 8:30 in the evening."
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def main() -> None:
                 text = reply["choices"][0]["message"]["content"]
                 entry = read(text)
                 sys.stdout.write((json.dumps(entry) if entry else f"no entry: {text!r}") + "\n")
-    except httpx.HTTPError as error:
-        raise SystemExit(f"{args.url}: {error}; is covey serve running there?") from None
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise SystemExit(f"{args.url}: {error!r}; is covey serve running there?") from None
 
 
 if __name__ == "__main__":

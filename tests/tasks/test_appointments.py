@@ -1,7 +1,12 @@
 """The task of `recipes/appointments`: what is an entry, and what a partly right one is worth."""
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -69,3 +74,47 @@ def test_every_row_has_an_answer_that_is_right_and_nothing_held_out_was_seen() -
     for field in ("what", "who"):
         seen, asked = ({json.loads(row["answer"])[field] for row in rows} for rows in (train, held_out))
         assert not seen & asked
+
+
+class _Served(BaseHTTPRequestHandler):
+    """A model that repeats the sentence that it is asked about, in an entry if there is a "with" in it."""
+
+    def do_GET(self) -> None:
+        self._say({"data": [{"id": "some/model"}]} if self.path == "/v1/models" else {})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, asked["model"], asked["temperature"]) == ("/v1/chat/completions", "some/model", 0)
+        sentence = asked["messages"][0]["content"].split("Sentence: ")[-1].removesuffix("\nJSON:")
+        text = json.dumps(WANTED | {"what": sentence}) if "with" in sentence else sentence
+        self._say({"choices": [{"message": {"content": text}}]})
+
+    def _say(self, found: dict[str, object]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@pytest.fixture
+def served() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Served) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_asking_a_served_model(served: str, tmp_path: Path) -> None:
+    def ask(url: str, *sentences: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "recipes/appointments/ask.py"), "--url", url, *sentences]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+
+    first, second = ask(served, "Tea with Quinn.", "Hello.").stdout.splitlines()
+    assert json.loads(first) == WANTED | {"what": "Tea with Quinn."}
+    assert second == "no entry: 'Hello.'"
+    for url in ("http://127.0.0.1:1", served + "/v2", "nowhere"):
+        failed = ask(url, "Tea with Quinn.")
+        assert failed.returncode == 1
+        assert failed.stderr.startswith(f"{url}: ")
+        assert len(failed.stderr.splitlines()) == 1
