@@ -9,27 +9,31 @@ ignores it.
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
+    AutoModelForCausalLM,
     Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
-    GPT2LMHeadModel,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
-    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
@@ -43,7 +47,22 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2")
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "gemma2",
+    "gemma3",
+    "glm",
+    "glm4",
+)
+"""Families that are Llama's shape up to norms, biases, rotary embedding, windows, soft caps and factors."""
+FAMILIES = (*DENSE, "qwen3_moe", "gpt_oss", "gpt2")
 
 
 def tiny_model(
@@ -63,10 +82,11 @@ def tiny_model(
         name: model family.
         vocab_size: number of token ids.
         seed: of the weights; equal arguments give equal weights.
-        num_layers: decoder layers. Gemma 2 and 3 alternate sliding and full layers.
+        num_layers: decoder layers. Gemma 2 and 3 and GPT-OSS alternate sliding and full layers, SmolLM3 layers without
+            and with rotation.
         hidden_size: width; the head dimension is `hidden_size // 4`.
         tie_word_embeddings: share input and output embeddings.
-        sliding_window: window of Mistral, Gemma 2 and Gemma 3, short enough for tiny prompts to exceed it.
+        sliding_window: of Mistral, Phi-3, Gemma 2 and 3 and GPT-OSS, short enough for tiny prompts to exceed it.
         max_position_embeddings: longest context.
     """
     shared = {
@@ -82,59 +102,58 @@ def tiny_model(
         "bos_token_id": None,
         "eos_token_id": END_ID,
     }
-    head_dim = hidden_size // 4
-    alternating = ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)]
+    head_dim = {"head_dim": hidden_size // 4}
+    windows = {
+        "sliding_window": sliding_window,
+        "layer_types": ["sliding_attention" if i % 2 == 0 else "full_attention" for i in range(num_layers)],
+    }
+    gemma = {**head_dim, **windows, "query_pre_attn_scalar": hidden_size // 8}
+    half_turned = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
+    experts = {"num_experts_per_tok": 2, "output_router_logits": False}
+    gpt2 = {"n_positions": max_position_embeddings, "n_embd": hidden_size, "n_layer": num_layers, "n_head": 4}
+    kept = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    configs: dict[str, Callable[[], PreTrainedConfig]] = {
+        "llama": lambda: LlamaConfig(**shared),
+        "qwen2": lambda: Qwen2Config(**shared),
+        "qwen3": lambda: Qwen3Config(**shared, **head_dim),
+        "mistral": lambda: MistralConfig(**shared, **head_dim, sliding_window=sliding_window),
+        "phi3": lambda: Phi3Config(**shared, rope_parameters=half_turned, sliding_window=sliding_window),
+        "granite": lambda: GraniteConfig(
+            **shared,
+            embedding_multiplier=1.7,
+            residual_multiplier=0.6,
+            attention_multiplier=0.5,
+            logits_scaling=0.8,
+            attention_bias=True,
+        ),
+        "smollm3": lambda: SmolLM3Config(**shared, no_rope_layers=[(i + 1) % 2 for i in range(num_layers)]),
+        "olmo2": lambda: Olmo2Config(**shared),
+        "gemma2": lambda: Gemma2Config(
+            **shared, **gemma, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+        ),
+        "gemma3": lambda: Gemma3TextConfig(
+            **shared,
+            **gemma,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            },
+        ),
+        "glm": lambda: GlmConfig(**shared, **head_dim, rope_parameters=half_turned, attention_bias=True),
+        "glm4": lambda: Glm4Config(**shared, **head_dim, rope_parameters=half_turned),
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **shared, **head_dim, **experts, num_experts=4, moe_intermediate_size=hidden_size, norm_topk_prob=True
+        ),
+        "gpt_oss": lambda: GptOssConfig(**shared, **head_dim, **windows, **experts, num_local_experts=4),
+        "gpt2": lambda: GPT2Config(**{name: shared[name] for name in kept}, **gpt2),
+    }
+    if name not in configs:
+        raise ValueError(f"{name!r} is no tiny model; choose one of {', '.join(FAMILIES)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel
-        if name == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**shared))
-        elif name == "qwen2":
-            model = Qwen2ForCausalLM(Qwen2Config(**shared))
-        elif name == "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**shared, head_dim=head_dim))
-        elif name == "mistral":
-            model = MistralForCausalLM(MistralConfig(**shared, head_dim=head_dim, sliding_window=sliding_window))
-        elif name == "gemma2":
-            model = Gemma2ForCausalLM(
-                Gemma2Config(
-                    **shared,
-                    head_dim=head_dim,
-                    query_pre_attn_scalar=head_dim,
-                    sliding_window=sliding_window,
-                    layer_types=alternating,
-                    attn_logit_softcapping=2.0,
-                    final_logit_softcapping=3.0,
-                )
-            )
-        elif name == "gemma3":
-            model = Gemma3ForCausalLM(
-                Gemma3TextConfig(
-                    **shared,
-                    head_dim=head_dim,
-                    query_pre_attn_scalar=head_dim,
-                    sliding_window=sliding_window,
-                    layer_types=alternating,
-                )
-            )
-        elif name == "gpt2":
-            model = GPT2LMHeadModel(
-                GPT2Config(
-                    vocab_size=vocab_size,
-                    n_positions=max_position_embeddings,
-                    n_embd=hidden_size,
-                    n_layer=num_layers,
-                    n_head=4,
-                    pad_token_id=PAD_ID,
-                    bos_token_id=None,
-                    eos_token_id=END_ID,
-                    tie_word_embeddings=tie_word_embeddings,
-                )
-            )
-        else:
-            raise ValueError(f"{name!r} is no tiny model; choose one of {', '.join(FAMILIES)}")
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(configs[name]())
         for parameter_name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
             else:
                 base = 0.0 if parameter_name.endswith("bias") or name.startswith("gemma") else 1.0
