@@ -45,7 +45,7 @@ from covey.functions import whole_path
 from covey.observe.config import RunConfig
 from covey.observe.metric_names import says_which_is_best
 from covey.rewards.config import RewardConfig
-from covey.rollout.config import ModelConfig, SamplingConfig
+from covey.rollout.config import ModelConfig, SamplingConfig, VLLMConfig
 from covey.serving.config import ServerConfig
 from covey.tasks.config import DataConfig
 from covey.training.config import EvaluationConfig, OptimConfig, PhaseConfig, ScheduleConfig
@@ -67,6 +67,7 @@ __all__ = [
     "SamplingConfig",
     "ScheduleConfig",
     "ServerConfig",
+    "VLLMConfig",
     "explain",
     "render_explain",
 ]
@@ -85,6 +86,7 @@ class GRPOConfig(BaseModel):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The policy network and its adapter.")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="What is optimised.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM in this process.")
     data: DataConfig = Field(default_factory=DataConfig, description="Where prompts come from.")
     rewards: RewardConfig = Field(default_factory=RewardConfig, description="How rewards are combined.")
     environment: EnvironmentConfig = Field(
@@ -306,13 +308,6 @@ def _check_across_sections(config: GRPOConfig) -> None:
             "in half precision lose most updates, which are smaller than their last digit, and training with float32 "
             "weights and "
             'autocast does not exist here; set model.dtype to "float32" (bf16 to false), or model.use_peft to true'
-        )
-    narrower = sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
-    if narrower and algorithm.importance_sampling_correction is None and config.schedule.max_staleness == 0:
-        problems.append(
-            f"sampling.sampler_dtype={sampling.sampler_dtype!r}: then the sampler is not quite the policy that is "
-            'trained; set algorithm.importance_sampling_correction (such as "token_truncate"), or '
-            'sampling.sampler_dtype to "model"'
         )
     if config.environment.world is not None and (config.data.task or config.data.dataset):
         problems.append(

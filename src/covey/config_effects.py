@@ -9,6 +9,7 @@ from typing import Any
 from covey.algorithms import ADVANTAGE_ESTIMATORS
 from covey.algorithms.losses import LOSSES
 from covey.config_names import field_path
+from covey.rollout.config import VLLMConfig
 
 _Condition = Callable[[Any], bool]
 """Asked of a `GRPOConfig`, which is composed above this module."""
@@ -49,8 +50,28 @@ def _set(field: str) -> _Condition:
     return lambda config: bool(getattr(config, field))
 
 
+def samples_with_vllm(config: Any) -> bool:
+    """True when vLLM samples: in this process, in actors, or as a server."""
+    server = config.server
+    return (
+        config.sampling.engine == "vllm"
+        or _by_vllm(config)
+        or (server.upload_adapters_to_server and server.inference_server_kind == "vllm")
+    )
+
+
+def correction_mode(config: Any) -> str:
+    """`algorithm.importance_sampling_correction` of a run, "auto" resolved."""
+    chosen: str = config.algorithm.importance_sampling_correction
+    if chosen != "auto":
+        return chosen
+    narrower = config.sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
+    differs = narrower or config.schedule.max_staleness > 0 or samples_with_vllm(config)
+    return "token_truncate" if differs else "off"
+
+
 def _corrects(config: Any) -> bool:
-    return config.algorithm.correction is not None or config.schedule.max_staleness > 0
+    return correction_mode(config) != "off"
 
 
 def _down_samples(config: Any) -> bool:
@@ -66,6 +87,10 @@ _OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts", "allow_mixtur
 
 _OF_ACTORS = ("gpus_per_sampler", "sampler_kind")
 _OF_VLLM = ("vllm_python", "vllm_arguments")
+
+
+def _vllm_here(config: Any) -> bool:
+    return bool(config.sampling.engine == "vllm")
 
 
 def _by_vllm(config: Any) -> bool:
@@ -150,6 +175,7 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ),
     *((field, _set("samplers"), "distributed.samplers is above 0") for field in _OF_ACTORS),
     *((field, _by_vllm, "distributed.sampler_kind is vllm, and samplers above 0") for field in _OF_VLLM),
+    *((field, _vllm_here, "sampling.engine is vllm") for field in VLLMConfig.model_fields),
     ("reward_workers", lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),
     (
         "adapter_folder",

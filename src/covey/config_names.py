@@ -21,7 +21,7 @@ from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError
 from covey.observe.config import RunConfig
 from covey.rewards.config import RewardConfig
-from covey.rollout.config import ModelConfig, SamplingConfig
+from covey.rollout.config import ModelConfig, SamplingConfig, VLLMConfig
 from covey.serving.config import ServerConfig
 from covey.tasks.config import DataConfig
 from covey.training.config import EvaluationConfig, OptimConfig, ScheduleConfig
@@ -30,6 +30,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "model": ModelConfig,
     "algorithm": AlgorithmConfig,
     "sampling": SamplingConfig,
+    "vllm": VLLMConfig,
     "data": DataConfig,
     "rewards": RewardConfig,
     "environment": EnvironmentConfig,

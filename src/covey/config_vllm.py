@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_INSTEAD = "or distributed.sampler_kind to covey"
-
 
 def logprobs_mode(config: Any) -> str:
     """The value of vLLM's `--logprobs-mode` with which it tells log-probabilities over all tokens, at the temperature
@@ -21,37 +19,64 @@ def logprobs_mode(config: Any) -> str:
 
 
 def vllm_problems(config: Any) -> Iterator[str]:
-    """A sentence for each setting of a `GRPOConfig` that vLLM samplers cannot follow."""
-    if not config.distributed.samplers or config.distributed.sampler_kind != "vllm":
+    """A sentence for each setting of a `GRPOConfig` that vLLM, in actors or in this process, cannot follow."""
+    here = config.sampling.engine == "vllm"
+    if not here and not (config.distributed.samplers and config.distributed.sampler_kind == "vllm"):
         return
+    instead = "or sampling.engine to covey" if here else "or distributed.sampler_kind to covey"
     if config.algorithm.keep_sampling_mask:
         yield (
             "algorithm.keep_sampling_mask=True: vLLM does not tell which tokens could be drawn; set it to false, "
-            f"{_INSTEAD}"
+            f"{instead}"
         )
     elif not logprobs_mode(config):
         other = next(value for value in _temperatures(config) if value != 1)
         yield (
             f"sampling.temperature={other:g} with top_k, top_p or min_p: vLLM tells log-probabilities either before "
             "the temperature or after tokens were cut, and training needs them between the two; set the temperature to "
-            f"1, cut nothing, {_INSTEAD}"
+            f"1, cut nothing, {instead}"
         )
     if config.environment.world is not None and config.environment.action_format == "choice":
         yield (
             "environment.action_format='choice': vLLM does not choose among sequences of tokens; set it to text or "
-            f"tags, {_INSTEAD}"
+            f"tags, {instead}"
         )
     if config.sampling.sampler_dtype not in ("model", config.model.dtype):
         yield (
             f"sampling.sampler_dtype={config.sampling.sampler_dtype!r}: vLLM samples in the model's own number format; "
-            f"set it to model, {_INSTEAD}"
+            f"set it to model, {instead}"
         )
+    if here:
+        yield from _problems_here(config)
+        return
     name = config.model.model
     path = Path(name).expanduser()
     if name.startswith("pkg:") or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
         yield (
             f"model.model={name!r:.200}: vLLM reads a folder with config.json and safetensors, or a name on the hub; "
-            f"save the model so, {_INSTEAD}"
+            f"save the model so, {instead}"
+        )
+
+
+def _problems_here(config: Any) -> Iterator[str]:
+    """What a vLLM cannot do that shares its process with the learner."""
+    words, chosen = "sampling.engine='vllm'", config.distributed
+    actors = "for vLLM in processes of its own set distributed.samplers=1, distributed.sampler_kind=vllm and"
+    if config.model.backend != "pytorch":
+        yield f"{words} and model.backend={config.model.backend!r}: vLLM runs beside PyTorch; set one of the two"
+    if config.server.upload_adapters_to_server:
+        yield f"{words} and server.upload_adapters_to_server=True: either the server samples or vLLM here; set one"
+    if chosen.samplers:
+        yield (
+            f"{words} and distributed.samplers={chosen.samplers}: the actors sample, with "
+            "distributed.sampler_kind; set sampling.engine to covey"
+        )
+    elif chosen.learners > 1:
+        yield f"{words} and distributed.learners={chosen.learners}: {actors} sampling.engine=covey"
+    if config.schedule.max_staleness > 0:
+        yield (
+            f"{words} and schedule.max_staleness={config.schedule.max_staleness}: vLLM sleeps while the policy learns; "
+            f"set max_staleness to 0; {actors} sampling.engine=covey"
         )
 
 

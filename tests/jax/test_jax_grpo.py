@@ -203,7 +203,7 @@ def test_every_variant_equals_the_numpy_reference(settings: dict[str, Any]) -> N
         **config.loss_parameters,
     )
     factor = None
-    if config.importance_sampling_correction is not None:
+    if config.importance_sampling_correction not in ("auto", "off"):
         mode, cap = config.importance_sampling_correction, config.importance_sampling_cap
         factor, old = mismatch_correction(before, old, mask, mode, cap), before
     weights = token_weights(mask, count_step(mask), objective.aggregation, 5)

@@ -184,11 +184,12 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         description="Only this fraction of the tokens, the most uncertain ones, has a policy gradient; averages are "
         "still over all tokens, and so are KL and entropy terms. 1 = all, 0.2 in arXiv 2506.01939.",
     )
-    importance_sampling_correction: MismatchCorrection | None = Field(
-        default=None,
+    importance_sampling_correction: MismatchCorrection | Literal["auto", "off"] = Field(
+        default="auto",
         description="Correct for a sampler whose log-probabilities differ from the trainer's: weigh tokens "
-        "or completions by their ratio, truncated at importance_sampling_cap, or drop those above it; none "
-        "= off.",
+        "or completions by their ratio, truncated at importance_sampling_cap, or drop those above it; auto = "
+        "token_truncate where they do differ (vLLM samples, sampling.sampler_dtype is narrower than the model's, or "
+        "schedule.max_staleness is above 0), else off.",
     )
     importance_sampling_cap: float = Field(
         default=3.0, gt=0, description="Largest ratio for importance_sampling_correction."
@@ -309,9 +310,12 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
 
     @property
     def correction(self) -> Correction | None:
-        """How a sampler that differs is corrected for, None = not at all."""
+        """How a sampler that differs is corrected for, None = not at all.
+
+        "auto" counts as off here: what a run makes of it says `covey.config_effects.correction_mode`.
+        """
         mode, cap = self.importance_sampling_correction, self.importance_sampling_cap
-        return None if mode is None else Correction(mode, cap, self.importance_sampling_floor)
+        return None if mode in ("auto", "off") else Correction(mode, cap, self.importance_sampling_floor)
 
     @property
     def selection(self) -> DownSampling | None:

@@ -38,6 +38,7 @@ from covey.distributed.sliced import SlicedPolicy, read_in_slices
 from covey.errors import ClusterLostError, ConfigError, CoveyError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import PyTorchBackend
+from covey.pytorch.engine import Engine
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
 from covey.pytorch.slices import NotSlicedError
@@ -127,11 +128,15 @@ class RanksBackend:
 
     def make_own(self, config: GRPOConfig, policy: Any) -> RankSampler:
         """The engine of this rank."""
-        if not isinstance(policy, LeadingPolicy):
-            return RankSampler(self._own.make_sampler(config, policy), policy, self._ranks)
-        own = policy.own
+        own = policy.own if isinstance(policy, LeadingPolicy) else policy
         how = {"runner": own.runner, "device": own.device} if isinstance(own, SlicedPolicy) else {}
-        return ShardedRankSampler(self._own.make_sampler(config, policy, **how), policy, self._ranks)
+        engine = self._own.make_sampler(config, policy, **how)
+        if not isinstance(engine, Engine):
+            raise ConfigError(
+                f"sampling.engine={config.sampling.engine!r}: ranks that train together sample with Covey's engine; "
+                "set it to covey, or distributed.samplers=1 with distributed.sampler_kind=vllm"
+            )
+        return (ShardedRankSampler if own is not policy else RankSampler)(engine, policy, self._ranks)
 
     def make_learner(self, config: GRPOConfig, policy: Any) -> LeadingLearner:
         """The learner that all ranks' learners go with."""

@@ -21,10 +21,11 @@ from covey.distributed.ranks import Ranks
 from covey.distributed.sharded import ShardedPolicy, ShardedReference, require_tied, tied_names, wrap
 from covey.distributed.sharded_learner import check_sharded, parts, training_bytes
 from covey.errors import ModelError
+from covey.pytorch.dropout import switch_dropout_off
 from covey.pytorch.engine.choose import choose_runner
 from covey.pytorch.loading import causal_lm, chosen_device, chosen_dtype, trained_dtype, transformer
 from covey.pytorch.lora import attach
-from covey.pytorch.policy import Policy, switch_dropout_off
+from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
 from covey.pytorch.slices import ModelFiles, NotSlicedError, replace_parameters
 

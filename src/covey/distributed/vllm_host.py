@@ -21,15 +21,14 @@ from covey.config import GRPOConfig
 from covey.config_vllm import logprobs_mode
 from covey.distributed.members import START_SECONDS, MemberError, adapter_hash
 from covey.distributed.vllm_server import VLLMServer, find_vllm
-from covey.errors import ConfigError, ServingError
+from covey.errors import ServingError
 from covey.rollout.learning import Weights
+from covey.rollout.vllm import room_for_rank
 from covey.serving.client import InferenceClient, RefusedError
 from covey.serving.remote import RemoteEngine
 from covey.serving.vllm import VLLMDialect
 from covey.types import Completion, Request, SamplingSettings
 
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Of adapters, that vLLM makes room for."""
 _AT_ONCE = 32
 """Requests that `RemoteEngine` has under way."""
 _SHARE = 0.9
@@ -147,10 +146,7 @@ def options(config: GRPOConfig, dtype: str, gpus: float, rank: int) -> list[str]
     # the model's own generation settings would be used besides those that a request names
     found += ["--generation-config", "vllm", "--logprobs-mode", logprobs_mode(config)]
     if rank:
-        room = next((size for size in _RANKS if size >= rank), None)
-        if room is None:
-            raise ConfigError(f"model.lora_r={rank}: vLLM takes up to {_RANKS[-1]}; set a smaller one")
-        found += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room)]
+        found += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(room_for_rank(rank))]
     if gpus > 1:
         found += ["--tensor-parallel-size", f"{gpus:.0f}", "--distributed-executor-backend", "mp"]
     elif 0 < gpus < 1:

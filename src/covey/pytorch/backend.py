@@ -10,11 +10,13 @@ import torch
 from covey.backend import adamw_options, adapter_options
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
+from covey.config_vllm import logprobs_mode
 from covey.errors import ConfigError
 from covey.pytorch.engine import Engine
 from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
 from covey.pytorch.learner import FLOAT16_LOSS_SCALE, Learner
 from covey.pytorch.policy import Policy
+from covey.pytorch.vllm_engine import VLLMEngine
 from covey.types import Prompt
 
 
@@ -54,14 +56,28 @@ class PyTorchBackend:
             autocast=config.optim.autocast,
         )
 
-    def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> Engine:
-        """The engine that samples in this process; `how` goes to it."""
-        chosen = config.sampling
+    def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> Engine | VLLMEngine:
+        """The engine that samples in this process, Covey's or vLLM; `how` goes to Covey's."""
+        chosen, cache = config.sampling, int(config.sampling.kv_cache_gb * 2**30)
+        if chosen.engine == "vllm":
+            autocast = config.optim.autocast
+            held = next(p.dtype for p in policy.model.parameters() if p.is_floating_point())
+            return VLLMEngine(
+                policy.model,
+                policy.tokenizer,
+                folder=policy.folder,
+                dtype=held if autocast == "none" else getattr(torch, autocast),
+                options=config.vllm,
+                kv_cache_bytes=cache,
+                logprobs_mode=logprobs_mode(config),
+                seed=config.run.seed,
+                trust_remote_code=config.model.trust_remote_code,
+            )
         return Engine(
             cast(Policy, policy).model,
             policy.tokenizer,
             dtype=None if chosen.sampler_dtype == "model" else getattr(torch, chosen.sampler_dtype),
-            kv_cache_bytes=int(chosen.kv_cache_gb * 2**30),
+            kv_cache_bytes=cache,
             max_batch_size=chosen.max_batch_size,
             **how,
         )

@@ -18,7 +18,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,12 +55,14 @@ class LoadedModel:
         tokenizer: with a padding token.
         source: what was asked for, as text.
         eos_token_ids: every id that ends a completion, ascending.
+        folder: folder or hub id with the model's config and safetensors; None = there is none.
     """
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
     source: str
     eos_token_ids: tuple[int, ...]
+    folder: str | None = None
 
 
 def load_model(
@@ -109,7 +111,8 @@ def load_model(
                     found = _load_tokenizer(folder, source, gguf_file=gguf_file)
                 else:
                     found = _load_tokenizer(tokenizer, source, trust_remote_code=trust_remote_code)
-    return _finish(loaded.to(torch_device), found, source)  # type: ignore[arg-type]
+    done = _finish(loaded.to(torch_device), found, source)  # type: ignore[arg-type]
+    return replace(done, folder=folder if gguf_file is None else None)
 
 
 def _leave_file(model: nn.Module) -> None:
@@ -143,6 +146,9 @@ def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -
                 f"{source}: its weight {name} holds NaN or infinity; the file is damaged or its training has diverged, "
                 "use another copy or an earlier one"
             )
+    text: Any = getattr(config, "get_text_config", lambda: config)()
+    if getattr(text, "attn_logit_softcapping", None) and getattr(text, "_attn_implementation", "") == "sdpa":
+        model.set_attn_implementation("eager")  # type: ignore[operator]  # older transformers' sdpa leaves the cap out
     _ensure_pad_token(tokenizer, source)
     return LoadedModel(model.eval(), tokenizer, source, _eos_token_ids(model, tokenizer, source))
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.adapters import check_fits
 from covey.errors import ModelError
+from covey.pytorch.dropout import dropout_obstacle, switch_dropout_off
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
 from covey.pytorch.llama import rope_by_length
@@ -57,6 +59,7 @@ class Policy:
         eos_token_ids: ids that end a completion.
         vocabulary: number of token ids that it has an embedding for.
         source: where the model came from.
+        folder: with its config and safetensors, or its hub id; None = there is none.
         reference: see `Reference`.
         prefix_sharing_obstacle: why prompts are not shared when scoring, or None when they are.
         fused_obstacle: why the fused layers are not used, or None when they are.
@@ -102,7 +105,7 @@ class Policy:
             parts.
         """
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.eos_token_ids, self.source = loaded.eos_token_ids, loaded.source
+        self.eos_token_ids, self.source, self.folder = loaded.eos_token_ids, loaded.source, loaded.folder
         self._lm = causal_lm(self.model)
         self.vocabulary = len(cast(Any, self._lm).get_input_embeddings().weight)
         self._transformer = transformer(self._lm)
@@ -116,7 +119,7 @@ class Policy:
         self.rows_apart = rope_by_length(self._lm) is not None
         self.prefix_sharing_obstacle: str | None = "model.prefix_sharing is off"
         if prefix_sharing:
-            found = rope_by_length(self._lm) or _dropout_obstacle(self.model)
+            found = rope_by_length(self._lm) or dropout_obstacle(self.model)
             found = found or find_obstacle(self._lm, self._probe_packed, expected)
             self.prefix_sharing_obstacle = found
             if found is not None:
@@ -194,7 +197,7 @@ class Policy:
         )
         # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
         from_current = adapter is not None or isinstance(loaded.model, PeftModel)
-        ready = LoadedModel(trained, loaded.tokenizer, loaded.source, loaded.eos_token_ids)
+        ready = replace(loaded, model=trained)
         return cls(ready, **{"reference_from_current": from_current, **options})
 
     @property
@@ -436,7 +439,8 @@ class Policy:
                 f"{self.source}: {type(self._lm).__name__} does not support gradient checkpointing; "
                 "set model.gradient_checkpointing=false"
             )
-        self._lm.activation_checkpointing_enable({"use_reentrant": False})
+        by_name = "activation_checkpointing_enable"  # transformers before 5.23 has it under its former name alone
+        getattr(self._lm, by_name, self._lm.gradient_checkpointing_enable)({"use_reentrant": False})
         # Only reentrant checkpoints need inputs that require gradients; here they would cost a backward pass
         # through the first layer's input.
         self._lm.disable_input_require_grads()  # type: ignore[no-untyped-call]
@@ -473,28 +477,3 @@ class Policy:
         usual = next(Path(path).glob("*config.json")).stat().st_mode
         for file in Path(path).glob("*.safetensors"):
             file.chmod(usual)  # safetensors lets nobody but the owner read, not even a server of another user
-
-
-def _dropout_obstacle(model: nn.Module) -> str | None:
-    """Why the adapters' dropout forbids to share tokens, if there is any."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and ".lora_dropout." in name and module.p > 0:
-            return f"lora_dropout={module.p} draws a mask for each token of each sequence; set it to 0 to share tokens"
-    return None
-
-
-def switch_dropout_off(model: nn.Module) -> None:
-    """Set every dropout but LoRA's to 0, since checkpointed layers run in training mode."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:
-            module.p = 0.0
-        elif isinstance(module, GradientCheckpointingLayer):
-            for attribute in (
-                "dropout",
-                "hidden_dropout",
-                "activation_dropout",
-                "attention_dropout",
-                "resid_dropout",
-            ):
-                if isinstance(getattr(module, attribute, None), float):
-                    setattr(module, attribute, 0.0)

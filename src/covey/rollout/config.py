@@ -1,4 +1,4 @@
-"""The `model` and `sampling` sections: which network, and how completions are drawn from it.
+"""The `model`, `sampling` and `vllm` sections: which network, and how completions are drawn from it.
 
 `ModelConfig` lives here and not with a backend: both backends read it, and reading a config must not import
 torch.
@@ -118,11 +118,16 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     stop_strings: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(), description="Texts that end a completion, besides the model's own end-of-sequence tokens."
     )
+    engine: Literal["covey", "vllm"] = Field(
+        default="covey",
+        description="What samples in this process: Covey's engine, for CPUs and small models, or vLLM, which must be "
+        "installed beside Covey; the vllm section sets it up. Not measured on a GPU.",
+    )
     sampler_dtype: Literal["model", "float32", "bfloat16"] = Field(
         default="model",
         description="Number format of the sampler's own copy of the weights; model = that of the model. A narrower one "
-        "samples faster where the processor multiplies it faster, from a slightly different policy: it needs "
-        "algorithm.importance_sampling_correction.",
+        "samples faster where the processor multiplies it faster, from a slightly different policy, which "
+        "algorithm.importance_sampling_correction makes up for.",
     )
     kv_cache_gb: float = Field(
         default=1.0,
@@ -152,3 +157,33 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
         if "" in value:
             raise ValueError("an empty text would end every completion at once; remove it")
         return value
+
+
+class VLLMConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """vLLM in this process, with `sampling.engine = "vllm"`."""
+
+    gpu_memory_utilization: float = Field(
+        default=0.3,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that vLLM takes for weights, keys and values. On a CPU keys and values "
+        "have sampling.kv_cache_gb.",
+    )
+    sleep_level: Literal[0, 1, 2] = Field(
+        default=1,
+        description="While the policy learns: 1 = vLLM's weights go to the host's memory, and keys and values are "
+        "given up; 2 = weights are given up too, and loaded again; 0 = it keeps its memory, as on a CPU always.",
+    )
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, le=1024, description="GPUs among which vLLM splits the model, in processes of its own."
+    )
+    max_model_len: int | None = Field(
+        default=None,
+        ge=2,
+        description="Longest prompt and completion together, for which vLLM needs room; none = what the model was "
+        "built for.",
+    )
+    enforce_eager: bool = Field(default=False, description="Do not compile the model or capture CUDA graphs.")
+    llm_arguments: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="More arguments of vllm.LLM, by name; they replace Covey's."
+    )

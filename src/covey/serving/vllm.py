@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ServingError
+from covey.rollout.vllm import drawing
 from covey.serving.client import RefusedError
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
 from covey.types import Request, SamplingSettings
@@ -75,17 +76,8 @@ class VLLMDialect(Dialect):
         return "/v1/completions", {
             "model": self._loaded,
             "prompt": [request.token_ids.tolist() for request in requests],
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            "top_k": settings.top_k or -1,
-            "top_p": settings.top_p,
-            "min_p": settings.min_p,
-            "stop": list(settings.stop_strings),
-            "stop_token_ids": list(settings.eos_token_ids),
-            "ignore_eos": not settings.eos_token_ids,
-            "include_stop_str_in_output": True,
-            "logprobs": 0,
             "return_token_ids": True,
+            **drawing(settings),
         }
 
     def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:

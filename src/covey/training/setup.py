@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator
 from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
+from covey.config_effects import correction_mode
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
@@ -225,10 +226,8 @@ def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: fl
 
 
 def algorithm_in(config: GRPOConfig, phase: ResolvedPhase) -> AlgorithmConfig:
-    """The algorithm section as it holds in this phase, with a correction for samples of older weights."""
-    changes: dict[str, Any] = {"beta": phase.beta}
-    if config.algorithm.correction is None and config.schedule.max_staleness > 0:
-        changes["importance_sampling_correction"] = "token_truncate"
+    """The algorithm section as it holds in this phase, the correction for the sampler resolved."""
+    changes = {"beta": phase.beta, "importance_sampling_correction": correction_mode(config)}
     return config.algorithm.model_copy(update=changes)
 
 
