@@ -139,7 +139,8 @@ def attach_lora(
         r: rank.
         alpha: the adapter is scaled by `alpha / r`.
         dropout: on the adapter's input, in training mode only.
-        target_modules: "all-linear" (every linear layer but the output head), or names of modules.
+        target_modules: "all-linear" (every linear layer but the output head; a mixture's experts are none), or names
+            of modules.
         config: a PEFT config that replaces all of the above.
         seed: of the adapter's random half; equal seeds give equal adapters, whatever was drawn before.
 
@@ -153,6 +154,10 @@ def attach_lora(
     require_rank(model, config.r if config is not None else r)
     if config is None:
         targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+        if targets == "all-linear" and any(p.dim() == 3 for p in model.parameters()):
+            # PEFT would adapt experts and their router too, with ranks of their own: no plain LoRA, which servers take
+            head = cast(Any, model).get_output_embeddings()
+            targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head]
         config = LoraConfig(
             r=r,
             lora_alpha=alpha,
@@ -300,6 +305,8 @@ def _read(path: str | Path) -> tuple[PeftConfig, Adapter]:
 
 def _misfit(model: nn.Module, adapter: Adapter) -> str:
     """Why an adapter does not fit a bare model, or ""."""
+    if adapter.config.get("target_parameters"):
+        return ""  # PEFT's wrappers make names of their own: compared when they are there
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for key, value in sorted(adapter.tensors.items()):
         name = key.removeprefix(PEFT_PREFIX)

@@ -5,8 +5,8 @@ an active LoRA adapter and `W` itself for every other layer, under the name that
 transformers model. Each is computed when asked for, so a copy of the model is filled with one layer's worth
 of extra memory.
 
-Plain LoRA on linear layers is added here. Every other PEFT layer (DoRA, LoRA on embeddings, IA3, ...) is
-deep-copied and merged by PEFT's own code, one layer at a time: slower, and right by definition.
+Plain LoRA on linear layers and on a mixture's experts is added here. Every other PEFT layer (DoRA, LoRA on embeddings,
+IA3, ...) is deep-copied and merged by PEFT's own code, one layer at a time: slower, and right by definition.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ class EffectiveWeights(Mapping[str, Tensor]):
         for name, module in _walk(self.base, ""):
             parameters = _effective_module(module).named_parameters(recurse=False)
             for leaf, _ in parameters:
-                self._owners[f"{name}{leaf}"] = (module, leaf)
+                self._owners[f"{name}{leaf}"] = (_owner(module, leaf), leaf)
 
     def __contains__(self, name: object) -> bool:
         return name in self._owners
@@ -66,9 +67,10 @@ class EffectiveWeights(Mapping[str, Tensor]):
         if not adapters:
             return weight
         if _is_plain_lora(module, adapters):
-            if leaf != "weight":
+            if leaf != getattr(module, "parameter_name", "weight"):
                 return weight
-            if weight.dtype == torch.float32 and len(adapters) == 1 and not module.fan_in_fan_out:
+            simple = not isinstance(module, ParamWrapper) and not module.fan_in_fan_out
+            if simple and weight.dtype == torch.float32 and len(adapters) == 1:
                 a, b = module.lora_A[adapters[0]].weight, module.lora_B[adapters[0]].weight
                 return torch.addmm(weight, b.float(), a.float(), alpha=module.scaling[adapters[0]])
             for adapter in adapters:
@@ -188,6 +190,14 @@ def _unwrapped(wrapper: AuxiliaryTrainingWrapper) -> nn.Module:
     return module
 
 
+def _owner(module: nn.Module, leaf: str) -> nn.Module:
+    """Of PEFT's wrappers around one module, each for one of its parameters, the one for `leaf`."""
+    if not isinstance(module, ParamWrapper):
+        return module
+    inner: nn.Module = module.base_layer
+    return module if module.parameter_name == leaf else _owner(inner, leaf)
+
+
 def _effective_module(module: nn.Module) -> nn.Module:
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
@@ -200,7 +210,7 @@ def _unmerged_adapters(layer: BaseTunerLayer) -> list[str]:
 
 
 def _is_plain_lora(layer: BaseTunerLayer, adapters: list[str]) -> bool:
-    return type(layer) in (LoraLinear, LeanLoraLinear) and not any(
+    return type(layer) in (LoraLinear, LeanLoraLinear, ParamWrapper) and not any(
         a in layer.lora_variant or layer.lora_bias.get(a, False) for a in adapters
     )
 
