@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from test_policy import EPISODES, PACK, fill, gradients
-from tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
+from test_policy import PACK, fill, gradients
+from tiny_models import DENSE, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -20,11 +20,11 @@ from covey.pytorch.fused.decoder import FusedDecoder, _Activations
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode
 
-SERVED = ("llama", "qwen2", "qwen3", "mistral")
 
-
-def policy_of(family: str = "llama", *, dtype: torch.dtype = torch.float64, **options: Any) -> Policy:
-    model = tiny_model(family, sliding_window=64).to(dtype)
+def policy_of(
+    family: str = "llama", *, dtype: torch.dtype = torch.float64, sliding_window: int = 64, **options: Any
+) -> Policy:
+    model = tiny_model(family, sliding_window=sliding_window).to(dtype)
     if dtype == torch.float64:
         use_exact_norms(model)
     policy = Policy.load(model, tiny_tokenizer(), **{"lora_r": 4, **options})
@@ -38,8 +38,9 @@ def use_exact_norms(model: torch.nn.Module) -> None:
         if type(module).__name__.endswith("RMSNorm"):
 
             def forward(x: Tensor, norm: Any = module) -> Tensor:
-                scale = (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-                return norm.weight * (x * scale)
+                gemma = "Gemma" in type(norm).__name__
+                scale = (x.square().mean(-1, keepdim=True) + (norm.eps if gemma else norm.variance_epsilon)).rsqrt()
+                return (norm.weight + gemma) * (x * scale)
 
             module.forward = forward  # type: ignore[method-assign]
 
@@ -61,7 +62,7 @@ def weighted(hidden: Tensor) -> Tensor:
 
 
 def assert_same(policy: Policy, pack: Pack = PACK, tolerance: float = 1e-9) -> None:
-    assert fused(policy).serves(pack)
+    assert fused(policy).can_run()
     expected = own_layers(policy, pack)
     expected_grads = gradients(policy, weighted(expected))
     found = policy._hidden(pack)
@@ -86,7 +87,7 @@ def assert_same(policy: Policy, pack: Pack = PACK, tolerance: float = 1e-9) -> N
     ],
     ids=["all", "checkpoint", "some layers", "ranks"],
 )
-@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("family", DENSE)
 def test_hidden_states_and_gradients_are_those_of_the_models_own_layers(family: str, options: dict[str, Any]) -> None:
     assert_same(policy_of(family, **options))
 
@@ -209,9 +210,9 @@ def test_the_reference_is_the_base_model_and_an_exchange_does_not_reach_an_earli
 
 def test_merged_adapters_go_through_the_models_own_layers() -> None:
     policy = policy_of()
-    assert fused(policy).serves(PACK)
+    assert fused(policy).can_run()
     policy.model.merge_adapter()
-    assert not fused(policy).serves(PACK)
+    assert not fused(policy).can_run()
     torch.testing.assert_close(policy._hidden(PACK), policy_of()._hidden(PACK), rtol=1e-9, atol=1e-9)
 
 
@@ -232,19 +233,20 @@ def test_dropout_shares_nothing_and_is_named(caplog: pytest.LogCaptureFixture) -
     assert not torch.isclose(logp[:2], logp[2:]).any()
 
 
-def test_a_window_shorter_than_the_sequences_goes_through_the_models_own_layers() -> None:
-    policy = Policy.load(tiny_model("mistral", sliding_window=6), tiny_tokenizer(), lora_r=4)
-    assert policy.fused_obstacle is None
-    assert not fused(policy).serves(PACK)
-    short = [e for e in EPISODES if len(e.token_ids) <= 6]
-    short.append(Episode(np.arange(4, 9), np.arange(5) > 2, np.zeros(5, np.float32), "", "stop", 0))
-    assert fused(policy).serves(pack_episodes(short)[0])
+@pytest.mark.parametrize("family", ["mistral", "phi3", "gemma2", "gemma3"])
+def test_windows_shorter_than_the_sequences(family: str) -> None:
+    # in float64 Gemma 2's own code returns NaN for padding outside of the window
+    dtype, tolerance = (torch.float32, 1e-4) if family == "gemma2" else (torch.float64, 1e-9)
+    policy = policy_of(family, sliding_window=6, dtype=dtype)
+    assert_same(policy, tolerance=tolerance)
+    wide = policy_of(family, dtype=dtype)
+    assert float((policy._hidden(PACK) - wide._hidden(PACK)).detach().abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize(
     ("family", "options", "why"),
     [
-        ("gemma2", {}, "Gemma2ForCausalLM is not one of"),
+        ("qwen3_moe", {}, "Qwen3MoeForCausalLM is not one of"),
         ("gpt2", {}, "GPT2LMHeadModel is not one of"),
         ("llama", {"use_peft": False}, "something else than LoRA"),
         ("llama", {"prefix_sharing": False}, "prefix_sharing is off"),
@@ -270,7 +272,7 @@ def test_other_kinds_of_lora_go_through_the_models_own_layers(variant: dict[str,
     policy = Policy.load(
         tiny_model("llama"), tiny_tokenizer(), lora_config=LoraConfig(r=2, target_modules="all-linear", **variant)
     )
-    assert policy.fused_obstacle is not None or not fused(policy).serves(PACK)
+    assert policy.fused_obstacle is not None or not fused(policy).can_run()
 
 
 def test_a_refused_model_is_left_alone() -> None:

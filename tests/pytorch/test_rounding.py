@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+from tiny_models import DENSE, EVERY_FAMILY, tiny_model, tiny_tokenizer
 
 from covey.errors import ModelError
-from covey.pytorch import Policy
+from covey.pytorch import Policy, form
 from covey.pytorch.engine import Engine, choose, fast_runner
 from covey.pytorch.engine import engine as engine_module
+from covey.pytorch.form import LayerForm
 from covey.pytorch.fused import decoder
 from covey.pytorch.rounding import computing_in, unexplained
 from covey.types import Request, SamplingSettings
 
-FAST = ("llama", "qwen2", "qwen3", "mistral")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
 Wrong = Callable[[pytest.MonkeyPatch, Any], None]
@@ -35,20 +36,20 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("own", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_the_fast_way_of_each_family_is_taken_in_each_precision(
     family: str, dtype: torch.dtype, own: torch.dtype
 ) -> None:
     engine = Engine(tiny_model(family).to(own), dtype=dtype)
-    assert engine.runner == ("fast" if family in FAST else "general")
+    assert engine.runner == ("fast" if family in DENSE else {"gpt_oss": "recompute"}.get(family, "general"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_the_learners_fast_way_is_taken_in_each_precision(family: str, dtype: torch.dtype) -> None:
     policy = Policy.load(tiny_model(family).to(dtype), tiny_tokenizer(), lora_r=4)
-    assert policy.prefix_sharing_obstacle is None
-    assert (policy.fused_obstacle is None) == (family in FAST)
+    assert (policy.prefix_sharing_obstacle is None) == (family != "gpt_oss")
+    assert (policy.fused_obstacle is None) == (family in DENSE)
 
 
 def confident(family: str) -> Any:
@@ -59,13 +60,13 @@ def confident(family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_improbable_tokens_do_not_decide(family: str) -> None:
     engine = Engine(confident(family), dtype=torch.bfloat16)
-    assert engine.runner == ("fast" if family in FAST else "general")
+    assert engine.runner == ("fast" if family in DENSE else {"gpt_oss": "recompute"}.get(family, "general"))
     policy = Policy.load(confident(family).bfloat16(), tiny_tokenizer(), lora_r=4)
-    assert policy.prefix_sharing_obstacle is None
-    assert (policy.fused_obstacle is None) == (family in FAST)
+    assert (policy.prefix_sharing_obstacle is None) == (family != "gpt_oss")
+    assert (policy.fused_obstacle is None) == (family in DENSE)
 
 
 def _named(value: Any) -> str:
@@ -81,13 +82,63 @@ def without_biases(patch: pytest.MonkeyPatch, module: Any) -> None:
     )
 
 
+def described(patch: pytest.MonkeyPatch, module: Any, change: Callable[[LayerForm], LayerForm]) -> None:
+    """Let a module read another description than the model's own."""
+    read = module.read_form
+
+    def changed(base: Any) -> Any:
+        found = read(base)
+        return replace(found, layers=tuple(map(change, found.layers)))
+
+    patch.setattr(module, "read_form", changed)
+
+
 def without_query_key_norms(patch: pytest.MonkeyPatch, module: Any) -> None:
-    taken = module._WeightReader.optional
-    patch.setattr(
-        module._WeightReader,
-        "optional",
-        lambda self, name: None if "_norm" in name else taken(self, name),
-    )
+    described(patch, module, lambda layer: replace(layer, head_norms=None))
+
+
+def without_norms_of_what_is_added(patch: pytest.MonkeyPatch, module: Any) -> None:
+    described(patch, module, lambda layer: replace(layer, attention_norm=None, output_norm=None))
+
+
+def norms_that_count_from_the_other_end(patch: pytest.MonkeyPatch, module: Any) -> None:
+    def change(layer: LayerForm) -> LayerForm:
+        assert layer.mlp_norm is not None
+        return replace(layer, mlp_norm=replace(layer.mlp_norm, offset=1 - layer.mlp_norm.offset))
+
+    described(patch, module, change)
+
+
+def everything_turns(patch: pytest.MonkeyPatch, module: Any) -> None:
+    described(patch, module, lambda layer: replace(layer, rotary=""))
+
+
+def no_factor(patch: pytest.MonkeyPatch, module: Any) -> None:
+    described(patch, module, lambda layer: replace(layer, factor=1.0))
+
+
+def other_scores(patch: pytest.MonkeyPatch, module: Any) -> None:
+    def change(layer: LayerForm) -> LayerForm:
+        return replace(layer, attention=replace(layer.attention, scale=layer.attention.dim**-0.5))
+
+    described(patch, module, change)
+
+
+def no_softcap(patch: pytest.MonkeyPatch, module: Any) -> None:
+    described(patch, module, lambda layer: replace(layer, attention=replace(layer.attention, softcap=None)))
+
+
+def the_other_activation(patch: pytest.MonkeyPatch, module: Any) -> None:
+    other = {form._SILU: form._GELU, form._GELU: form._SILU}
+    described(patch, module, lambda layer: replace(layer, activation=other[layer.activation]))
+
+
+def other_pairs_turn(patch: pytest.MonkeyPatch, module: Any) -> None:
+    class Wrong(module.Rotary):  # type: ignore[misc]
+        def __init__(self, rotary: Any, device: torch.device) -> None:
+            super().__init__(replace(rotary, neighbours=not rotary.neighbours), device)
+
+    patch.setattr(module, "Rotary", Wrong)
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch, module: Any) -> None:
@@ -128,17 +179,29 @@ def another_rotary_base(patch: pytest.MonkeyPatch, module: Any) -> None:
 
 
 def no_window(patch: pytest.MonkeyPatch, module: Any) -> None:
-    patch.setattr(module, "window_of", lambda layer, config: None)
+    described(patch, module, lambda layer: replace(layer, attention=replace(layer.attention, window=None)))
 
 
+LLAMAS = ("llama", "qwen2", "qwen3", "mistral")
+DESCRIBED: tuple[tuple[Wrong, tuple[str, ...]], ...] = (
+    (without_query_key_norms, ("qwen3", "olmo2")),
+    (no_window, ("mistral", "phi3", "gemma3")),
+    (without_norms_of_what_is_added, ("olmo2", "gemma2", "glm4")),
+    (norms_that_count_from_the_other_end, ("llama", "gemma2")),
+    (everything_turns, ("smollm3",)),
+    (no_factor, ("granite",)),
+    (other_scores, ("granite", "gemma3")),
+    (no_softcap, ("gemma2",)),
+    (the_other_activation, ("llama", "gemma3")),
+    (other_pairs_turn, ("phi3", "glm4")),
+    (another_rotary_base, LLAMAS),
+)
 MISTAKES: tuple[tuple[Wrong, tuple[str, ...]], ...] = (
-    (without_biases, ("qwen2",)),
-    (without_query_key_norms, ("qwen3",)),
-    (no_window, ("mistral",)),
-    (gate_and_up_swapped, FAST),
-    (one_norm_dropped, FAST),
-    (heads_mapped_wrongly, FAST),
-    (another_rotary_base, FAST),
+    *DESCRIBED,
+    (without_biases, ("qwen2", "granite", "glm")),
+    (gate_and_up_swapped, LLAMAS),
+    (one_norm_dropped, LLAMAS),
+    (heads_mapped_wrongly, LLAMAS),
 )
 
 
@@ -160,12 +223,7 @@ def test_a_mistake_is_caught_in_each_precision(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("family", "mistake"),
-    [
-        ("llama", another_rotary_base),
-        ("qwen2", another_rotary_base),
-        ("qwen3", another_rotary_base),
-        ("mistral", no_window),
-    ],
+    [(f, mistake) for mistake, families in DESCRIBED for f in families],
     ids=_named,
 )
 def test_the_learners_mistake_is_caught_in_each_precision(

@@ -5,7 +5,7 @@ turns only those into log-probabilities. A pack's prompts are computed once wher
 it (`prefix_attention`); whether it does is found out by a probe that compares a small pack with the model's
 own logits. Models that fail it are scored sequence by sequence in one padded batch, with the same result.
 
-LoRA on a Llama-shaped model is run by the fused layers (`fused`), which keep half of what autograd would.
+LoRA on a model of Llama's shape (`form`) is run by the fused layers (`fused`), which keep half of what autograd would.
 
 Dropout stays off unless LoRA dropout was asked for: the log-probabilities of a policy that samples without
 dropout are those without dropout.
@@ -33,13 +33,13 @@ from covey.errors import ModelError
 from covey.pytorch.dropout import dropout_obstacle, switch_dropout_off
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
-from covey.pytorch.llama import rope_by_length
 from covey.pytorch.loading import LoadedModel, causal_lm, load_model, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate
+from covey.pytorch.rotary import rope_by_length
 from covey.pytorch.tree_layout import TreeLayout
 from covey.pytorch.tree_path import Paths, TreePath
 from covey.rollout.learning import Weights
@@ -220,7 +220,7 @@ class Policy:
         """True where passes over several packs may run at the same time in threads: the fused layers on a CPU, without
         dropout, whose random numbers would be drawn in no fixed order.
         """
-        return self._fused is not None and self._fused.serves_all and self.device.type == "cpu"
+        return self._fused is not None and self._fused.can_run() and self.device.type == "cpu"
 
     def score(
         self,
@@ -302,7 +302,7 @@ class Policy:
                 {"past": pack.past, "path": path, "trunk": pack.trunk} if isinstance(pack, Piece) else {}
             )
             layout = TreeLayout.of(pack.branches, self.device, **hangs)
-            fused = self._fused if self._fused is not None and self._fused.serves(pack) else None
+            fused = self._fused if self._fused is not None and self._fused.can_run() else None
             run = partial(self._hidden_packed if fused is None else fused.hidden, pack, layout)
         if self._autocast is None:
             return run()
@@ -349,7 +349,7 @@ class Policy:
             fused = FusedDecoder(self._lm, checkpoint=checkpoint)
 
             def score(pack: Pack) -> Tensor:
-                return self._probe(fused.hidden(pack) if fused.serves(pack) else self._hidden_packed(pack))
+                return self._probe(fused.hidden(pack) if fused.can_run() else self._hidden_packed(pack))
 
             check_scores(self.source, self._lm, score, expected)
         except ModelError as obstacle:

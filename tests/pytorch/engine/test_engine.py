@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 import torch
 from engine_helpers import groups, plain_logits, plain_logprobs, prompts, with_lora
-from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.types import Completion, Request, SamplingSettings
 
-FAST = ("llama", "qwen2", "qwen3", "mistral")
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=12)
 
 
@@ -33,7 +32,7 @@ def test_greedy_is_the_plain_models_argmax(family: str) -> None:
         assert completion.finish_reason == "length"
         assert len(completion.token_ids) == 12
         assert plain_logits(model, request, completion).argmax(-1).tolist() == completion.token_ids.tolist()
-    assert engine.runner == ("fast" if family in FAST else "general")
+    assert engine.runner == ("fast" if family in DENSE else "general")
 
 
 def test_greedy_equals_generate() -> None:

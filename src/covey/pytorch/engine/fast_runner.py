@@ -1,8 +1,8 @@
-"""Runs Llama-shaped models (Llama, Qwen2, Qwen3, Mistral) with a few operations a layer, on its own copy.
+"""Runs models of Llama's shape, as `covey.pytorch.form` describes them, with a few operations a layer on its own copy.
 
 The copy fuses the query, key and value projections into one matrix, gate and up into another, and stores each
-in the layout that multiplies fastest (see `Linear`). A model that is not quite of this shape is refused, and the
-engine takes the general path.
+in the layout that multiplies fastest (see `Linear`). A model that is not of this shape is refused, and the engine takes
+the general path.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from covey.errors import ModelError
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
-from covey.pytorch.llama import Rotary, check_llama, rotate, window_of
+from covey.pytorch.form import LayerForm, NormForm, read_form
+from covey.pytorch.logprobs import Head
+from covey.pytorch.rotary import Rotary
 
 _EMBEDDING = "model.embed_tokens.weight"
+_NOTHING = torch.empty(0)
+"""The weight of a norm that a layer does not have."""
 
 
 class FastRunner:
@@ -40,18 +44,18 @@ class FastRunner:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         base: Any = bare_model(model)
-        check_llama(base)
-        config, decoder = base.config, base.model
+        form = read_form(base)
         self._dtype, self._device = dtype, device
-        attention = decoder.layers[0].self_attn
-        self._dim: int = attention.head_dim
-        self._kv_heads: int = config.num_key_value_heads
-        self._heads: int = config.num_attention_heads
-        self._eps: float = config.rms_norm_eps
-        self._rotary = Rotary(decoder.rotary_emb, device)
-        self._norms = Norms(config.hidden_size, self._eps, dtype, device)
-        self._layers = [_Layer(i, layer, config, self._norms, dtype, device) for i, layer in enumerate(decoder.layers)]
-        self.layer_shapes: Sequence[LayerShape] = [LayerShape(self._kv_heads, self._dim, self._dim)] * len(self._layers)
+        self._rotaries = {name: Rotary(rotary, device) for name, rotary in form.rotaries.items()}
+        self._norms = Norms(form.width, form.norm.eps, dtype, device)
+        self._last_norm = form.norm
+        self._layers = [_Layer(i, layer, self._norms, dtype, device) for i, layer in enumerate(form.layers)]
+        attentions = [layer.attention for layer in form.layers]
+        self.layer_shapes: Sequence[LayerShape] = [LayerShape(a.kv_heads, a.dim, a.dim) for a in attentions]
+        rounded = float(torch.tensor(form.embedding_scale).to(dtype))
+        self._embedding_scale = rounded * form.embedding_multiplier
+        logits = Head.of(base)
+        self._logit_scale, self._logit_cap = logits.scale, logits.softcap
         self._embedding = torch.empty(0)
         self._norm = torch.empty(0)
         self._head = Linear(dtype, device)
@@ -63,7 +67,7 @@ class FastRunner:
             layer.load(weights)
         take = _WeightReader(weights, self._dtype, self._device)
         self._embedding = take(_EMBEDDING, copy=frozen_version(weights, _EMBEDDING) is None)
-        norm = take("model.norm.weight", copy=True)
+        norm = take.norm(self._last_norm, "model.")
         fold = self._norms.fold(norm)
         name = _EMBEDDING if are_tied(weights, "lm_head.weight", _EMBEDDING) else "lm_head.weight"
         version = frozen_version(weights, name)
@@ -81,63 +85,77 @@ class FastRunner:
 
     def forward(self, step: Step) -> Tensor:
         """Logits `[n, V]`; see `Runner`."""
-        attend, heads, kv_heads, dim = step.attention.attend, self._heads, self._kv_heads, self._dim
-        stream = self._norms.open(functional.embedding(step.token_ids, self._embedding))
+        stream = self._norms.open(functional.embedding(step.token_ids, self._embedding), self._embedding_scale)
         x = stream[:, : self._embedding.shape[1]]
-        cos, sin = self._rotary(step.positions, self._dtype)
+        turns = {name: rotary(step.positions, self._dtype) for name, rotary in self._rotaries.items()}
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._norms(stream, layer.input_norm)).view(x.shape[0], heads + 2 * kv_heads, dim)
-            qk = qkv[:, : heads + kv_heads]
-            if layer.qk_norm is not None:
-                qk = functional.rms_norm(qk, (dim,), None, self._eps) * layer.qk_norm
-            qk = rotate(qk, cos, sin)
-            attended = attend(
-                i,
-                qk[:, :heads],
-                qk[:, heads:],
-                qkv[:, heads + kv_heads :],
-                scale=dim**-0.5,
-                window=layer.window,
+            form = layer.form
+            attention = form.attention
+            turned = attention.heads + attention.kv_heads
+            qkv = layer.qkv(self._norms(stream, layer.input_norm)).view(x.shape[0], -1, attention.dim)
+            qk = layer.normed_heads(qkv[:, :turned])
+            if form.rotary is not None:
+                qk = turns[form.rotary].forward(qk)
+            attended = step.attention.attend(
+                i, qk[:, : attention.heads], qk[:, attention.heads :], qkv[:, turned:], **attention.rule
             )
-            x.add_(layer.out(attended.reshape(x.shape[0], heads * dim)))
+            out = layer.out(attended.reshape(x.shape[0], -1))
+            x.add_(_normed(out, layer.attention_norm, form.attention_norm), alpha=form.factor)
             gate, up = layer.gate_up(self._norms(stream, layer.mlp_norm)).chunk(2, dim=-1)
-            x.add_(layer.down(functional.silu(gate).mul_(up)))
+            out = layer.down(form.activation.forward(gate).mul_(up))
+            x.add_(_normed(out, layer.output_norm, form.output_norm), alpha=form.factor)
         if step.last is not None:
             stream = stream.index_select(0, step.last)
-        return self._head(self._norms(stream, self._norm))
+        logits = self._head(self._norms(stream, self._norm))
+        if self._logit_scale != 1:
+            logits.mul_(self._logit_scale)
+        return logits if self._logit_cap is None else logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
 
 
 class _Layer:
-    def __init__(
-        self, index: int, layer: Any, config: Any, norms: Norms, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, index: int, form: LayerForm, norms: Norms, dtype: torch.dtype, device: torch.device) -> None:
+        for norm in (form.input_norm, form.mlp_norm):
+            if norm is not None and norm.eps != norms.eps:
+                raise ModelError(f"norms of different eps ({norm.eps} and {norms.eps})")
+        self.form = form
         self._prefix = f"model.layers.{index}."
         self._norms, self._dtype, self._device = norms, dtype, device
-        self._repeats = (config.num_attention_heads, config.num_key_value_heads)
-        self.window = window_of(layer, config)
         self.qkv, self.out, self.gate_up, self.down = (Linear(dtype, device) for _ in range(4))
-        self.input_norm = self.mlp_norm = torch.empty(0)
-        self.qk_norm: Tensor | None = None
+        self.input_norm = self.attention_norm = self.mlp_norm = self.output_norm = _NOTHING
+        self._head_norms: tuple[Tensor, Tensor] | None = None
 
     def release(self) -> None:
         for linear in (self.qkv, self.out, self.gate_up, self.down):
             linear.release()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        take = _WeightReader(weights, self._dtype, self._device, self._prefix)
-        self.input_norm = take("input_layernorm.weight", copy=True)
-        self.mlp_norm = take("post_attention_layernorm.weight", copy=True)
-        norms = self._norms
-        self.qkv.load(
-            *take.fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norms.fold(self.input_norm)
-        )
-        self.out.load(*take.fused("self_attn.o_proj"))
-        self.gate_up.load(*take.fused("mlp.gate_proj", "mlp.up_proj"), norms.fold(self.mlp_norm))
-        self.down.load(*take.fused("mlp.down_proj"))
-        q_norm, k_norm = take.optional("self_attn.q_norm.weight"), take.optional("self_attn.k_norm.weight")
-        if q_norm is not None and k_norm is not None:
-            heads, kv_heads = self._repeats
-            self.qk_norm = torch.cat([q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)])
+        take, form, norms = _WeightReader(weights, self._dtype, self._device, self._prefix), self.form, self._norms
+        self.input_norm, self.attention_norm = take.norm(form.input_norm), take.norm(form.attention_norm)
+        self.mlp_norm, self.output_norm = take.norm(form.mlp_norm), take.norm(form.output_norm)
+        self.qkv.load(*take.fused(*form.qkv), norms.fold(self.input_norm))
+        self.out.load(*take.fused(form.out))
+        self.gate_up.load(*take.fused(*form.gate_up), norms.fold(self.mlp_norm))
+        self.down.load(*take.fused(form.down))
+        if form.head_norms is not None:
+            q, k = (take.norm(norm) for norm in form.head_norms)
+            if not form.whole_heads:
+                q, k = q.expand(form.attention.heads, -1), k.expand(form.attention.kv_heads, -1)
+            self._head_norms = (q, k) if form.whole_heads else (torch.cat([q, k]), _NOTHING)
+
+    def normed_heads(self, qk: Tensor) -> Tensor:
+        """Queries and keys `[M, heads + kv_heads, dim]` after their norms, where there are any."""
+        if self._head_norms is None or self.form.head_norms is None:
+            return qk
+        (q_form, k_form), (q_weight, k_weight) = self.form.head_norms, self._head_norms
+        if not self.form.whole_heads:
+            return functional.rms_norm(qk, qk.shape[-1:], None, q_form.eps) * q_weight
+        q, k = (part.flatten(1) for part in qk.tensor_split([self.form.attention.heads], dim=1))
+        return torch.cat([_normed(q, q_weight, q_form), _normed(k, k_weight, k_form)], dim=1).view(qk.shape)
+
+
+def _normed(x: Tensor, weight: Tensor, form: NormForm | None) -> Tensor:
+    """`[M, dim]` normed, where there is a norm."""
+    return x if form is None else functional.rms_norm(x, x.shape[-1:], weight, form.eps)
 
 
 class _WeightReader:
@@ -150,6 +168,13 @@ class _WeightReader:
 
     def __call__(self, name: str, *, copy: bool = False) -> Tensor:
         return self._weights[self._prefix + name].to(self._device, self._dtype, copy=copy)
+
+    def norm(self, form: NormForm | None, prefix: str = "") -> Tensor:
+        """What a norm multiplies with; nothing where there is no norm."""
+        if form is None:
+            return _NOTHING
+        weight = self(f"{prefix}{form.name}.weight", copy=True)
+        return weight.add_(form.offset) if form.offset else weight
 
     def optional(self, name: str) -> Tensor | None:
         return self(name, copy=True) if self._prefix + name in self._weights else None
@@ -279,25 +304,32 @@ class Norms:
     """
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self._dim, self._eps = dim, eps
+        self._dim, self.eps = dim, eps
         self._folds = device.type == "cpu" and dtype == torch.float32
 
     def fold(self, weight: Tensor) -> Tensor | None:
         """`[d]` factors on the inputs of the matrix that reads a norm with this weight; None = none."""
-        return weight * math.sqrt(self._dim) if self._folds else None
+        return weight * math.sqrt(self._dim) if self._folds and weight is not _NOTHING else None
 
-    def open(self, embedded: Tensor) -> Tensor:
-        """The stream `[M, d or d + 1]` that begins with embeddings `[M, d]`; its first d columns are added to."""
+    def open(self, embedded: Tensor, scale: float = 1.0) -> Tensor:
+        """The stream `[M, d or d + 1]` that begins with `scale` times embeddings `[M, d]`, which are overwritten.
+
+        Its first d columns are added to.
+        """
+        if scale != 1:
+            embedded.mul_(scale)
         if not self._folds:
             return embedded
         stream = embedded.new_empty(len(embedded), self._dim + 1)
         stream[:, : self._dim] = embedded
-        stream[:, self._dim] = math.sqrt(self._dim * self._eps)
+        stream[:, self._dim] = math.sqrt(self._dim * self.eps)
         return stream
 
     def __call__(self, stream: Tensor, weight: Tensor) -> Tensor:
-        """`[M, d]` normed; `weight` is applied here unless it was folded."""
+        """`[M, d]` normed; `weight` is applied here unless it was folded. As it is where there is no norm."""
+        if weight is _NOTHING:
+            return stream[:, : self._dim].contiguous()
         if self._folds:
             norm = torch.linalg.vector_norm(stream, dim=-1, keepdim=True)
             return stream[:, : self._dim].div(norm)
-        return functional.rms_norm(stream, (self._dim,), weight, self._eps)
+        return functional.rms_norm(stream, (self._dim,), weight, self.eps)

@@ -26,8 +26,8 @@ from covey.pytorch.engine.attention import Attention
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import copy_without_adapters
 from covey.pytorch.engine.runner import Step
-from covey.pytorch.llama import rope_by_length
 from covey.pytorch.probe import missing_windows
+from covey.pytorch.rotary import rope_by_length
 from covey.types import IntArray
 
 _INTERFACE = "covey_slot_cache"
