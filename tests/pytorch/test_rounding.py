@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import DENSE, EVERY_FAMILY, tiny_model, tiny_tokenizer
+from tiny_models import DENSE, EVERY_FAMILY, UNSHARED, tiny_model, tiny_tokenizer
 
 from covey.errors import ModelError
 from covey.pytorch import Policy, form
@@ -34,6 +34,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def runner_of(family: str) -> str:
+    return "fast" if family in DENSE else "recompute" if family in UNSHARED else "general"
+
+
 @pytest.mark.parametrize("own", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
@@ -41,14 +45,14 @@ def test_the_fast_way_of_each_family_is_taken_in_each_precision(
     family: str, dtype: torch.dtype, own: torch.dtype
 ) -> None:
     engine = Engine(tiny_model(family).to(own), dtype=dtype)
-    assert engine.runner == ("fast" if family in DENSE else {"gpt_oss": "recompute"}.get(family, "general"))
+    assert engine.runner == runner_of(family)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_the_learners_fast_way_is_taken_in_each_precision(family: str, dtype: torch.dtype) -> None:
     policy = Policy.load(tiny_model(family).to(dtype), tiny_tokenizer(), lora_r=4)
-    assert (policy.prefix_sharing_obstacle is None) == (family != "gpt_oss")
+    assert (policy.prefix_sharing_obstacle is None) == (family not in UNSHARED)
     assert (policy.fused_obstacle is None) == (family in DENSE)
 
 
@@ -63,9 +67,9 @@ def confident(family: str) -> Any:
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_improbable_tokens_do_not_decide(family: str) -> None:
     engine = Engine(confident(family), dtype=torch.bfloat16)
-    assert engine.runner == ("fast" if family in DENSE else {"gpt_oss": "recompute"}.get(family, "general"))
+    assert engine.runner == runner_of(family)
     policy = Policy.load(confident(family).bfloat16(), tiny_tokenizer(), lora_r=4)
-    assert (policy.prefix_sharing_obstacle is None) == (family != "gpt_oss")
+    assert (policy.prefix_sharing_obstacle is None) == (family not in UNSHARED)
     assert (policy.fused_obstacle is None) == (family in DENSE)
 
 

@@ -51,7 +51,9 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt2")
 """What tests of mechanisms run over."""
 DENSE = (*FAMILIES[:-1], "phi3", "granite", "smollm3", "olmo2", "glm", "glm4")
 """Families that are Llama's shape up to norms, biases, rotary embedding, windows, soft caps and factors."""
-EVERY_FAMILY = (*DENSE, "qwen3_moe", "gpt_oss", "gpt2")
+UNSHARED = ("phi3_long", "gpt_oss")
+"""Families whose sequences share nothing: rotation by the sequence's length, attention sinks."""
+EVERY_FAMILY = (*DENSE, *UNSHARED, "qwen3_moe", "gpt2")
 
 
 def tiny_model(
@@ -107,6 +109,16 @@ def tiny_model(
         "qwen3": lambda: Qwen3Config(**shared, **head_dim),
         "mistral": lambda: MistralConfig(**shared, **head_dim, sliding_window=sliding_window),
         "phi3": lambda: Phi3Config(**shared, rope_parameters=half_turned, sliding_window=sliding_window),
+        "phi3_long": lambda: Phi3Config(
+            **shared,
+            rope_parameters={
+                **half_turned,
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 4.0],
+            },
+            original_max_position_embeddings=max_position_embeddings // 4,
+        ),
         "granite": lambda: GraniteConfig(
             **shared,
             embedding_multiplier=1.7,
