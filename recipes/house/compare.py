@@ -19,6 +19,8 @@ HERE = Path(__file__).parent
 SEEDS = (42, 43, 44, 45, 46)
 RUNS = {
     "8 houses x 4, `gigpo`": ("many_houses/gigpo", "tab:green"),
+    "8 houses x 4, `naive_grpo`": ("many_houses/naive_grpo", "tab:purple"),
+    "8 houses x 4, `grpo`": ("many_houses/grpo", "tab:red"),
     "4 houses x 8, `gigpo`": ("gigpo", "tab:olive"),
     "4 houses x 8, `naive_grpo`": ("naive_grpo", "tab:blue"),
     "4 houses x 8, `grpo`": ("grpo", "tab:orange"),

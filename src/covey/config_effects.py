@@ -50,13 +50,13 @@ def _set(field: str) -> _Condition:
     return lambda config: bool(getattr(config, field))
 
 
-def samples_with_vllm(config: Any) -> bool:
-    """True when vLLM samples: in this process, in actors, or as a server."""
+def another_program_samples(config: Any) -> bool:
+    """True when not Covey's engine samples: vLLM in this process or in actors, or another server."""
     server = config.server
     return (
         config.sampling.engine == "vllm"
         or _by_vllm(config)
-        or (server.upload_adapters_to_server and server.inference_server_kind == "vllm")
+        or (server.upload_adapters_to_server and server.inference_server_kind != "covey")
     )
 
 
@@ -66,7 +66,7 @@ def correction_mode(config: Any) -> str:
     if chosen != "auto":
         return chosen
     narrower = config.sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
-    differs = narrower or config.schedule.max_staleness > 0 or samples_with_vllm(config)
+    differs = narrower or config.schedule.max_staleness > 0 or another_program_samples(config)
     return "token_truncate" if differs else "off"
 
 

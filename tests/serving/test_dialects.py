@@ -1,4 +1,4 @@
-"""Dialects of a stranger: `docs/dialects.py`, copied into a folder of its own and named in a recipe.
+"""SGLang's dialect, and that of a stranger: `docs/dialects.py`, copied into a folder of its own and named in a recipe.
 
 The servers are fakes that speak the documented JSON of SGLang and of llama.cpp's router, and sample with our engine.
 """
@@ -29,11 +29,11 @@ from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.learning import Weights
 from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.dialect import Dialect
-from covey.serving.dialects import find_dialect
+from covey.serving.dialects import DIALECTS, find_dialect
 from covey.serving.vllm import VLLMDialect
 from covey.types import Request, SamplingSettings
 
-DIALECTS = Path(__file__).parents[2] / "docs" / "dialects.py"
+OF_A_STRANGER = Path(__file__).parents[2] / "docs" / "dialects.py"
 SETTINGS = SamplingSettings(temperature=0.9, max_tokens=12, eos_token_ids=(2,))
 REQUESTS = [Request(np.array([5 + i, 6, 7]), (1, i)) for i in range(11)]
 CONVERTER = """
@@ -191,7 +191,12 @@ class FakeLlamaCpp(Fake):
 
 def remote(url: str, kind: str, folder: Path) -> RemoteEngine:
     client = InferenceClient(url, timeout=20, retry_seconds=5)
-    return RemoteEngine(client, trainer="test", dialect=find_dialect(f"{DIALECTS}:{kind}"), folder=folder)
+    return RemoteEngine(
+        client,
+        trainer="test",
+        dialect=find_dialect(kind if kind in DIALECTS else f"{OF_A_STRANGER}:{kind}"),
+        folder=folder,
+    )
 
 
 def logprobs_are_of(model: Any, found: list[Any]) -> None:
@@ -214,7 +219,7 @@ def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sglang_adapters(tmp_path: Path) -> None:
     fake = FakeSGLang()
     with fake_server(fake) as url:
-        there = remote(url, "SGLang", tmp_path)
+        there = remote(url, "sglang", tmp_path)
         for version in (1, 2):
             model = adapted(version)
             there.publish(weights_of(model, version))
@@ -231,7 +236,7 @@ def test_sglang_adapters(tmp_path: Path) -> None:
 def test_sglang_whole_weights(tmp_path: Path) -> None:
     fake = FakeSGLang()
     with fake_server(fake) as url:
-        there = remote(url, "SGLang", tmp_path)
+        there = remote(url, "sglang", tmp_path)
         model = tiny_model("llama")
         for version in (1, 2):
             for parameter in model.parameters():
@@ -258,9 +263,9 @@ def test_llama_cpp(tmp_path: Path, converter: None) -> None:
         assert "/models/unload" in fake.paths
 
 
-def test_conversations_in_a_strangers_dialect(tmp_path: Path) -> None:
+def test_conversations_by_sglang(tmp_path: Path) -> None:
     with fake_server(FakeSGLang()) as url:
-        there = remote(url, "SGLang", tmp_path)
+        there = remote(url, "sglang", tmp_path)
         there.publish(weights_of(adapted(), 1))
         session = there.session(SETTINGS, policy_version=1, rows=2, own_tokens=40, prompt_lengths=[3])
         row = session.start(REQUESTS[0], keep=True)
@@ -274,7 +279,7 @@ def test_conversations_in_a_strangers_dialect(tmp_path: Path) -> None:
         session.drop(row)
 
 
-@pytest.mark.parametrize(("kind", "peft"), [("SGLang", True), ("SGLang", False), ("LlamaCpp", True)])
+@pytest.mark.parametrize(("kind", "peft"), [("sglang", True), ("sglang", False), ("dialects.py:LlamaCpp", True)])
 def test_a_recipe_names_a_dialect(
     kind: str,
     peft: bool,
@@ -286,8 +291,8 @@ def test_a_recipe_names_a_dialect(
 ) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(recipe_folder, folder)
-    shutil.copy(DIALECTS, folder / "dialects.py")
-    fake = FakeSGLang() if kind == "SGLang" else FakeLlamaCpp()
+    shutil.copy(OF_A_STRANGER, folder / "dialects.py")
+    fake = FakeSGLang() if kind == "sglang" else FakeLlamaCpp()
     fake.folder = folder / "files" / "gguf"  # type: ignore[attr-defined]
     monkeypatch.chdir(folder)
     with fake_server(fake) as url:
@@ -297,7 +302,7 @@ def test_a_recipe_names_a_dialect(
             "run.output_dir=run",
             "server.upload_adapters_to_server=true",
             f"server.inference_server_url={url}",
-            f"server.inference_server_kind=dialects.py:{kind}",
+            f"server.inference_server_kind={kind}",
             "server.adapter_folder=files",
             f"model.use_peft={str(peft).lower()}",
             *([] if peft else ["algorithm.beta=0"]),

@@ -246,7 +246,31 @@ def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monk
     assert found.sampling.top_k == 0
 
 
-def test_vllm_in_this_process_is_said_to_be_none() -> None:
-    said = list(warned(GRPOConfig("out", use_vllm=True, vllm_mode="colocate")))
-    assert said == ["use_vllm=True with vllm_mode='colocate' has no effect: Covey's engine samples in this process"]
+def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.trl.fields.vllm_is_installed", lambda: False)
+    monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: False)
+    args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
+    (said,) = warned(args)
+    assert said.startswith("use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here")
+    assert settings(args, num_prompts=8, lora=True).sampling.engine == "covey"
     assert not list(warned(GRPOConfig("out")))
+
+
+def test_vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.trl.fields.vllm_is_installed", lambda: True)
+    monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: True)
+
+    def asked(**more: Any) -> Any:
+        args = GRPOConfig("out", use_vllm=True, **more)
+        assert not list(warned(args))
+        return settings(args, num_prompts=8, lora=True)
+
+    plain = asked()
+    assert (plain.sampling.engine, plain.vllm.sleep_level, plain.vllm.gpu_memory_utilization) == ("vllm", 0, 0.3)
+    assert plain.algorithm.importance_sampling_correction == "sequence_mask"  # TRL's default
+    more = asked(vllm_enable_sleep_mode=True, vllm_max_model_len=512, vllm_model_impl="transformers")
+    assert (more.vllm.sleep_level, more.vllm.max_model_len) == (1, 512)
+    assert more.vllm.llm_arguments == {"model_impl": "transformers"}
+    plain = asked(vllm_importance_sampling_correction=False)
+    assert plain.algorithm.importance_sampling_correction == "off"
+    assert asked(repetition_penalty=1.1).sampling.engine == "covey"  # the model's own generate samples

@@ -188,8 +188,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         default="auto",
         description="Correct for a sampler whose log-probabilities differ from the trainer's: weigh tokens "
         "or completions by their ratio, truncated at importance_sampling_cap, or drop those above it; auto = "
-        "token_truncate where they do differ (vLLM samples, sampling.sampler_dtype is narrower than the model's, or "
-        "schedule.max_staleness is above 0), else off.",
+        "token_truncate where they do differ (vLLM or a server of another kind than covey samples, "
+        "sampling.sampler_dtype is narrower than the model's, or schedule.max_staleness is above 0), else off.",
     )
     importance_sampling_cap: float = Field(
         default=3.0, gt=0, description="Largest ratio for importance_sampling_correction."

@@ -55,8 +55,13 @@ class VLLMDevice(Device):
         """Steps of vLLM until a turn is over; the turns that are."""
         over: list[Any] = []
         while self._rows and not over:
-            with self._own_numbers():
-                over = [one for one in self._engine.step() if one.finished]
+            try:
+                with self._own_numbers():
+                    over = [one for one in self._engine.step() if one.finished]
+            except (RuntimeError, ValueError) as error:  # torch's out-of-memory error is a RuntimeError
+                raise GenerationError(
+                    f"vLLM fails while it samples: {error!s:.400}; lower vllm.max_model_len, {INSTEAD}"
+                ) from error
         for one in over:
             row = self._rows.pop(one.request_id, None)
             if row is not None:

@@ -1,8 +1,9 @@
 """vLLM in this process, in the place of Covey's own engine: token ids in and out, everything in one batch.
 
 An adapter is written to a folder in memory and loaded at run time, each version under a number of its own, and what
-vLLM holds is compared with what was published. Without an adapter all weights are handed over, without a copy between
-processes. While the policy learns vLLM sleeps: its weights go to the host, or are given up and loaded again.
+vLLM holds is compared with what was published. Without an adapter, or with one that is merged, all weights are handed
+over, without a copy between processes. While the policy learns vLLM sleeps: its weights go to the host, or are given up
+and loaded again.
 
 vLLM draws from torch's generators, which are seeded for each call from the first request's stream and are given back as
 they were: a run repeats where vLLM's batches and kernels do. It does not choose among sequences, and keeps no supports.
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from covey.adapters import Adapter
@@ -91,13 +93,15 @@ class VLLMEngine:
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]
         self._on_cpu = bool(vllm.platforms.current_platform.is_cpu())
         self._device = next(model.parameters()).device
-        rank = _rank(model)
+        merged = self._on_cpu if options.merge_adapter is None else options.merge_adapter
+        rank = 0 if merged else _rank(model)
         self._scratch = Path(tempfile.mkdtemp(prefix="covey-vllm-", dir=_scratch()))
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self._adapter: Any = None
         self._numbers = itertools.count(1)
         self._version, self._asleep = NO_VERSION, False
         tokenizer.save_pretrained(str(self._scratch / "tokenizer"))
+        bare_model(model).config.save_pretrained(str(self._scratch / "tokenizer"))  # type: ignore[operator, union-attr]
         arguments: dict[str, Any] = {
             "model": folder or str(_write_base(model, self._scratch / "model")),
             "tokenizer": str(self._scratch / "tokenizer"),
@@ -109,6 +113,7 @@ class VLLMEngine:
             "enforce_eager": options.enforce_eager,
             "trust_remote_code": trust_remote_code,
             "max_model_len": options.max_model_len,
+            "use_tqdm_on_load": False,
             "enable_sleep_mode": options.sleep_level > 0 and not self._on_cpu,
         }
         if self._on_cpu:
@@ -353,5 +358,7 @@ def _start_problem(error: Exception) -> ConfigError:
 
 
 def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(" ".join(one["msg"].split()) for one in error.errors())[:400]
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0][:400]

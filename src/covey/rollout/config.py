@@ -183,6 +183,11 @@ class VLLMConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
         description="Longest prompt and completion together, for which vLLM needs room; none = what the model was "
         "built for.",
     )
+    merge_adapter: bool | None = Field(
+        default=None,
+        description="Publish all weights with the adapter merged into them, in place of the adapter, which vLLM then "
+        "adds in each layer; none = on CPUs alone, where vLLM's adapters are slow.",
+    )
     enforce_eager: bool = Field(default=False, description="Do not compile the model or capture CUDA graphs.")
     llm_arguments: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="More arguments of vllm.LLM, by name; they replace Covey's."

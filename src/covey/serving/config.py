@@ -19,9 +19,9 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
     )
     inference_server_kind: str = Field(
         default="covey",
-        pattern=r"^(covey|vllm|.+:.+)$",
-        description="covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading. FILE.py:NAME: a "
-        "dialect of your own, see docs/serving.md.",
+        pattern=r"^(covey|vllm|sglang|.+:.+)$",
+        description="covey: `covey serve`. vllm: vLLM's OpenAI server with run-time LoRA loading. sglang: SGLang's "
+        "server. FILE.py:NAME: a dialect of your own, see docs/serving.md.",
     )
     server_token: str | None = Field(
         default=None,

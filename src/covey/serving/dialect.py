@@ -1,7 +1,7 @@
 """How an inference server is spoken to: publish weights, ask for completions, read the answer.
 
 `RemoteEngine` keeps versions, threads, conversations and checks; a `Dialect` is the rest, which differs between
-servers. `server.inference_server_kind` names one: "covey", "vllm", or a class of your own as `FILE.py:NAME`.
+servers. `server.inference_server_kind` names one: "covey", "vllm", "sglang", or a class of your own as `FILE.py:NAME`.
 """
 
 from __future__ import annotations

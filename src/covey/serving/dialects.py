@@ -6,9 +6,10 @@ from covey.errors import ConfigError
 from covey.functions import load_function
 from covey.serving.dialect import Dialect
 from covey.serving.remote import CoveyDialect
+from covey.serving.sglang import SGLangDialect
 from covey.serving.vllm import VLLMDialect
 
-DIALECTS: dict[str, type[Dialect]] = {"covey": CoveyDialect, "vllm": VLLMDialect}
+DIALECTS: dict[str, type[Dialect]] = {"covey": CoveyDialect, "vllm": VLLMDialect, "sglang": SGLangDialect}
 
 
 def find_dialect(kind: str) -> type[Dialect]:

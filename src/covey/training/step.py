@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.config import GRPOConfig
-from covey.config_effects import samples_with_vllm
+from covey.config_effects import another_program_samples
 from covey.rollout.batching import (
     HasAnswer,
     Score,
@@ -109,7 +109,7 @@ def step_update(
     """The update of the step that follows those counted in `state`, at the learning rates that are due."""
     rates, algorithm = length.rates(phase, state.global_step), algorithm_in(args, phase)
     fresh = all(episode.policy_version == state.policy_version for episode in batch.episodes)
-    own = not args.server.upload_adapters_to_server and not samples_with_vllm(args)
+    own = not args.server.upload_adapters_to_server and not another_program_samples(args)
     done = update(
         learner,
         batch,

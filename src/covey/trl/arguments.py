@@ -211,6 +211,8 @@ class GRPOConfig(TrainingArguments):
             self.eval_strategy = self.evaluation_strategy
         if self.warmup_ratio:
             self.warmup_steps = self.warmup_ratio
+        if self.vllm_max_model_len is not None:
+            self.vllm_max_model_length = self.vllm_max_model_len
         if self.vllm_guided_decoding_regex is not None:
             self.vllm_structured_outputs_regex = self.vllm_guided_decoding_regex
         self.use_cpu = self.use_cpu or self.no_cuda

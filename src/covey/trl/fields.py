@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
+from importlib import util
 from typing import Any, Literal
 
 from covey.errors import ConfigError
@@ -40,7 +41,7 @@ def _all(kind: Kind, text: str, names: str, harmless: tuple[Any, ...] = ()) -> d
     return {name: Meaning(kind, text, harmless) for name in names.split()}
 
 
-_VLLM = "sampling is done in this process, so there is no engine to tune"
+_VLLM = "vLLM has the learner's device, the model's number format and its prefix cache"
 _BATCH = "data.prompts_per_step, algorithm.num_minibatches"
 _ONE_PROCESS = "training runs in one process; leave it out"
 
@@ -98,7 +99,10 @@ MEANINGS: dict[str, Meaning] = {
     "log_unique_prompts": Meaning("translated", "one completion of each prompt in the trackers' table"),
     "disable_tqdm": Meaning("translated", "run.progress"),
     "max_tool_calling_iterations": Meaning("translated", "with tools, rounds of calls in a completion"),
-    "use_vllm": Meaning("translated", "vllm_mode server: the server section; colocate: sampled in this process"),
+    "use_vllm": Meaning(
+        "translated",
+        "vllm_mode server: the server section; colocate: sampling.engine=vllm where vLLM is installed",
+    ),
     "vllm_mode": Meaning("translated", "see use_vllm"),
     **_all("translated", "server.inference_server_url", "vllm_server_base_url vllm_server_host vllm_server_port"),
     "vllm_server_timeout": Meaning("translated", "server.server_retry_seconds"),
@@ -107,6 +111,12 @@ MEANINGS: dict[str, Meaning] = {
         "algorithm.importance_sampling_correction, with use_vllm",
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min vllm_importance_sampling_cap",
+    ),
+    **_all(
+        "translated",
+        "the vllm section, with use_vllm and vllm_mode colocate",
+        "vllm_gpu_memory_utilization vllm_enable_sleep_mode vllm_tensor_parallel_size vllm_max_model_length "
+        "vllm_model_impl",
     ),
     "optim": Meaning(
         "translated", "AdamW; its 8-bit and paged variants run as plain AdamW, which is said; others are refused"
@@ -134,8 +144,7 @@ MEANINGS: dict[str, Meaning] = {
         "use_transformers_paged tf32 debug",
     ),
     # ---- said once
-    **_all("warned", _VLLM, "vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length"),
-    **_all("warned", _VLLM, "vllm_tensor_parallel_size vllm_group_port"),
+    "vllm_group_port": Meaning("warned", "weights go to a server as files"),
     **_all(
         "warned",
         "log-probabilities are computed in chunks, without the logits of a whole batch, in any case",
@@ -173,7 +182,8 @@ FORMER: dict[str, Meaning] = {
     "no_cuda": Meaning("translated", "use_cpu"),
     "wandb_log_unique_prompts": Meaning("translated", "log_unique_prompts"),
     "vllm_guided_decoding_regex": Meaning("translated", "vllm_structured_outputs_regex"),
-    **_all("warned", _VLLM, "vllm_max_model_len vllm_device vllm_dtype vllm_enable_prefix_caching"),
+    "vllm_max_model_len": Meaning("translated", "vllm_max_model_length"),
+    **_all("warned", _VLLM, "vllm_device vllm_dtype vllm_enable_prefix_caching"),
     "use_liger_loss": Meaning("warned", "log-probabilities are computed in chunks in any case"),
     "overwrite_output_dir": Meaning("translated", "an earlier run of the folder is kept beside the new one"),
     "save_safetensors": Meaning("machinery", "weights are always saved as safetensors"),
@@ -204,6 +214,11 @@ def was_set(args: GRPOConfig, name: str) -> bool:
     return value != DEFAULTS[name] and value not in _NOTHING.get(name, (None,))
 
 
+def vllm_is_installed() -> bool:
+    """True when this environment has vLLM."""
+    return util.find_spec("vllm") is not None
+
+
 def refused(args: GRPOConfig) -> Iterator[str]:
     """A sentence for each field that asks for something impossible."""
     for name, meaning in MEANINGS.items():
@@ -213,8 +228,11 @@ def refused(args: GRPOConfig) -> Iterator[str]:
 
 def warned(args: GRPOConfig) -> Iterator[str]:
     """A sentence for each field that is set and has no effect."""
-    if args.use_vllm and args.vllm_mode == "colocate":
-        yield "use_vllm=True with vllm_mode='colocate' has no effect: Covey's engine samples in this process"
+    if args.use_vllm and args.vllm_mode == "colocate" and not vllm_is_installed():
+        yield (
+            "use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here, and Covey's engine "
+            "samples in this process"
+        )
     for name, meaning in (MEANINGS | FORMER).items():
         if meaning.kind == "warned" and was_set(args, name):
             yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"

@@ -16,7 +16,7 @@ import covey
 from covey.config_names import FIELDS, SECTIONS
 from covey.errors import ConfigError
 from covey.trl.arguments import GRPOConfig
-from covey.trl.fields import check
+from covey.trl.fields import check, vllm_is_installed
 
 NEVER = 10**9
 """An interval in steps that no run reaches: when to log, save and evaluate is decided by transformers' callbacks."""
@@ -84,8 +84,10 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
 
 def _mismatch(args: GRPOConfig) -> dict[str, Any]:
     """What vLLM's options say about a sampler that computes otherwise; only where there is one."""
-    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+    if not args.use_vllm:
         return {}
+    if not args.vllm_importance_sampling_correction:
+        return {"importance_sampling_correction": "off"}
     cap = args.vllm_importance_sampling_clip_max
     if cap is None:
         raise ConfigError(
@@ -119,6 +121,20 @@ def _server(args: GRPOConfig) -> dict[str, Any]:
         "inference_server_kind": _kind(url),
         "server_retry_seconds": float(args.vllm_server_timeout),
     }
+
+
+def _colocated(args: GRPOConfig) -> dict[str, Any]:
+    """With vLLM in this process, where it is installed and nothing is asked for that only `generate` has."""
+    if not (args.use_vllm and args.vllm_mode == "colocate" and vllm_is_installed()) or generate_options(args):
+        return {}
+    found = {
+        "engine": "vllm",
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "sleep_level": 1 if args.vllm_enable_sleep_mode else 0,
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "max_model_len": args.vllm_max_model_length,
+    }
+    return found if args.vllm_model_impl == "vllm" else found | {"llm_arguments": {"model_impl": args.vllm_model_impl}}
 
 
 def _generation(args: GRPOConfig) -> dict[str, Any]:
@@ -243,6 +259,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "reward_weights": None if args.reward_weights is None else tuple(map(float, args.reward_weights)),
         "reward_timeout": 1e9,  # TRL has none
         **_server(args),
+        **_colocated(args),
         # optim and schedule
         "learning_rate": args.learning_rate,
         "weight_decay": args.weight_decay,
