@@ -3,11 +3,13 @@
     python benchmarks/time_to_accuracy.py --trl-python .venv-trl/bin/python          # hours: three seeds of both
     python benchmarks/time_to_accuracy.py --libraries covey --seeds 42               # minutes
 
-The demo's task: both libraries get the same rows in the same order, reward, prompts, model and LoRA. One run after
-another has the whole machine, Covey and TRL in turns; with `--at-once 2` two of them share it, with half of its cores
-each. Time that looking at the held-out questions takes is not counted.
-`--covey` and `--trl` are settings of one library; TRL's micro-batch and allocator are what `compare.py` found fastest.
-The environment of `--trl-python` needs TRL, PEFT and Covey's own dependencies, for the task.
+The demo's task, or with `--task` another: both libraries get the same rows in the same order, reward, prompts, model
+and LoRA. One run after another has the whole machine, Covey and TRL in turns; with `--at-once 2` two of them share it,
+with half of its cores each. Time that looking at the held-out questions takes is not counted.
+
+`--covey` and `--trl` are settings of one library, `--both` of both; TRL's micro-batch and allocator are what
+`compare.py` found fastest. The environment of `--trl-python` needs TRL, PEFT and Covey's own dependencies, for the
+task.
 
 Writes `results/time_to_accuracy.json` after each run, and leaves out a run that is there already with the same
 settings; then the table and the picture.
@@ -45,7 +47,7 @@ def run(library: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any
         command += ["--prompts", str(args.prompts), "--generations", str(args.generations)]
         command += ["--minibatches", str(args.minibatches)]
         command += ["--task", args.task, "--goal", str(max(GOALS)), "--micro-batch", str(args.micro_batch)]
-        command += ["--settings", json.dumps(settings_of(library, args))]
+        command += ["--settings", json.dumps(args.both | settings_of(library, args))]
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "10000"}
         environment |= {"PYTHONPATH": str(HERE.parent / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
         threads = str(max(1, (os.cpu_count() or 1) // args.at_once))
@@ -69,6 +71,11 @@ def run(library: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any
 def settings_of(library: str, args: argparse.Namespace) -> dict[str, Any]:
     """More settings of a library."""
     return dict(args.covey if library == "covey" else args.trl)
+
+
+def is_of(about: Mapping[str, Any], run: Mapping[str, Any]) -> bool:
+    """Whether a run was what is described."""
+    return about.items() <= ({"both": {}} | run).items()
 
 
 def title(run: Mapping[str, Any]) -> str:
@@ -154,6 +161,7 @@ def main() -> None:
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keeps freed memory", help="of TRL")
     parser.add_argument("--covey", type=json.loads, default="{}", help="settings of Covey alone, as JSON")
     parser.add_argument("--trl", type=json.loads, default="{}", help="settings of TRL alone, as JSON")
+    parser.add_argument("--both", type=json.loads, default="{}", help="settings of both, by TRL's names, as JSON")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--picture", type=Path, default=HERE.parent / "docs/images/time_to_accuracy.png")
     args = parser.parse_args()
@@ -162,21 +170,21 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "time_to_accuracy.json"
     results = json.loads(path.read_text()) if path.exists() else {"runs": [], "machine": machine()}
-    work = {name: getattr(args, name) for name in ("task", "prompts", "generations", "minibatches", "at_once")}
+    work = {name: getattr(args, name) for name in ("task", "prompts", "generations", "minibatches", "at_once", "both")}
     missing = []
     for seed in args.seeds:
         for library in args.libraries:
             about = {"library": library, "seed": seed, "settings": settings_of(library, args)} | work
             if library == "trl":
                 about |= {"micro_batch": args.micro_batch, "allocator": args.allocator}
-            if not any(about.items() <= each.items() for each in results["runs"]):
+            if not any(is_of(about, each) for each in results["runs"]):
                 missing.append(about)
     with ThreadPoolExecutor(args.at_once) as lanes:
         running = {lanes.submit(run, about["library"], about["seed"], args): about for about in missing}
         for done in as_completed(running):
             results["runs"].append(running[done] | {"looks": done.result()})
             path.write_text(json.dumps(results, indent=1) + "\n")
-    shown = [each for each in results["runs"] if work.items() <= each.items()]
+    shown = [each for each in results["runs"] if is_of(work, each)]
     sys.stdout.write(table(shown))
     draw(shown, args.picture)
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
@@ -258,14 +259,18 @@ def _projections(
 
 @torch.no_grad()
 def _norm_form(name: str, norm: Any) -> NormForm:
-    """Whether its weight counts from 0 or from 1 is asked of the norm: of ones, it makes what it multiplies with."""
+    """Whether its weight counts from 0 or from 1 is asked of the norm: of ones, with a weight of 0, it makes just that.
+
+    The weight that it has is not looked at: where a model is read in slices, it has no numbers yet.
+    """
     norm = getattr(norm, "original_module", norm)  # PEFT's wrapper around what is trained whole
     parameters = dict(norm.named_parameters())
     if parameters.keys() != {"weight"}:
         raise ModelError(f"{name} with parameters {', '.join(sorted(parameters))}")
     weight = parameters["weight"]
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    offset = round(float((norm(torch.ones_like(weight)) - weight).float().mean()))
+    made = functional_call(norm, {"weight": torch.zeros_like(weight)}, torch.ones_like(weight))
+    offset = round(float(made.float().mean()))
     if eps is None or offset not in (0, 1):
         raise ModelError(f"{name} is no RMS norm that is known here")
     return NormForm(name, float(eps), float(offset))

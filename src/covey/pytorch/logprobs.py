@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from covey.errors import ModelError
+from covey.pytorch.products import linear, product_into
 from covey.types import Support
 
 ExactKL = Literal["exact", "exact_weighted"]
@@ -465,13 +466,14 @@ def _operand(weight: Tensor) -> Tensor:
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    return _wide(hidden) @ _wide(weight).T
+    return linear(_wide(hidden), _wide(weight))
 
 
 def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:
     """`out = factor * rows @ weight.T`, accumulated in out's precision; rows `[c, k]`, weight `[n, k]`."""
     if rows.dtype == weight.dtype == out.dtype:
-        torch.mm(rows if factor == 1.0 or rows.shape[1] > out.shape[1] else rows * factor, weight.T, out=out)
+        scaled = rows if factor == 1.0 or rows.shape[1] > out.shape[1] else rows * factor
+        product_into(out, scaled, weight.T)
         if factor != 1.0 and rows.shape[1] > out.shape[1]:
             out.mul_(factor)
     elif weight.dtype == out.dtype:

@@ -31,12 +31,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from covey.adapters import PEFT_PREFIX, Adapter, Array, check_fits, read_adapter_folder
 from covey.errors import AdapterError, ModelError
 from covey.processes import total_memory
+from covey.pytorch.products import add_product, linear, product
 
 
 class _LoraFunction(torch.autograd.Function):
@@ -47,23 +47,23 @@ class _LoraFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
     ) -> Tensor:
         a_cast, b_cast = a.to(x.dtype), b.to(x.dtype)
-        low = x @ a_cast.T
+        low = linear(x, a_cast)
         ctx.save_for_backward(x, weight, a_cast, b_cast, low)
         ctx.scaling, ctx.dtypes = scaling, (a.dtype, b.dtype)
-        return functional.linear(x, weight, bias).addmm_(low, b_cast.T, alpha=scaling)
+        return add_product(linear(x, weight, bias), low, b_cast.T, scaling)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None, None]:
         x, weight, a, b, low = ctx.saved_tensors
-        grad_low = (grad @ b).mul_(ctx.scaling)  # [M, r]
+        grad_low = product(grad, b).mul_(ctx.scaling)  # [M, r]
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_low, a)
+            grad_x = add_product(product(grad, weight), grad_low, a)
         if ctx.needs_input_grad[3]:
-            grad_a = (grad_low.T @ x).to(ctx.dtypes[0])
+            grad_a = product(grad_low.T, x).to(ctx.dtypes[0])
         if ctx.needs_input_grad[4]:
-            grad_b = (grad.T @ low).mul_(ctx.scaling).to(ctx.dtypes[1])
+            grad_b = product(grad.T, low).mul_(ctx.scaling).to(ctx.dtypes[1])
         return grad_x, None, None, grad_a, grad_b, None
 
 

@@ -21,6 +21,7 @@ from covey.pytorch.engine.merge import are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
 from covey.pytorch.form import LayerForm, NormForm, read_form
 from covey.pytorch.logprobs import Head
+from covey.pytorch.products import can_pack, linear, prefers_onednn
 from covey.pytorch.rotary import Rotary
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -125,8 +126,8 @@ class _Layer:
         self._head_norms: tuple[Tensor, Tensor] | None = None
 
     def release(self) -> None:
-        for linear in (self.qkv, self.out, self.gate_up, self.down):
-            linear.release()
+        for each in (self.qkv, self.out, self.gate_up, self.down):
+            each.release()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         take, form, norms = _WeightReader(weights, self._dtype, self._device, self._prefix), self.form, self._norms
@@ -208,9 +209,9 @@ class Linear:
           576 x 1536 down     24.1 / 13.2         18.3 / 12.9         25.7 /  8.9
         49152 x 576  head     29.0 / 17.7         23.7 / 16.8         23.9 /  7.4
 
-    So wide matrices are packed and the others transposed. The packed form uses the operators that torch's
-    inductor emits; where they are missing or fail, and on every other device and dtype, the layer is plain
-    `F.linear`.
+    So wide matrices are packed, and the others transposed where MKL multiplies (`covey.pytorch.products`). The packed
+    form uses the operators that torch's inductor emits; where they are missing or fail, and on every other device and
+    dtype, the layer is plain `F.linear`.
 
     Args:
         dtype: of the weight and of the inputs.
@@ -232,25 +233,26 @@ class Linear:
         """
         outputs, inputs = sum(len(w) for w in weights), weights[0].shape[1]
         bias = None if bias is None else bias.clone()
-        if self._layouts and outputs >= _WIDE * inputs and _can_pack():
+        if self._layouts and outputs >= _WIDE * inputs and can_pack():
             self.release()
             joined = weights[0] if len(weights) == 1 else torch.cat(list(weights))
             joined = joined if scale is None else joined * scale
             packed = torch.ops.mkldnn._reorder_linear_weight(joined.contiguous(), 64)
             self._apply = lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
             return
-        shape = (inputs, outputs) if self._layouts else (outputs, inputs)
+        turned = self._layouts and not prefers_onednn()
+        shape = (inputs, outputs) if turned else (outputs, inputs)
         if self._weight is None or self._weight.shape != shape:
             self._weight = weights[0].new_empty(shape)
         held = self._weight
         start = 0
         for weight in weights:
             part = slice(start, start + len(weight))
-            into = held[:, part].T if self._layouts else held[part]
+            into = held[:, part].T if turned else held[part]
             torch.mul(weight, scale, out=into) if scale is not None else into.copy_(weight)
             start = part.stop
-        if not self._layouts:
-            self._apply = lambda x: functional.linear(x, held, bias)
+        if not turned:
+            self._apply = lambda x: linear(x, held, bias)
         elif bias is None:
             self._apply = lambda x: torch.mm(x, held)
         else:
@@ -262,24 +264,6 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._apply(x)
-
-
-_packable: bool | None = None
-
-
-def _can_pack() -> bool:
-    """True when oneDNN's packed linear exists here and multiplies correctly. Asked once."""
-    global _packable
-    if _packable is None:
-        try:
-            weight = torch.arange(32, dtype=torch.float32).view(8, 4) / 32
-            x = torch.arange(12, dtype=torch.float32).view(3, 4)
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-            y = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-            _packable = bool(torch.allclose(y, x @ weight.t(), atol=1e-5))
-        except (RuntimeError, AttributeError, NotImplementedError):
-            _packable = False
-    return _packable
 
 
 def _not_loaded(x: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from covey.errors import ModelError
 from covey.pytorch.lora import LeanLoraLinear
+from covey.pytorch.products import add_product, linear, product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,31 +99,31 @@ class Projection:
 
     def forward(self, x: Tensor, adapters: Adapters | None) -> tuple[Tensor, Tensor | None]:
         """The outputs `[M, out]`, and `x A'` of all adapters side by side."""
-        y = functional.linear(x, self._weight, self._bias)
+        y = linear(x, self._weight, self._bias)
         if adapters is None:
             return y, None
-        low = functional.linear(x, adapters.a)
+        low = linear(x, adapters.a)
         for adapter, part in zip(adapters.parts, adapters.split(low), strict=True):
-            y[:, adapter.columns].addmm_(part, adapter.b.T, alpha=adapter.scaling)
+            add_product(y[:, adapter.columns], part, adapter.b.T, adapter.scaling)
         return y, low
 
     def backward(
         self, grad: Tensor, x: Tensor, low: Tensor | None, adapters: Adapters | None, *, needs_input: bool = True
     ) -> tuple[Tensor | None, list[Tensor]]:
         """From `grad` `[M, out]` the gradient of `x`, if it is needed, and those of `parameters` in their order."""
-        grad_x = grad @ self._weight if needs_input else None
+        grad_x = product(grad, self._weight) if needs_input else None
         if adapters is None or low is None:
             return grad_x, []
         grad_low = torch.empty_like(low)
         grads_b = []
         for adapter, part, into in zip(adapters.parts, adapters.split(low), adapters.split(grad_low), strict=True):
             mine = grad[:, adapter.columns]
-            torch.mm(mine, adapter.b, out=into).mul_(adapter.scaling)  # l = c d(y) B
+            torch.mul(product(mine, adapter.b), adapter.scaling, out=into)  # l = c d(y) B
             # d(B), as ((x A^T)^T d(y))^T and not d(y)^T (x A^T): half the time for wide layers
-            grads_b.append((part.T @ mine).T.contiguous().mul_(adapter.scaling).to(adapter.dtypes[1]))
+            grads_b.append(product(part.T, mine).T.contiguous().mul_(adapter.scaling).to(adapter.dtypes[1]))
         if grad_x is not None:
-            grad_x.addmm_(grad_low, adapters.a)  # d(x) = d(y) W + l A
-        grads_a = torch.split(grad_low.T @ x, [adapter.rank for adapter in adapters.parts])
+            add_product(grad_x, grad_low, adapters.a)  # d(x) = d(y) W + l A
+        grads_a = torch.split(product(grad_low.T, x), [adapter.rank for adapter in adapters.parts])
         grads: list[Tensor] = []
         for adapter, grad_a, grad_b in zip(adapters.parts, grads_a, grads_b, strict=True):
             grads += [grad_a.to(adapter.dtypes[0]), grad_b]
