@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from covey.pytorch.logprobs import CHUNK_BYTES
 from covey.pytorch.offload import SLICE_BYTES
 
 BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
@@ -30,8 +31,6 @@ BYTES_PER_MOMENTS = {"adamw": 8.0}
 """Of both moments of a trained number, by the optimiser."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a number that is computed with."""
-CHUNK_BYTES = 256 << 20
-"""Of float32 logits that the head has in one buffer (`covey.pytorch.logprobs`), on CUDA."""
 PREFILL_TOKENS = 2048
 """Tokens of prompts that the sampler computes at once (`covey.pytorch.engine.device`)."""
 
@@ -191,37 +190,46 @@ def layer_bytes(shape: Shape, chosen: Choices) -> float:
 
 
 def activation_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
-    """What a pass over so many tokens keeps: of all layers, or, checkpointed, their inputs and one layer's whole."""
+    """What a pass over so many tokens keeps: of all layers, or, checkpointed, their inputs and one layer's whole.
+
+    Under autocast the layers' matrices in the narrow format too, which their products keep.
+    """
     each = layer_bytes(shape, chosen)
     stream = shape.width * DTYPE_BYTES[chosen.dtype]
-    kept = shape.layers * stream + each if chosen.checkpointed else shape.layers * each
-    narrow = DTYPE_BYTES[chosen.autocast] * shape.inside if chosen.autocast else 0  # the matrices, which products keep
-    return tokens * (kept + 2 * stream) + narrow
+    matrices = DTYPE_BYTES[chosen.autocast] * shape.inside if chosen.autocast else 0
+    if chosen.checkpointed:
+        return tokens * ((shape.layers + 2) * stream + each) + matrices / shape.layers
+    return tokens * (2 * stream + shape.layers * each) + matrices
+
+
+def backward_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
+    """What a layer's backward needs beside what was kept.
+
+    Fused, in the MLP: act(gate), the product's gradient, those of gate and up, 4 F, and the stream's with two copies,
+    3 H. Under autograd, which frees what was kept as it goes, 2 F + H, and of a trained layer its largest matrix'
+    gradient before it is added.
+    """
+    b = DTYPE_BYTES[chosen.dtype]
+    if chosen.layers == "fused":
+        return tokens * b * (4.0 * shape.inner + 3 * shape.width)
+    narrow = DTYPE_BYTES[chosen.autocast or chosen.dtype]
+    own = 4 * shape.inner * shape.width if shape.adapter == 0 else 0
+    return tokens * (2.0 * narrow * shape.inner + b * shape.width) + own
 
 
 def head_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
     """The head's chunk, and the gradients that it leaves (`covey.pytorch.logprobs`).
 
     Two buffers of float32 logits, of as many rows as `CHUNK_BYTES` hold; in a narrow dtype a third, narrow one, which
-    multiplies the head. A gradient `[tokens, H]` in float32 for each score that has one, and, while it is made narrow,
-    both. A head that is trained has in place of these the gradient of its input and its own, in float32.
+    multiplies the head. A gradient `[tokens, H]` for each score that has one. A head that is trained has in place of
+    these the gradient of its input, and its own, in float32. Nothing grows with tokens times vocabulary.
     """
     b = DTYPE_BYTES[chosen.dtype]
     rows = max(min(CHUNK_BYTES // (4 * shape.vocabulary), tokens), 1)
     chunk = rows * shape.vocabulary * (8 + (b if b < 4 else 0))
-    gradients = tokens * shape.width * (4 + b)
-    own = 4 * shape.embedding if shape.adapter == 0 else 0
-    return chunk + gradients * max(chosen.vectors, 1) + own
-
-
-def backward_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
-    """What a layer's backward needs beside what was kept: in the MLP act(gate), the product, and the gradients of gate
-    and up, 4 F; the stream's gradient, a norm's in float32 and copies of these, 4 H + 2 float32 H; of a trained layer
-    its largest matrix' gradient before it is added.
-    """
-    b = DTYPE_BYTES[chosen.dtype]
-    own = 4 * shape.inner * shape.width if shape.adapter == 0 else 0
-    return tokens * (4 * b * shape.inner + (4 * b + 8) * shape.width) + own
+    if shape.adapter == 0:
+        return chunk + 4.0 * (tokens * shape.width + shape.embedding)
+    return chunk + float(tokens * shape.width * b * chosen.vectors)
 
 
 def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
