@@ -20,8 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
-
 from covey.pytorch.logprobs import CHUNK_BYTES
 from covey.pytorch.offload import SLICE_BYTES
 

@@ -37,8 +37,8 @@ class HostMemory:
 
         Args:
             tensor: of the device.
-            into: what an earlier call returned, to be overwritten; None, or what is not on the host = new memory, pinned
-                for a GPU.
+            into: what an earlier call returned, to be overwritten; None, or a tensor that is not on the host = new
+                memory, pinned for a GPU.
         """
         if into is None or into.device.type != "cpu":
             into = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
