@@ -27,7 +27,7 @@ BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 """Of the frozen matrices in the layers, by their format."""
 BYTES_PER_MOMENTS = {"adamw": 8.0}
 """Of both moments of a trained number, by the optimiser."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Of a number that is computed with."""
 PREFILL_TOKENS = 2048
 """Tokens of prompts that the sampler computes at once (`covey.pytorch.engine.device`)."""
