@@ -55,9 +55,9 @@ def build_empty(config: Any, dtype: str) -> nn.Module:
     """The model of a transformers configuration."""
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"), no_init_weights():
-        model: Any = auto.from_config(config, dtype=getattr(torch, dtype))
-    model.tie_weights()
-    return model  # type: ignore[no-any-return]
+        model: nn.Module = auto.from_config(config, dtype=getattr(torch, dtype))
+    model.tie_weights()  # type: ignore[operator]
+    return model
 
 
 def with_adapter(model: nn.Module, *, use_peft: bool = True, adapter: str | None = None, **lora: Any) -> nn.Module:
@@ -65,7 +65,10 @@ def with_adapter(model: nn.Module, *, use_peft: bool = True, adapter: str | None
     if not use_peft:
         return model
     with torch.device("meta"):
-        return attach_lora(model, config=PeftConfig.from_pretrained(adapter)) if adapter else attach_lora(model, **lora)
+        adapted: nn.Module = attach_lora(
+            model, **({"config": PeftConfig.from_pretrained(adapter)} if adapter else lora)
+        )
+    return adapted
 
 
 def _config(folder: str, gguf_file: str | None, trust_remote_code: bool) -> Any:

@@ -55,8 +55,9 @@ def restore_optimizer(
             )
         # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
         device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
-        waits = host is not None and tensor.ndim > 0
-        restored.setdefault(parameter, {})[key] = host.keep(tensor) if waits else tensor.to(device, copy=True)
+        waits = None if tensor.ndim == 0 else host
+        placed = tensor.to(device, copy=True) if waits is None else waits.keep(tensor)
+        restored.setdefault(parameter, {})[key] = placed
     kinds = {frozenset(moments) for moments in restored.values()}
     if len(kinds) > 1:
         raise CheckpointError(

@@ -19,8 +19,7 @@ from covey.errors import ConfigError
 from covey.pytorch.empty import empty_model
 from covey.pytorch.footprint import Choices, Shape, kv_bytes, peak_bytes, phases
 from covey.pytorch.form import is_known
-from covey.pytorch.loading import trained_dtype
-from covey.pytorch.policy import causal_lm
+from covey.pytorch.loading import causal_lm, trained_dtype
 
 CONTEXT_BYTES = 0.8e9
 """What CUDA, its libraries and their kernels take of a device: an allowance, not measured."""
@@ -171,18 +170,20 @@ def fit(recipe: Recipe, room: float) -> Fit:
     found = recipe.phases(room)
     sums = {name: sum(parts.values()) for name, parts in found.items() if name != "held"}
     peak = peak_bytes(found)
-
-    def largest(name: str, least: int, most: int) -> int:
-        return _largest(lambda n: peak_bytes(recipe.phases(room, **{name: n})) <= room, least, most)
-
     return Fit(
         room,
         peak,
         max(sums, key=lambda name: sums[name]),
-        largest("own", 1, max(1, min(recipe.shape.context - recipe.prompt, _MOST))),
-        largest("tokens", 64, _MOST),
+        longest(recipe, room),
+        _largest(lambda n: peak_bytes(recipe.phases(room, tokens=n)) <= room, 64, _MOST),
         () if peak <= room else tuple(_changes(recipe, room)),
     )
+
+
+def longest(recipe: Recipe, room: float) -> int:
+    """Tokens after the prompt that fit into `room` bytes, no more than the model was built for; 0 = none."""
+    most = max(1, min(recipe.shape.context - recipe.prompt, _MOST))
+    return _largest(lambda n: peak_bytes(recipe.phases(room, own=n)) <= room, 1, most)
 
 
 def dtype_of(config: GRPOConfig) -> str:
