@@ -131,7 +131,11 @@ class Recipe:
         found = phases(self.shape, self.choices(**changed))
         found["held"]["CUDA and its libraries"] = CONTEXT_BYTES
         if self.config.sampling.engine == "vllm" and not self.config.distributed.samplers:
-            share = {"vLLM's share": self.config.vllm.gpu_memory_utilization * room}
+            chosen = self.choices(**changed)
+            least = found["held"]["weights"] + chosen.longest * kv_bytes(
+                self.shape, chosen.dtype
+            )  # or it does not start
+            share = {"vLLM's share": max(self.config.vllm.gpu_memory_utilization * room, least)}
             if self.config.vllm.sleep_level == 0:
                 found["held"] |= share
             else:
