@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import adapted
 from live_memory import LiveMemory
-from peft import LoraConfig
 from tiny_models import tiny_tokenizer
 from transformers import (
     Gemma2Config,
@@ -33,6 +31,7 @@ from covey.pytorch.footprint import (
     phases,
 )
 from covey.pytorch.logprobs import CHUNK_BYTES, Head, score_tokens
+from covey.pytorch.lora import attach_lora
 from covey.pytorch.policy import Policy
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode, Request, SamplingSettings
@@ -144,7 +143,7 @@ def test_the_head_on_cuda_keeps_to_its_chunk(
 
 
 def test_sampling_takes_what_is_told() -> None:
-    model = adapted(model_of(dtype="bfloat16", vocabulary=4096), LoraConfig(r=4, target_modules="all-linear"))
+    model = attach_lora(model_of(dtype="bfloat16", vocabulary=4096), r=4)
     engine = Engine(model, max_batch_size=32)
     engine.release()
     requests = [Request(np.random.default_rng(i).integers(4, 4096, 200), (0, i)) for i in range(40)]
