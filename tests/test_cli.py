@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,3 +140,34 @@ def test_adapter_of_another_model(covey: Command, recipe_folder: Path, tmp_path:
     status, _, err = covey("train", recipe_folder, f"model.adapter={other}", f"run.output_dir={tmp_path / 'run'}")
     assert status == 2
     assert "other" in err
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_expand_unless_somebody_has_set_the_allocator_up(
+    covey: Command, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that it is as it was when the test is over
+        monkeypatch.delenv(name)
+    covey("--version")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv(variable, "max_split_size_mb:64")
+    covey("--version")
+    assert os.environ[variable] == "max_split_size_mb:64"
+    assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()) == 1
+
+
+def test_pytorch_reads_the_variable_and_a_sleeping_vllm_switches_it_off() -> None:
+    code = (
+        "import sys; sys.argv = ['covey', '--version']\n"
+        "from covey.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "import os, torch; settings = torch._C._accelerator_getAllocatorSettings\n"
+        "print(settings())\n"
+        "from covey.pytorch.vllm_engine import keep_segments_fixed\n"
+        "keep_segments_fixed(); print(settings(), 'PYTORCH_ALLOC_CONF' in os.environ)"
+    )
+    clean = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] == ["expandable_segments:True", "expandable_segments:False False"]

@@ -46,6 +46,8 @@ from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
 from covey.observe.console import visible
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from covey.training.evaluate import Evaluation
     from covey.training.multiple_choice import ChoiceTask
     from covey.training.trainer import GRPOTrainer
@@ -76,6 +78,7 @@ def main() -> None:
     # the machine has other work (8 times slower sampling); no spin costs a quarter of the speed on a quiet one.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    _let_segments_expand(os.environ)
     try:
         app()
     except CoveyError as error:
@@ -86,6 +89,15 @@ def main() -> None:
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)
+
+
+def _let_segments_expand(environment: MutableMapping[str, str]) -> None:
+    """Let PyTorch's memory on a GPU grow in place: packs have many sizes, which would leave holes between segments.
+
+    Not where somebody has set PyTorch's allocator up. A vLLM that sleeps switches it off again (`VLLMEngine`).
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _print_version(wanted: bool) -> None:

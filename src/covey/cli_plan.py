@@ -16,6 +16,7 @@ from covey.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from covey.training.device_memory import Fit, Recipe
     from covey.training.forecast import Change, Forecast
     from covey.training.plan import Plan
 
@@ -38,6 +39,16 @@ def plan(
             "benchmarks/cluster_model.py reads.",
         ),
     ] = None,
+    device_memory: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="GB",
+            min=0.1,
+            max=1e6,
+            help="Tell by formula whether it fits into a GPU of so many GB (10^9 bytes), and what would; of the model "
+            "only the configuration is read, and no GPU is needed. May be given several times.",
+        ),
+    ] = None,
 ) -> None:
     """Tell memory, seconds of a step and bytes of a sync, from formulas and from two real steps. Nothing is written.
 
@@ -57,6 +68,9 @@ def plan(
             what = "it is a folder" if calibrate.is_dir() else f"the folder {parent} does not exist"
             raise ConfigError(f"--calibrate {calibrate}: {what}; name a file in a folder that is there")
         write_constants(config, calibrate)
+        return
+    if device_memory:
+        tell_device_memory(config, device_memory, as_json=as_json)
         return
     trainer = GRPOTrainer(args=alone(config))
     known, where = forecast(trainer, config), layout(config)
@@ -94,6 +108,50 @@ def print_forecast(known: Forecast | None, where: str) -> None:
         _say(f"a sync: {known.sync_bytes / 1e6:.1f} MB to each of {known.receivers}, {total / 1e6:.1f} MB in all")
     for warning in known.warnings():
         err.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_device_memory(config: GRPOConfig, sizes: Sequence[float], *, as_json: bool = False) -> None:
+    """Whether a recipe fits into GPUs of these sizes in GB."""
+    from covey.training.agents import load_world
+    from covey.training.device_memory import Recipe, fit
+    from covey.training.setup import load_task, with_defaults
+
+    recipe = Recipe.of(with_defaults(config, load_world(config) or load_task(config)))
+    fits = [fit(recipe, size * 1e9) for size in sorted(sizes)]
+    if as_json:
+        from dataclasses import asdict
+
+        found = [asdict(each) | {"fits": each.fits} for each in fits]
+        out.print_json(data={"parts": recipe.phases(fits[-1].room), "devices": found})
+        return
+    print_fits(recipe, fits)
+
+
+def print_fits(recipe: Recipe, fits: Sequence[Fit]) -> None:
+    """The parts, and for each size whether they fit, how much would, and what to change."""
+    shape, config, chosen = recipe.shape, recipe.config, recipe.choices()
+    known = "" if config.data.max_prompt_length else " (taken to have so many: data.max_prompt_length says it)"
+    _say(
+        f"{config.model.model}: {shape.numbers / 1e9:.2f} billion weights, {shape.trained / 1e6:,.0f} million numbers "
+        f"trained; prompts of {recipe.prompt} tokens{known}, {chosen.longest - recipe.prompt} tokens after them"
+    )
+    table = Table("by formula, not measured on a GPU", "GB", "when")
+    for when, parts in recipe.phases(fits[-1].room).items():
+        for name, amount in sorted(parts.items(), key=lambda part: -part[1]):
+            table.add_row(name, f"{amount / 1e9:.2f}", "always" if when == "held" else when)
+    out.print(table)
+    for each in fits:
+        verdict = "fits" if each.fits else "does not fit"
+        tokens = f"{each.longest:,} tokens after the prompt" if each.longest else "no completion of any length"
+        passes = f"optim.tokens_per_micro_batch up to {each.tokens:,}" if each.tokens else "no pass of any size"
+        _say(
+            f"{each.room / 1e9:g} GB: {verdict}, {each.peak / 1e9:.1f} GB at the most, in {each.when}; what fits: "
+            f"{tokens}, {passes}"
+        )
+        for text, peak in each.changes:
+            _say(f"    with {text}: {peak / 1e9:.1f} GB")
+        if not each.fits and not each.changes:
+            _say("    no setting makes it fit; use a smaller model, shorter completions or another GPU")
 
 
 def print_plan(found: Plan, *, alone: bool = True) -> None:

@@ -176,6 +176,7 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     *((field, _set("samplers"), "distributed.samplers is above 0") for field in _OF_ACTORS),
     *((field, _by_vllm, "distributed.sampler_kind is vllm, and samplers above 0") for field in _OF_VLLM),
     *((field, _vllm_here, "sampling.engine is vllm") for field in VLLMConfig.model_fields),
+    ("offload", lambda c: c.model.device != "cpu", "the model is on a GPU"),
     ("reward_workers", lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),
     (
         "adapter_folder",

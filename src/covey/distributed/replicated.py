@@ -23,7 +23,8 @@ from covey.algorithms.losses import find_loss
 from covey.distributed.ranks import STOP, Ranks, TornError
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.pytorch.gradient_sum import ExactSum, Work
-from covey.pytorch.learner import Learner, is_out_of_memory
+from covey.pytorch.learner import Learner
+from covey.pytorch.out_of_memory import is_out_of_memory
 from covey.rollout.learning import FloatNT, Gradients
 from covey.rollout.packing import Pack
 from covey.types import Batch

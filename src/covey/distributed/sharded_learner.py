@@ -24,8 +24,9 @@ from covey.distributed.sharded import LeadingPolicy, ShardedPolicy, without_data
 from covey.errors import ConfigError
 from covey.processes import total_memory
 from covey.pytorch.gradient_sum import Work
-from covey.pytorch.learner import Learner, is_out_of_memory
+from covey.pytorch.learner import Learner
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
+from covey.pytorch.out_of_memory import is_out_of_memory
 from covey.pytorch.shard_files import ShardFiles, read_shards, write_shards
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
@@ -80,6 +81,7 @@ def check_sharded(config: GRPOConfig) -> None:
     adapts = chosen.use_peft and chosen.adapter is None and algorithm.reference_update == "none"
     refused = {
         f"optim.autocast={config.optim.autocast!r}": (config.optim.autocast != "none", "set it to none"),
+        f"optim.offload={config.optim.offload}": (config.optim.offload, "set it to false"),
         f"model.lora_dropout={chosen.lora_dropout}": (chosen.lora_dropout > 0, "set it to 0"),
         f"algorithm.kl_estimator={algorithm.kl_estimator!r}": (
             exact and not adapts,

@@ -39,6 +39,7 @@ class JaxBackend:
             ("model.trust_remote_code", config.model.trust_remote_code, "it runs its own layers only; set it to false"),
             ("model.dtype", config.model.dtype == "float16", "use float32 or bfloat16"),
             ("optim.autocast", config.optim.autocast != "none", "set model.dtype"),
+            ("optim.offload", config.optim.offload, "set it to false"),
             ("schedule.max_staleness", config.schedule.max_staleness > 0, "set it to 0"),
             ("server.upload_adapters_to_server", config.server.upload_adapters_to_server, "set it to false"),
         ):

@@ -54,6 +54,7 @@ class PyTorchBackend:
             reference_ema_decay=algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
             autocast=config.optim.autocast,
+            offload=config.optim.offload,
         )
 
     def make_sampler(self, config: GRPOConfig, policy: Any, **how: Any) -> Engine | VLLMEngine:

@@ -179,6 +179,12 @@ class DecoderForm:
     embedding_multiplier: float
 
 
+def is_known(base: Any) -> bool:
+    """Whether a model's class is one whose code was read; `read_form` looks at the rest."""
+    name = type(base).__name__
+    return name.removesuffix("ForCausalLM") in _NAMES and type(base) is getattr(transformers, name, None)
+
+
 def read_form(base: Any) -> DecoderForm:
     """Describe a model.
 
@@ -189,7 +195,7 @@ def read_form(base: Any) -> DecoderForm:
         ModelError: it is not of this shape; the message says what differs.
     """
     name = type(base).__name__
-    if name.removesuffix("ForCausalLM") not in _NAMES or type(base) is not getattr(transformers, name, None):
+    if not is_known(base):
         raise ModelError(f"{name} is not one of those read: {', '.join(_NAMES)}")
     if obstacle := rope_by_length(base):
         raise ModelError(obstacle)

@@ -9,7 +9,6 @@ computed again from zero gradients.
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,6 +25,8 @@ from covey.pytorch.gradient_sum import Alone, Share
 from covey.pytorch.lanes import map_in_threads
 from covey.pytorch.logprobs import ExactKL, TokenScores
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
+from covey.pytorch.offload import step_in_slices
+from covey.pytorch.out_of_memory import within_memory
 from covey.pytorch.pack_loss import StepLoss
 from covey.pytorch.policy import Policy
 from covey.pytorch.tree_path import Paths
@@ -91,6 +92,7 @@ class Learner:
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._base_rate = learning_rate
         self._scheduler: Any = None
+        self._host = policy.host
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
         """Step with another optimiser in place of AdamW.
@@ -110,7 +112,9 @@ class Learner:
                 f"optimizer: {strangers} of its parameters are none that the policy trains; make it from "
                 "those of the model that is passed, which require gradients"
             )
-        self.optimizer, self._scheduler = optimizer, scheduler
+        if self._host is not None:
+            log.warning("optim.offload: the moments of an optimizer of your own stay on the device")
+        self.optimizer, self._scheduler, self._host = optimizer, scheduler, None
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
 
     # ------------------------------------------------------------------ log-probabilities
@@ -276,7 +280,10 @@ class Learner:
             if self._scheduler is None:
                 for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
                     group["lr"] = base * learning_rate / self._base_rate
-            self.optimizer.step()
+            if self._host is None:
+                self.optimizer.step()
+            else:
+                step_in_slices(self.optimizer, self._host)
             if self._scheduler is not None:
                 self._scheduler.step()
             self.steps += 1
@@ -302,7 +309,8 @@ class Learner:
         """
         self.policy.load_state_dict(tensors["policy"])
         self.policy.reference.load_state_dict(tensors["reference"])
-        restore_optimizer(self.optimizer, self.policy.named_trainable_parameters(), tensors["optimizer"])
+        own = self.policy.named_trainable_parameters()
+        restore_optimizer(self.optimizer, own, tensors["optimizer"], self._host)
         self.steps = steps
 
     # ------------------------------------------------------------------ parts
@@ -372,28 +380,20 @@ class Learner:
 
     def _within_memory(self, run: Callable[[], Kept]) -> Kept:
         """Run; on out-of-memory halve the token budget and run again from the start."""
-        while True:
-            try:
-                return run()
-            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                if self.tokens_per_micro_batch <= 64:
-                    raise ModelError(
-                        f"tokens_per_micro_batch={self.tokens_per_micro_batch}: memory runs out even so; use a smaller "
-                        "model or shorter completions, or set model.gradient_checkpointing to true"
-                    ) from error
-                reason = str(error).splitlines()[0]
-            # Outside the except block, so that the traceback no longer holds the failed pass's tensors.
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            self.tokens_per_micro_batch //= 2
-            log.warning(
-                "out of memory (%s): the step is computed again with tokens_per_micro_batch=%d; its loss is the same",
-                reason,
-                self.tokens_per_micro_batch,
-            )
+        return within_memory(run, self._halve)
+
+    def _halve(self, error: BaseException) -> None:
+        if self.tokens_per_micro_batch <= 64:
+            raise ModelError(
+                f"tokens_per_micro_batch={self.tokens_per_micro_batch}: memory runs out even so; use a smaller "
+                "model or shorter completions, or set model.gradient_checkpointing to true"
+            ) from error
+        self.tokens_per_micro_batch //= 2
+        log.warning(
+            "out of memory (%s): the step is computed again with tokens_per_micro_batch=%d; its loss is the same",
+            str(error).splitlines()[0],
+            self.tokens_per_micro_batch,
+        )
 
 
 def add_metrics_float(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -411,11 +411,3 @@ def _floats(terms: LossTerms) -> dict[str, float]:
 
 def _arrays(part: Mapping[str, float]) -> dict[str, NDArray[np.float64]]:
     return {name: np.asarray(value, np.float64) for name, value in part.items()}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True when an error says that memory ran out, in one of the ways in which libraries say it."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error)
-    return "out of memory" in text or "can't allocate memory" in text or "not enough memory" in text

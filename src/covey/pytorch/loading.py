@@ -105,7 +105,7 @@ def load_model(
             found = _load_tokenizer(tokenizer or folder, source, trust_remote_code=trust_remote_code)
         else:
             _require_gguf(source)
-            with _gguf_read_once():
+            with gguf_read_once():
                 loaded = _plain_copy(_load(folder, source, dtype=torch_dtype, gguf_file=gguf_file), source)
                 if tokenizer is None:
                     found = _load_tokenizer(folder, source, gguf_file=gguf_file)
@@ -381,7 +381,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _gguf_read_once() -> Iterator[None]:
+def gguf_read_once() -> Iterator[None]:
     """Parse a GGUF file once instead of three times (config, weights, tokenizer), and three times faster.
 
     transformers asks `gguf` for a reader and for the table of tensor names again for each part; both depend

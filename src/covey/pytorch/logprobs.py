@@ -41,7 +41,9 @@ from covey.types import Support
 ExactKL = Literal["exact", "exact_weighted"]
 _EXCLUDED = -1e30  # finite: 0 * -inf would be NaN
 _WEIGHT_EPS = 1e-8  # as printed in usmle-qa.md
-_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+CHUNK_BYTES = 256 << 20
+"""Of a chunk's float32 logits on CUDA; there are two such buffers."""
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": CHUNK_BYTES, "meta": CHUNK_BYTES}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,7 +337,8 @@ class _Score(torch.autograd.Function):
             wanted.append("entropy")
         if job.reference is not None:
             wanted.append("kl")
-        vectors = {name: hidden.new_empty(hidden.shape, dtype=dtype) for name in wanted} if direct else {}
+        # In the hidden state's own precision: they are gradients of it.
+        vectors = {name: torch.empty_like(hidden) for name in wanted} if direct else {}
         operand, wide_bias = _operand(weight), None if bias is None else _wide(bias.detach())
         buffers = _Buffers(min(job.rows, len(hidden)), len(weight), hidden, dtype)
         for start, stop in job.chunks():
@@ -348,15 +351,14 @@ class _Score(torch.autograd.Function):
                 kl[start:stop] = value
             # In this order: the entropy's destroys logp_v, which the divergence's reads, and logp's destroys p.
             if "kl" in vectors:
-                _product_into(vectors["kl"][start:stop], chunk.kl_gradient(), operand.T, factor)
+                _product_rounded(vectors["kl"][start:stop], chunk.kl_gradient(), operand.T, factor)
             if "entropy" in vectors:
-                _product_into(vectors["entropy"][start:stop], chunk.entropy_gradient(), operand.T, factor)
+                _product_rounded(vectors["entropy"][start:stop], chunk.entropy_gradient(), operand.T, factor)
             if "logp" in vectors:
-                _product_into(vectors["logp"][start:stop], chunk.logp_gradient(), operand.T, -factor)
+                _product_rounded(vectors["logp"][start:stop], chunk.logp_gradient(), operand.T, -factor)
         ctx.job, ctx.wanted, ctx.direct, ctx.dtype = job, wanted, direct, hidden.dtype
         if direct:
-            # In the hidden state's own precision: they are gradients of it.
-            ctx.save_for_backward(*(vectors[name].to(hidden.dtype) for name in wanted))
+            ctx.save_for_backward(*(vectors[name] for name in wanted))
         elif train_head:
             ctx.save_for_backward(hidden, weight, *(() if bias is None else (bias,)))
         ctx.mark_non_differentiable(  # one call: a second one would undo the first
@@ -462,7 +464,7 @@ def _row_dot(a: Tensor, b: Tensor) -> Tensor:
 def _operand(weight: Tensor) -> Tensor:
     """The head's weight as the products take it: narrow only where a kernel returns float32 for it."""
     weight = weight.detach()
-    return weight if weight.is_cuda else _wide(weight)
+    return weight if weight.is_cuda or weight.is_meta else _wide(weight)
 
 
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -479,7 +481,18 @@ def _product_into(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> N
     elif weight.dtype == out.dtype:
         torch.mm(rows.to(out.dtype) * factor, weight.T, out=out)
     else:
-        out.copy_(torch.mm(rows.to(weight.dtype), weight.T, out_dtype=out.dtype)).mul_(factor)
+        torch.mm(rows.to(weight.dtype), weight.T, out_dtype=out.dtype, out=out)
+        if factor != 1.0:
+            out.mul_(factor)
+
+
+def _product_rounded(out: Tensor, rows: Tensor, weight: Tensor, factor: float) -> None:
+    """The same where `out` may be narrower than the numbers that are multiplied: rounded once, at the end."""
+    if out.dtype == rows.dtype:
+        return _product_into(out, rows, weight, factor)
+    wide = out.new_empty(out.shape, dtype=rows.dtype)
+    _product_into(wide, rows, weight, factor)
+    out.copy_(wide)
 
 
 def _width_of(head: Head, hidden: Tensor) -> int:

@@ -187,7 +187,7 @@ def require_rank(model: nn.Module, r: int) -> None:
     """
     sizes = [(m.in_features, m.out_features) for m in model.modules() if isinstance(m, nn.Linear)]
     needed = 16 * r * sum(map(sum, sizes))
-    if needed > total_memory():
+    if needed > total_memory() and not next(model.parameters()).is_meta:
         raise ModelError(
             f"model.lora_r={r}: adapters of that rank on all linear layers need {needed / 1e9:,.0f} GB with gradients "
             f"and the optimiser's moments, and this machine has {total_memory() / 1e9:,.0f} GB of memory; use 8 to 64"

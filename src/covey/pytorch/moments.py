@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from covey.errors import CheckpointError
+from covey.pytorch.offload import HostMemory
 
 
 def optimizer_tensors(
@@ -30,8 +31,10 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
     tensors: Mapping[str, torch.Tensor],
+    host: HostMemory | None = None,
 ) -> None:
-    """Put the moments from `optimizer_tensors` back, in their own dtype, on each parameter's device.
+    """Put the moments from `optimizer_tensors` back, in their own dtype, on each parameter's device or, where they wait
+    in the host's memory, there.
 
     Written by hand because `Optimizer.load_state_dict` casts moments to the parameter's dtype, which is not
     exact.
@@ -52,7 +55,9 @@ def restore_optimizer(
             )
         # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
         device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
-        restored.setdefault(parameter, {})[key] = tensor.to(device, copy=True)
+        waits = None if tensor.ndim == 0 else host
+        placed = tensor.to(device, copy=True) if waits is None else waits.keep(tensor)
+        restored.setdefault(parameter, {})[key] = placed
     kinds = {frozenset(moments) for moments in restored.values()}
     if len(kinds) > 1:
         raise CheckpointError(

@@ -36,6 +36,7 @@ from covey.pytorch.fused.decoder import FusedDecoder
 from covey.pytorch.loading import LoadedModel, causal_lm, load_model, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach, save_adapter
+from covey.pytorch.offload import HostMemory
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT
 from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate
@@ -65,6 +66,7 @@ class Policy:
         fused_obstacle: why the fused layers are not used, or None when they are.
         rows_apart: rows of different lengths may not be run together, not even padded.
         in_shards: this process holds a part of each weight.
+        host: where a GPU's moments and reference wait between their uses; None = they stay on the device.
     """
 
     in_shards = False
@@ -82,6 +84,7 @@ class Policy:
         reference_from_current: bool = False,
         needs_reference: bool = True,
         autocast: str = "none",
+        offload: bool = False,
     ) -> None:
         """Take a loaded model whose `requires_grad` flags say what is trained.
 
@@ -99,6 +102,8 @@ class Policy:
             autocast: "bfloat16" or "float16" for the products of the forward pass, as `torch.autocast` chooses them;
                 log-probabilities are computed from the hidden states in the weights' own type. Goes through the
                 model's own layers.
+            offload: keep the optimiser's moments and a reference that is a copy of weights in the host's memory while
+                nobody uses them; a model on a CPU is there already.
 
         Raises:
             ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its
@@ -132,6 +137,9 @@ class Policy:
             self.fused_obstacle = self._fuse(gradient_checkpointing, expected)
         if gradient_checkpointing:
             self._checkpoint_layers()
+        if offload and self.device.type == "cpu":
+            logger.warning("optim.offload has no effect: the model is in the host's memory already")
+        self.host = HostMemory(self.device) if offload and self.device.type != "cpu" else None
         self.reference = Reference(
             self.model,
             update=reference_update,
@@ -139,6 +147,7 @@ class Policy:
             ema_decay=reference_ema_decay,
             from_current=reference_from_current,
             needed=needs_reference,
+            host=self.host,
         )
         self._autocast = None if autocast == "none" else getattr(torch, autocast)
 

@@ -7,7 +7,8 @@ Three states, told apart by the snapshot:
     full fine-tuning        a frozen copy of the trained weights, used in the same way
 
 Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a
-graph that was built before and is walked backward after sees its own tensors.
+graph that was built before and is walked backward after sees its own tensors. With `optim.offload` a snapshot lies in
+the host's memory, and copies of it take the place, which are given up after; current weights stay where they are.
 
 The exponential moving average is over the trainable tensors. For LoRA that is over A and B separately, whose
 product is not the average of the products; with the usual decays of 0.9 and more the difference is small.
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from covey.adapters import check_fits
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.lora import adapters_off
+from covey.pytorch.offload import HostMemory
 
 ReferenceUpdate = Literal["none", "copy", "ema"]
 
@@ -47,6 +49,7 @@ class Reference:
         ema_decay: float = 0.99,
         from_current: bool = False,
         needed: bool = True,
+        host: HostMemory | None = None,
     ) -> None:
         """Make a reference that equals the policy as it is now.
 
@@ -59,6 +62,7 @@ class Reference:
                 Needed where training starts from an adapter that is not zero.
             needed: False holds no reference at all: a run that never looks at one need not pay for a copy of the
                 weights.
+            host: where a snapshot lies; None = beside the weights.
 
         Raises:
             ConfigError: a value is out of range.
@@ -72,7 +76,7 @@ class Reference:
         self._model = model
         self._update, self._every, self._ema_decay = update, every, ema_decay
         self._snapshot: dict[str, Tensor] = {}
-        self._needed = needed
+        self._needed, self._host = needed, host
         if not needed:
             self._update = "none"
         elif not isinstance(model, PeftModel) or from_current or update == "ema":
@@ -120,7 +124,7 @@ class Reference:
         current = [(parameter, parameter.data) for parameter in self._trainable().values()]
         try:
             for name, parameter in self._trainable().items():
-                parameter.data = self._snapshot[name]
+                parameter.data = self._brought(name)
             yield
         finally:
             for parameter, data in current:
@@ -134,12 +138,17 @@ class Reference:
             self.copy_current()
         else:
             for name, parameter in self._trainable().items():
-                self._snapshot[name].lerp_(parameter.detach(), 1.0 - self._ema_decay)
+                moved = self._brought(name).lerp_(parameter.detach(), 1.0 - self._ema_decay)
+                if self._host is not None:
+                    self._host.keep(moved, self._snapshot[name])
+            self._settle()
         return True
 
     def copy_current(self) -> None:
         """Make the reference equal to the policy as it is now."""
-        self._snapshot = {name: p.detach().clone() for name, p in self._trainable().items()}
+        for name, parameter in self._trainable().items():
+            self._keep(name, parameter.detach())
+        self._settle()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The snapshot, empty for the base model: all that a resumed run needs."""
@@ -156,7 +165,24 @@ class Reference:
             self._snapshot = {}
             return
         check_fits({name: p.shape for name, p in own.items()}, state, "the saved reference")
-        self._snapshot = {name: state[name].to(device=p.device, dtype=p.dtype, copy=True) for name, p in own.items()}
+        for name, parameter in own.items():
+            self._keep(name, state[name].to(device=parameter.device, dtype=parameter.dtype))
+        self._settle()
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if self._host is None:
+            self._snapshot[name] = tensor.clone()
+        else:
+            self._snapshot[name] = self._host.keep(tensor, self._snapshot.get(name))
+
+    def _brought(self, name: str) -> Tensor:
+        """A snapshot's tensor where the model is."""
+        held = self._snapshot[name]
+        return held if self._host is None else self._host.bring(held)
+
+    def _settle(self) -> None:
+        if self._host is not None:
+            self._host.settle()
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}

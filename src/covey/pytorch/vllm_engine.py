@@ -122,6 +122,8 @@ class VLLMEngine:
             arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         if rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_rank(rank)}
+        if arguments["enable_sleep_mode"]:
+            keep_segments_fixed()
         threads = torch.set_num_threads  # vLLM's build for CPUs puts one that does nothing in its place
         try:
             self._llm: Any = vllm.LLM(**arguments | options.llm_arguments)
@@ -274,6 +276,13 @@ class VLLMEngine:
             return
         path = _write(tensors, self._scratch / "weights")  # vLLM's workers are other processes
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+
+
+def keep_segments_fixed() -> None:
+    """Switch off what `covey` has set for PyTorch's memory: vLLM's weights sleep in a pool, which cannot expand."""
+    if os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True":
+        del os.environ["PYTORCH_ALLOC_CONF"]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def _installed() -> Any:

@@ -59,6 +59,11 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         description="Mixed precision: weights and their optimiser stay as they are (float32), and the products of the "
         "forward pass are computed in this type. none = everything in the weights' own type.",
     )
+    offload: bool = Field(
+        default=False,
+        description="On a GPU: the optimiser's moments, and a reference that is a copy of weights, are in the host's "
+        "memory while nobody uses them. Less memory, and each step waits for the copies. Not measured on a GPU.",
+    )
     tokens_per_micro_batch: int = Field(
         default=1024,
         ge=1,

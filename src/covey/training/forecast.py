@@ -18,6 +18,7 @@ from covey.config import GRPOConfig
 from covey.distributed.cost import share_of_units
 from covey.distributed.preflight import PROCESS_BYTES
 from covey.processes import total_memory
+from covey.pytorch.footprint import Choices, Shape, activation_bytes
 from covey.training.plan import Part, Plan
 from covey.training.trainer import GRPOTrainer
 
@@ -211,16 +212,14 @@ def kv_bytes(model: Any) -> int:
 
 
 def _activations(policy: Any, config: GRPOConfig) -> float:
-    """Of a micro-batch. A layer keeps about 2 I + 5 H numbers a token where it is fused, else 4 I + 8.5 H, of which H
-    are its input; SmolLM2-135M, with H = 576 and I = 1536, was counted: 5,900 and 11,000.
-    """
-    told = policy.model.config.get_text_config()
-    hidden, layers = getattr(told, "hidden_size", 0), getattr(told, "num_hidden_layers", 0)
-    inner = getattr(told, "intermediate_size", None) or 4 * hidden
+    """Of a micro-batch."""
     fused = policy.uses_peft and config.distributed.learner_kind != "sharded"
-    numbers = 2 * inner + 5 * hidden if fused else 4 * inner + 8.5 * hidden
-    each = layers * hidden + numbers if config.model.gradient_checkpointing else layers * numbers
-    return float(config.optim.tokens_per_micro_batch * each * next(policy.model.parameters()).element_size())
+    chosen = Choices(
+        dtype=str(next(policy.model.parameters()).dtype).removeprefix("torch."),
+        layers="fused" if fused else "own",
+        checkpointed=config.model.gradient_checkpointing,
+    )
+    return activation_bytes(Shape.of(policy.model), chosen, config.optim.tokens_per_micro_batch)
 
 
 def _total(parts: tuple[Part, ...]) -> float:

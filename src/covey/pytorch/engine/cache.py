@@ -122,6 +122,12 @@ class KVCache:
         self._free = [(first, block_tokens)] if block_tokens else []
         self._block_tokens = block_tokens
 
+    def give_back(self) -> None:
+        """Give all memory back, and forget what was stored; `open` must come before the next use."""
+        self._segments.clear()
+        self._free, self._block_tokens = [], 0
+        self.opened += 1
+
     def clear(self) -> None:
         """Overwrite everything with zeros: after non-finite values."""
         for segment in self._segments:

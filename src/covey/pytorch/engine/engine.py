@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from covey.errors import ModelError
+from covey.errors import GenerationError, ModelError
 from covey.pytorch.engine.cache import KVCache
 from covey.pytorch.engine.choose import build_runner, choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
+from covey.pytorch.out_of_memory import within_memory
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
 from covey.types import Completion, Progress, Request, SamplingSettings
@@ -94,7 +95,7 @@ class Engine:
 
     @property
     def max_batch_size(self) -> int:
-        """Most completions in the decode batch."""
+        """Most completions in the decode batch; fewer than were asked for once memory has run out."""
         return self._max_batch_size
 
     @property
@@ -117,6 +118,8 @@ class Engine:
         """Give back what memory can be given back until the next `publish`, which must come before the next call."""
         self._version = NO_VERSION
         self._runner.release()
+        if self._device.type != "cpu":  # there new pages take longer than they are worth
+            self._cache.give_back()
 
     def close(self) -> None:
         """Nothing runs beside this process."""
@@ -135,14 +138,20 @@ class Engine:
         nothing cut off (top_k=0, top_p=1, min_p=0) a completion's `support` is None: it is the whole
         vocabulary.
 
+        When memory runs out all are sampled again, half as many at a time, from the same random streams.
+
         Raises:
             GenerationError: other weights than `policy_version` are held, a prompt is empty or does not fit
-                the context, not even one completion fits the cache, or the logits are not finite.
+                the context, not even one completion fits the cache or the memory, or the logits are not finite.
             ConfigError: the settings describe no distribution.
         """
-        session = self._open(settings, policy_version)
-        rows = [session.start(request) for request in requests]
-        return session.run(rows, progress)
+
+        def sample() -> list[Completion]:
+            session = self._open(settings, policy_version)
+            rows = [session.start(request) for request in requests]
+            return session.run(rows, progress)
+
+        return within_memory(sample, self._halve)
 
     def session(
         self,
@@ -189,6 +198,22 @@ class Engine:
         session = self._open(settings, policy_version)
         session.device.reserve_to_serve(min(rows, self._max_batch_size), own_tokens)
         return session
+
+    def _halve(self, error: BaseException) -> None:
+        rows = min(self._cache.slots, self._max_batch_size)
+        if rows <= 1:
+            raise GenerationError(
+                "memory runs out with one completion at a time; use a smaller model, a smaller sampling.kv_cache_gb or "
+                "shorter completions (sampling.max_completion_length)"
+            ) from error
+        self._max_batch_size = rows // 2
+        self._session = None  # which holds what was computed
+        self._cache.give_back()
+        _LOG.warning(
+            "out of memory (%s): the completions are sampled again, at most %d at a time",
+            str(error).splitlines()[0],
+            self._max_batch_size,
+        )
 
     def _open(self, settings: SamplingSettings, policy_version: int) -> Session[TorchDevice]:
         check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer, model="model")

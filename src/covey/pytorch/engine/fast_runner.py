@@ -63,7 +63,9 @@ class FastRunner:
         self._head_version: tuple[object, ...] = ()
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy, merge and fuse the weights. Frozen embeddings are shared with the policy, a frozen head is kept."""
+        """Copy, merge and fuse the weights. Frozen embeddings are shared with the policy; a frozen head too, or
+        it is kept in the layout that multiplies fastest.
+        """
         for layer in self._layers:
             layer.load(weights)
         take = _WeightReader(weights, self._dtype, self._device)
@@ -75,7 +77,11 @@ class FastRunner:
         held = (name, version, frozen_version(weights, "model.norm.weight"))
         if version is None or held != self._head_version:
             self._head_version = ()  # should the copy fail, nothing is known of it
-            self._head.load([take(name)], take.optional("lm_head.bias"), fold)
+            weight, bias = take(name), take.optional("lm_head.bias")
+            if version is not None and fold is None:
+                self._head.share(weight, bias)
+            else:
+                self._head.load([weight], bias, fold)
             self._head_version = held
         self._norm = norm
 
@@ -257,6 +263,10 @@ class Linear:
             self._apply = lambda x: torch.mm(x, held)
         else:
             self._apply = lambda x: torch.addmm(bias, x, held)
+
+    def share(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Use a weight `[out, in]` that does not change as it is, without a copy."""
+        self._weight, self._apply = None, lambda x: functional.linear(x, weight, bias)
 
     def release(self) -> None:
         """Give the memory back; `load` must come before the next use."""

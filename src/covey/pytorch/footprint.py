@@ -1,0 +1,285 @@
+"""How much memory a model takes on a GPU, by formula: no weight is loaded and no device is asked.
+
+Sizes are of one process. A token is a packed one, a number is an element of a tensor.
+
+    held        weights, adapter, moments, a reference that is a copy, what the sampler does not give back
+    starting    what compares ways of running the model with its own float32: embedding, head and a layer in float32
+    sampling    the sampler's copy of the layers; keys and values; logits and what is drawn from them
+    learning    gradients; activations of a pass; the larger of the head's chunk and a layer's backward
+    step        gradients; what of the moments waits in the host's memory, a slice at a time
+
+What is held is there always, and of the other four one at a time. Activations are those of `covey.pytorch.fused` or of
+transformers' layers under autograd, for models of Llama's shape; for a mixture's experts and other shapes they are a
+guess. `tests/pytorch/test_footprint.py` compares each formula with what the code allocates.
+
+The formats of weights are in `BYTES_PER_WEIGHT`, those of moments in `BYTES_PER_MOMENTS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from covey.pytorch.logprobs import CHUNK_BYTES
+from covey.pytorch.offload import SLICE_BYTES
+
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+"""Of the frozen matrices in the layers, by their format."""
+BYTES_PER_MOMENTS = {"adamw": 8.0}
+"""Of both moments of a trained number, by the optimiser."""
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a number that is computed with."""
+PREFILL_TOKENS = 2048
+"""Tokens of prompts that the sampler computes at once (`covey.pytorch.engine.device`)."""
+
+Layers = Literal["fused", "own"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the formulas know of a model.
+
+    Attributes:
+        layers: of the decoder.
+        width: H, of the hidden states.
+        inner: F, of the MLP; of a mixture, of all experts that a token goes to.
+        queries: numbers of a token's queries, heads times their width.
+        keys: numbers of a token's keys, and as many of its values.
+        vocabulary: V, ids.
+        embedding: numbers of the embedding.
+        head: numbers of an output head of its own, 0 where it is the embedding.
+        inside: numbers of all layers and norms.
+        trained: numbers that are trained.
+        adapter: numbers of the adapter, which the others do not count; 0 = none.
+        ranks: of all of a layer's adapters together.
+        largest: numbers of the largest trained tensor.
+        head_norms: queries and keys have norms.
+        output_norms: what attention and MLP return have norms.
+        context: tokens that the model was built for.
+    """
+
+    layers: int
+    width: int
+    inner: int
+    queries: int
+    keys: int
+    vocabulary: int
+    embedding: int
+    head: int
+    inside: int
+    trained: int
+    adapter: int = 0
+    ranks: int = 0
+    largest: int = 0
+    head_norms: bool = False
+    output_norms: bool = False
+    context: int = 1 << 62
+
+    @classmethod
+    def of(cls, model: Any) -> Shape:
+        """Of a transformers model, or of the `PeftModel` around one; parameters need no memory."""
+        told = model.config.get_text_config()
+        heads = int(getattr(told, "num_attention_heads", 0)) or 1
+        kept = int(getattr(told, "num_key_value_heads", None) or heads)
+        dim = int(getattr(told, "head_dim", None) or told.hidden_size // heads)
+        experts = int(getattr(told, "num_experts_per_tok", None) or 1)
+        inner = getattr(told, "moe_intermediate_size", None) or getattr(told, "intermediate_size", None)
+        embedding, head = (getter().weight for getter in (model.get_input_embeddings, model.get_output_embeddings))
+        own = {name: p for name, p in model.named_parameters() if ".lora_" not in name}
+        lora = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        apart = 0 if head is embedding else head.numel()
+        return cls(
+            layers=int(told.num_hidden_layers),
+            width=int(told.hidden_size),
+            inner=int(inner or 4 * told.hidden_size) * experts,
+            queries=heads * dim,
+            keys=kept * dim,
+            vocabulary=len(embedding),
+            embedding=embedding.numel(),
+            head=apart,
+            inside=sum(p.numel() for p in own.values()) - embedding.numel() - apart,
+            trained=sum(p.numel() for p in trained),
+            adapter=sum(p.numel() for p in lora.values()),
+            ranks=sum(len(p) for name, p in lora.items() if ".lora_A" in name) // int(told.num_hidden_layers),
+            largest=max((p.numel() for p in trained), default=0),
+            head_norms="q_norm" in names,
+            output_norms=bool({"post_feedforward_layernorm", "post_mlp_layernorm"} & names),
+            context=int(getattr(told, "max_position_embeddings", None) or 1 << 62),
+        )
+
+    @property
+    def numbers(self) -> int:
+        """Of the model without an adapter."""
+        return self.embedding + self.head + self.inside
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What the formulas know of a run.
+
+    Attributes:
+        dtype: of weights and arithmetic.
+        weights: format of the frozen matrices in the layers, a name of `BYTES_PER_WEIGHT`.
+        layers: "fused", or the model's "own" under autograd.
+        checkpointed: only each layer's input is kept.
+        autocast: number format of the products, where it is not that of the weights; "" = it is.
+        moments: a name of `BYTES_PER_MOMENTS`.
+        offload: moments and reference wait in the host's memory.
+        reference_copy: the reference is a copy of what is trained.
+        tokens: of a pass.
+        longest: tokens of the longest sequence, which a pass takes whole.
+        vectors: scores with a gradient: log-probabilities, and entropies and exact divergences where they have one.
+        exact_kl: the reference is run in each pass.
+        exact_sum: gradients are added in fixed point (`covey.pytorch.gradient_sum.ExactSum`).
+        samples: Covey's engine samples on the device.
+        sampler_dtype: of its copy.
+        cache_bytes: of keys and values that it may hold at once.
+        rows: completions that it samples at a time.
+    """
+
+    dtype: str = "bfloat16"
+    weights: str = "bfloat16"
+    layers: Layers = "fused"
+    checkpointed: bool = False
+    autocast: str = ""
+    moments: str = "adamw"
+    offload: bool = False
+    reference_copy: bool = False
+    tokens: int = 1024
+    longest: int = 0
+    vectors: int = 1
+    exact_kl: bool = False
+    exact_sum: bool = False
+    samples: bool = True
+    sampler_dtype: str = "bfloat16"
+    cache_bytes: float = 0.0
+    rows: int = 64
+
+
+def layer_bytes(shape: Shape, chosen: Choices) -> float:
+    """What one layer keeps of a token for its backward.
+
+    Fused (`covey.pytorch.fused.decoder`), numbers of b bytes: the input and the sum after attention, 2 H; queries, keys
+    and values after rotation, Q + 2 K; attention's output, Q; gate and up, 2 F; what adapters make of their inputs, r a
+    projection; with norms of heads these before the norm, Q + K; with norms of outputs these before the norm, 2 H. Two
+    norms keep a float32 each.
+
+    A model's own layers under autograd keep for each of two norms its input in float32 (which in float32 is the stream
+    itself) and its output, 4 H + b H, and where the norm's weight is trained what it multiplies, b H; queries, keys and
+    values, Q + 2 K, and attention's output, Q; gate, act(gate), up and their product, 4 F. Norms of heads keep their
+    input in float32, and its product. Under autocast the stream and norms are float32, each of a layer's products
+    reads a narrow copy of its own of what a norm returns (three before attention, two before the MLP), and keys and
+    queries are narrow.
+    """
+    h, f, q, k = shape.width, shape.inner, shape.queries, shape.keys
+    b = DTYPE_BYTES[chosen.dtype]
+    if chosen.layers == "fused":
+        numbers = 2 * h + 2 * q + 2 * k + 2 * f + shape.ranks
+        numbers += (q + k) * shape.head_norms + 2 * h * shape.output_norms
+        return b * numbers + 8.0
+    trained = shape.adapter == 0
+    norms = 2 + 2 * shape.output_norms
+    narrow = DTYPE_BYTES[chosen.autocast or chosen.dtype]
+    streams = norms * h * (4 + b * trained) + (5 * h * narrow if chosen.autocast else 2 * h * b)
+    heads = (q + k) * (4 + b * trained) * shape.head_norms
+    return streams + heads + narrow * (2 * q + 2 * k + 4 * f + shape.ranks) + 4.0 * shape.queries / 64
+
+
+def activation_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
+    """What a pass over so many tokens keeps: of all layers, or, checkpointed, their inputs and one layer's whole.
+
+    Under autocast the layers' matrices in the narrow format too, which their products keep.
+    """
+    each = layer_bytes(shape, chosen)
+    stream = shape.width * DTYPE_BYTES[chosen.dtype]
+    matrices = DTYPE_BYTES[chosen.autocast] * shape.inside if chosen.autocast else 0
+    if chosen.checkpointed:
+        return tokens * ((shape.layers + 2) * stream + each) + matrices / shape.layers
+    return tokens * (2 * stream + shape.layers * each) + matrices
+
+
+def backward_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
+    """What a layer's backward needs beside what was kept.
+
+    Fused, in the MLP: act(gate), the product's gradient, those of gate and up, 4 F, and the stream's with two copies,
+    3 H. Under autograd, which frees what was kept as it goes, 2 F + H, and of a trained layer its largest matrix'
+    gradient before it is added.
+    """
+    b = DTYPE_BYTES[chosen.dtype]
+    if chosen.layers == "fused":
+        return tokens * b * (4.0 * shape.inner + 3 * shape.width)
+    narrow = DTYPE_BYTES[chosen.autocast or chosen.dtype]
+    own = 4 * shape.inner * shape.width if shape.adapter == 0 else 0
+    return tokens * (2.0 * narrow * shape.inner + b * shape.width) + own
+
+
+def head_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
+    """The head's chunk, and the gradients that it leaves (`covey.pytorch.logprobs`).
+
+    Two buffers of float32 logits, of as many rows as `CHUNK_BYTES` hold; in a narrow dtype a third, narrow one, which
+    multiplies the head. A gradient `[tokens, H]` for each score that has one. A head that is trained has in place of
+    these the gradient of its input, and its own, in float32. Nothing grows with tokens times vocabulary.
+    """
+    b = DTYPE_BYTES[chosen.dtype]
+    rows = max(min(CHUNK_BYTES // (4 * shape.vocabulary), tokens), 1)
+    chunk = rows * shape.vocabulary * (8 + (b if b < 4 else 0))
+    if shape.adapter == 0:
+        return chunk + 4.0 * (tokens * shape.width + shape.embedding)
+    return chunk + float(tokens * shape.width * b * chosen.vectors)
+
+
+def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
+    """Bytes of each part: under "held" what is there always, and under each other name what is there besides then."""
+    b, s = DTYPE_BYTES[chosen.dtype], DTYPE_BYTES[chosen.sampler_dtype]
+    tokens, lora = max(chosen.tokens, chosen.longest), shape.adapter > 0
+    trained = 4.0 * shape.trained  # float32, whatever the rest is
+    moments = BYTES_PER_MOMENTS[chosen.moments] * shape.trained
+    reference = {"reference": trained} if chosen.reference_copy else {}
+    ends = shape.embedding + shape.head
+    held = {"weights": ends * b + shape.inside * (BYTES_PER_WEIGHT[chosen.weights] if lora else b)}
+    if lora:
+        held["adapter"] = trained
+    if not chosen.offload:
+        held |= {"AdamW's moments": moments} | reference
+    starting = {"float32 of embeddings and of a layer": 4 * (ends + shape.inside / shape.layers)} if b < 4 else {}
+    learning = {
+        "gradients": trained,
+        "activations": activation_bytes(shape, chosen, tokens),
+        "head's chunk or a layer's backward": max(
+            head_bytes(shape, chosen, tokens), backward_bytes(shape, chosen, tokens)
+        ),
+    }
+    if chosen.exact_sum:
+        learning["exact sum of gradients"] = 8.0 * shape.trained
+    if chosen.offload and chosen.exact_kl:
+        learning |= reference
+    step = {"gradients": trained}
+    if chosen.offload:
+        largest = max(min(shape.trained, SLICE_BYTES // 4), shape.largest)
+        step["moments of a slice"] = BYTES_PER_MOMENTS[chosen.moments] * largest
+    found = {"held": held, "starting": starting, "learning": learning, "step": step}
+    if chosen.offload:
+        found["reference's log-probabilities"] = reference
+    if chosen.samples:
+        copies = 2 * shape.embedding if not lora else shape.embedding if chosen.sampler_dtype != chosen.dtype else 0
+        if copies:
+            held["sampler's embedding and head"] = float(copies * s)
+        prompts = PREFILL_TOKENS * s * (4 * shape.inner + 6 * shape.width)
+        found["sampling"] = {
+            "sampler's copy of the layers": float(shape.inside * s),
+            "keys and values": chosen.cache_bytes,
+            "logits and prompts under way": 12.0 * chosen.rows * shape.vocabulary + prompts,
+        }
+    return found
+
+
+def kv_bytes(shape: Shape, dtype: str) -> int:
+    """Keys and values of a token."""
+    return 2 * shape.layers * shape.keys * DTYPE_BYTES[dtype]
+
+
+def peak_bytes(found: dict[str, dict[str, float]]) -> float:
+    """What is held, and the largest of the phases."""
+    return sum(found["held"].values()) + max(sum(parts.values()) for name, parts in found.items() if name != "held")
