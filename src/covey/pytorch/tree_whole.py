@@ -66,6 +66,8 @@ KERNELS: Sequence[tuple[str, Kernel]] = (
     ("flash attention with repeated keys", tree_unrolled),
 )
 """By the order in which they are tried."""
+DEVICES = ("cuda",)
+"""Where they are tried."""
 
 PROBE = (Branch(0, 300, -1, 150), Branch(300, 90, 0, 260), Branch(390, 70, 0, 140), Branch(460, 120, -1, 60))
 """Two branches that leave a past of 150 tokens, and two that leave the first of these: five blocks of 128 tokens, of
@@ -108,7 +110,7 @@ def kernel_for(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
 ) -> Kernel | None:
     """The kernel for a layer with these queries, keys and values; None = part by part, as always on a CPU."""
-    if not q.is_cuda:
+    if q.device.type not in DEVICES:
         return None
     sizes = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
     return choose(Case(q.device, q.dtype, *sizes, scale=scale, windowed=window is not None, softcap=softcap))
