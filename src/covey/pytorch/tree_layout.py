@@ -1,6 +1,6 @@
 """Which kernel calls compute the attention of a pack: a forest of branches, planned once for all layers.
 
-Two kinds of parts, see `covey.pytorch.tree_attention`:
+Two kinds of parts, see `covey.pytorch.tree_parts`:
 
     own       each branch over itself, causal. A branch is a slice of the pack; short ones lie side by side in a
               rectangle, padded at the end with their last token again, so that no query there sees a key that this
