@@ -7,84 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forests import Rule, assert_close, draw, expect, forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policy import fill, gradients
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from covey.pytorch import Policy, tree_flex, tree_kernels
+from covey.pytorch import Policy, tree_kernels
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, NAME_PREFIX, UnsupportedAttentionError
 from covey.pytorch.tree_attention import backward, forward, tree_attention
 from covey.pytorch.tree_layout import ALONE, Rectangle, Run, TreeLayout, similar_lengths
 from covey.pytorch.tree_path import TreePath
-from covey.rollout.packing import Branch, Pack, leave_of, pack_episodes
+from covey.rollout.packing import Branch, Pack, pack_episodes
 from covey.rollout.walking import Piece, pieces_of, walk
 from covey.types import Episode
-
-Rule = dict[str, Any]
-
-
-def forest(seed: int, *, past: int = 0, longest: int = 6, depth: int = 8) -> list[Branch]:
-    """Branches in the order of a pack: those that leave one follow it, the last to leave first."""
-    rng = np.random.default_rng(seed)
-    branches: list[Branch] = []
-
-    def grow(parent: int, at: int, deep: int) -> None:
-        number, length = len(branches), int(rng.choice([1, 2, longest, rng.integers(1, longest + 1)]))
-        branches.append(Branch(branches[-1].stop if branches else 0, length, parent, at))
-        if deep > 1:
-            for leaves in sorted(rng.integers(1, length + 1, rng.integers(0, 4)).tolist(), reverse=True):
-                grow(number, leaves, deep - rng.integers(1, 3))
-
-    for _ in range(rng.integers(1, 4)):
-        grow(-1, int(rng.integers(0, past + 1)), depth)
-    return branches
-
-
-def draw(
-    seed: int, branches: list[Branch], past: int = 0, shape: tuple[int, int, int, int] = (4, 2, 3, 3)
-) -> tuple[list[Tensor], Tensor]:
-    """q, k, v, and the past's two if there is one; and a gradient of the output."""
-    heads, kv_heads, width, value_width = shape
-    generator, tokens = torch.Generator().manual_seed(seed), branches[-1].stop
-    sizes = [(tokens, heads, width), (tokens, kv_heads, width), (tokens, kv_heads, value_width)]
-    sizes += [(past, kv_heads, width), (past, kv_heads, value_width)] if past else []
-    sizes.append((tokens, heads, value_width))
-    *leaves, grad = (2 * torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes)
-    return leaves, grad
-
-
-def dense(branches: list[Branch], leaves: list[Tensor], rule: Rule) -> tuple[Tensor, Tensor]:
-    """`[M, H, Dv]` and `[M, H]`: all scores at once, and what a query does not see is masked."""
-    q, k, v, *past = leaves
-    length, n = len(q), len(past[0]) if past else 0
-    before, position = torch.zeros(length, dtype=torch.int64), torch.zeros(length, dtype=torch.int64)
-    for branch in branches:
-        above = branches[branch.parent]
-        begin = branch.at + (int(position[above.start]) if branch.parent >= 0 else 0)
-        position[branch.start : branch.stop] = torch.arange(begin, begin + branch.length)
-        before[branch.start : branch.stop] = branch.at if branch.parent < 0 else before[above.start]
-    place, leave = torch.arange(length), torch.from_numpy(leave_of(branches, length))
-    seen = (place <= place[:, None]) & (place[:, None] < leave)
-    seen = torch.cat([torch.arange(n) < before[:, None], seen], dim=1)
-    if rule.get("window") is not None:
-        seen &= position[:, None] - torch.cat([torch.arange(n), position]) < rule["window"]
-    if past:
-        k, v = torch.cat([past[0], k]), torch.cat([past[1], v])
-    repeats = q.shape[1] // k.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * rule["scale"]
-    if rule.get("softcap") is not None:
-        scores = rule["softcap"] * torch.tanh(scores / rule["softcap"])
-    scores = scores.masked_fill(~seen, -torch.inf)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(repeats, 1)), scores.logsumexp(-1).T
-
-
-def expect(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule) -> list[Tensor]:
-    """Dense outputs and log-sum-exps, then the gradients of the leaves."""
-    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
-    out, lse = dense(branches, leaves, rule)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def find(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule, **options: Any) -> list[Tensor]:
@@ -95,12 +32,6 @@ def find(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule,
     out, lse = forward(layout, q, k, v, past, **rule)
     *grads, grad_past = backward(layout, grad, q, k, v, past, out, lse, **rule)
     return [out, lse, *grads, *(grad_past or ())]
-
-
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-10) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @settings(deadline=None)
@@ -219,25 +150,6 @@ def test_rounding(dtype: torch.dtype, window: int | None) -> None:
     assert [value.dtype for value in found] == [dtype, torch.float32, *[dtype] * 5]
     for one, other, true in zip(found, expect(branches, leaves, grad, rule), truth, strict=True):
         assert float((one - true).norm()) < 2 * float((other - true).norm())
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # that it is not compiled, and its own
-@pytest.mark.parametrize(("past", "window", "softcap"), [(0, None, None), (5, None, 1.5), (5, 3, None), (0, 3, 1.5)])
-def test_flex_attention_gives_the_same(
-    past: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not compiled, and on a CPU, where it refuses gradients that its plain code has."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    branches = forest(4, past=past)
-    leaves, grad = draw(4, branches, past, (4, 2, 3, 5))
-    rule: Rule = {"scale": 0.7, "window": window, "softcap": softcap}
-    q, k, v, *above = leaves
-    past_kv = (above[0], above[1]) if above else None
-    layout = TreeLayout.of(branches, past=past)
-    out = tree_flex.attend(layout, q, k, v, past_kv, **rule)
-    grads = tree_flex.differentiate(layout, grad, q, k, v, past_kv, **rule)
-    expected = expect(branches, leaves, grad, rule)
-    assert_close([out, *grads], [expected[0], *expected[2:]], tolerance=1e-9)
 
 
 # ---------------------------------------------------------------------- in models

@@ -1,29 +1,8 @@
-"""Attention of a pack with its backward: each token is computed and stored once, whatever follows it.
+"""Attention of a pack with its backward: each token is computed once, whatever follows it.
 
-A pack is a forest of branches (`covey.rollout.packing`). Attentions of a branch of L tokens that R tokens leave, in
-branches of their own, after e of its tokens:
-
-    own       over itself, causal                                                          [L] x [L]
-    across    all that leaves it there, one after another, over its first tokens           [R] x [e]
-
-A token attends to its own branch and to the beginnings of those above it, so its parts are merged by their
-log-sum-exps: with `out_i`, `lse_i` of the parts, `out = sum_i exp(lse_i - lse) out_i` and `lse = log sum_i exp(lse_i)`.
-For two parts the weights are `sigmoid(lse_own - lse_across)` and its complement.
-
-The backward of one query q with score s_j = scale q k_j, p_j = exp(s_j - lse) and out = sum_j p_j v_j, where j runs
-over the keys of all parts and g is the gradient of out:
-
-    d(v_j) = p_j g        d(s_j) = p_j (g v_j - sum_i p_i g v_i) = p_j (g v_j - g out)
-    d(q) = scale sum_j d(s_j) k_j        d(k_j) = scale d(s_j) q
-
-Other keys than j enter only through `lse` and `out`. So a kernel that is given one part's keys with the *merged* `lse`
-and `out` returns the merged softmax's d(k_j) and d(v_j) for its keys and its share of d(q), and the shares are added. A
-branch's keys and values are never repeated for what leaves it, and their gradients come out summed. The queries in a
-rectangle's padding, and those of tokens that are repeated there, have g = 0, and so add nothing.
-
-Nothing but the output and its log-sum-exp is kept for the backward. The tokens above a piece of a larger tree are keys
-and values without queries, given beside it (`past`). Which parts there are is planned by `TreeLayout`; on CUDA all of
-them are one call (`covey.pytorch.tree_flex`).
+A pack is a forest of branches (`covey.rollout.packing`), and a token attends to its own branch and to the beginnings of
+those above it. That is computed part by part (`tree_parts`), or on an accelerator by a kernel that takes the pack at
+once, where a probe has found that it computes the same (`tree_whole`).
 """
 
 from __future__ import annotations
@@ -34,63 +13,23 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from covey.pytorch import tree_flex
-from covey.pytorch.tree_kernels import kernel_for
-from covey.pytorch.tree_layout import Across, TreeLayout
-
-Past = tuple[Tensor, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor]
+from covey.pytorch import tree_flex, tree_parts
+from covey.pytorch.tree_layout import TreeLayout
+from covey.pytorch.tree_parts import Gradients, Past
+from covey.pytorch.tree_whole import kernel_for
 
 
 def forward(
-    layout: TreeLayout,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Past | None = None,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    layout: TreeLayout, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None, **rule: Any
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one layer over a pack, without autograd.
+    """Attention of one layer over a pack, without autograd: `tree_parts.forward`'s arguments and values.
 
-    Args:
-        layout: of the pack.
-        q: `[M, H, D]`.
-        k: `[M, Hkv, D]`.
-        v: `[M, Hkv, Dv]`.
-        past: keys `[layout.past, Hkv, D]` and values before the pack; None where `layout.past` is 0.
-        scale: factor on the scores.
-        window: a query sees keys at most `window - 1` positions back; None = all.
-        softcap: scores become `softcap * tanh(scores / softcap)`; None = off.
-
-    Returns:
-        The output `[M, H, Dv]`, and its log-sum-exp `[M, H]` in float32 or wider (empty on CUDA, where the backward
-        needs none).
+    The log-sum-exp is empty where the pack is taken at once: that backward needs none.
     """
-    window = None if window is not None and window >= layout.longest else window
-    if _flex(q, v):
-        out = tree_flex.attend(layout, q, k, v, past, scale=scale, window=window, softcap=softcap)
-        return out, q.new_empty(0)
-    kernel = kernel_for(q, v, scale=scale, window=window, softcap=softcap)
-    out = q.new_empty(*q.shape[:2], v.shape[2])
-    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    for part in layout.own:
-        at = None if window is None else (part.take(layout.positions),) * 2
-        found, found_lse = kernel.attend(part.take(q), part.take(k), part.take(v), at, causal=True)
-        part.put(found, out)
-        part.put(found_lse, lse)
-    for across in layout.across:
-        here, keys = across.queries, across.keys_within(window)
-        if keys.start == keys.stop:
-            continue
-        above = _above(across, keys, k, v, past)
-        at = None if window is None else _positions(layout, across, keys)
-        (found,), (found_lse,) = kernel.attend(q[None, here], *above, at, causal=False)
-        out[here].lerp_(found, torch.sigmoid(found_lse - lse[here])[..., None].to(out.dtype))
-        lse[here] = torch.logaddexp(lse[here], found_lse)
-    return out, lse
+    kernel = kernel_for(q, k, v, **rule)
+    if kernel is None:
+        return tree_parts.forward(layout, q, k, v, past, **rule)
+    return kernel.attend(layout, q, k, v, past, **_within(layout, rule)), q.new_empty(0)
 
 
 def backward(
@@ -103,85 +42,31 @@ def backward(
     out: Tensor,
     lse: Tensor,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
     into: Gradients | None = None,
     into_past: Past | None = None,
+    **rule: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Past | None]:
-    """The gradients of `forward`'s q, k, v and past from that of its output.
-
-    Args:
-        layout: of the pack.
-        grad: `[M, H, Dv]`.
-        q: as `forward` had it.
-        k: likewise.
-        v: likewise.
-        past: likewise.
-        out: what `forward` returned.
-        lse: what `forward` returned.
-        scale: as `forward` had it.
-        window: likewise.
-        softcap: likewise.
-        into: where the first three are written; None = new tensors.
-        into_past: where the past's two are added, in any dtype; None = new tensors.
-
-    Returns:
-        The gradients, the last one None where there is no past.
-    """
-    window = None if window is not None and window >= layout.longest else window
-    grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)) if into is None else into
-    if past is not None and into_past is None:
-        into_past = torch.zeros_like(past[0]), torch.zeros_like(past[1])
-    if _flex(q, v):
-        found = tree_flex.differentiate(layout, grad, q, k, v, past, scale=scale, window=window, softcap=softcap)
-        for result, g in zip(grads, found[:3], strict=True):
+    """The gradients of `forward`'s q, k, v and past: `tree_parts.backward`'s arguments and values."""
+    kernel = kernel_for(q, k, v, **rule)
+    if kernel is None:
+        return tree_parts.backward(layout, grad, q, k, v, past, out, lse, into=into, into_past=into_past, **rule)
+    gq, gk, gv, *above = kernel.differentiate(layout, grad, q, k, v, past, **_within(layout, rule))
+    if into is not None:
+        for result, g in zip(into, (gq, gk, gv), strict=True):
             result.copy_(g)
-        for result, g in zip(into_past or (), found[3:], strict=True):
+    if past is not None and into_past is None:
+        into_past = above[0], above[1]
+    elif into_past is not None:
+        for result, g in zip(into_past, above, strict=True):
             result.add_(g)
-        return *grads, into_past
-    kernel = kernel_for(q, v, scale=scale, window=window, softcap=softcap)
-    repeated = []
-    for part in layout.own:
-        at = None if window is None else (part.take(layout.positions),) * 2
-        tile_q, tile_k, tile_v, tile_out, tile_lse = (part.take(x) for x in (q, k, v, out, lse))
-        own = kernel.back(part.take_gradient(grad), tile_q, tile_k, tile_v, tile_out, tile_lse, at, causal=True)
-        for result, g in zip(grads, own, strict=True):
-            part.put(g, result)
-        repeated.append((part, own[1:]))
-    for part, own_kv in repeated:  # after all: a token's own rectangle writes what others add to
-        for result, g in zip(grads[1:], own_kv, strict=True):
-            part.add_repeated(g, result)
-    for across in layout.across:
-        here, keys = across.queries, across.keys_within(window)
-        if keys.start == keys.stop:
-            continue
-        above_k, above_v = _above(across, keys, k, v, past)
-        at = None if window is None else _positions(layout, across, keys)
-        grad_here, q_here, out_here, lse_here = (x[None, here] for x in (grad, q, out, lse))
-        gq, gk, gv = kernel.back(grad_here, q_here, above_k, above_v, out_here, lse_here, at, causal=False)
-        grads[0][here] += gq[0]
-        into_k, into_v = grads[1:] if not across.from_past or into_past is None else into_past
-        into_k[keys] += gk[0]
-        into_v[keys] += gv[0]
-    return *grads, into_past
+    return *(into or (gq, gk, gv)), into_past
 
 
-def _flex(q: Tensor, v: Tensor) -> bool:
-    return q.is_cuda and tree_flex.works(q.device, q.dtype, q.shape[-1], v.shape[-1])
-
-
-def _above(across: Across, keys: slice, k: Tensor, v: Tensor, past: Past | None) -> tuple[Tensor, Tensor]:
-    if across.from_past:
-        assert past is not None
-        k, v = past
-    return k[None, keys], v[None, keys]
-
-
-def _positions(layout: TreeLayout, across: Across, keys: slice) -> tuple[Tensor, Tensor]:
-    first = across.key_position + keys.start - across.keys.start
-    own = torch.arange(first, first + keys.stop - keys.start, device=layout.positions.device)
-    return layout.positions[None, across.queries], own[None]
+def _within(layout: TreeLayout, rule: dict[str, Any]) -> dict[str, Any]:
+    """All of the rule, without a window that no sequence of the pack is longer than."""
+    window = rule.get("window")
+    window = None if window is not None and window >= layout.longest else window
+    return {"scale": rule["scale"], "window": window, "softcap": rule.get("softcap")}
 
 
 # ---------------------------------------------------------------------- with the path of a walk
@@ -248,6 +133,8 @@ class _TreeAttention(torch.autograd.Function):
 
 def tree_attention(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> Tensor:
     """`layer_forward`'s output, differentiable; once, where a path is walked."""
+    if layout.path is None and kernel_for(q, k, v, **rule) is tree_flex:  # autograd keeps what its backward needs
+        return tree_flex.attend(layout, q, k, v, None, **_within(layout, rule))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels read dense heads
     out: Tensor = _TreeAttention.apply(q, k, v, layout, layer, rule)  # type: ignore[no-untyped-call]
     return out

@@ -1,6 +1,6 @@
 """Which kernel calls compute the attention of a pack: a forest of branches, planned once for all layers.
 
-Two kinds of parts, see `covey.pytorch.tree_attention`:
+Two kinds of parts, see `covey.pytorch.tree_parts`:
 
     own       each branch over itself, causal. A branch is a slice of the pack; short ones lie side by side in a
               rectangle, padded at the end with their last token again, so that no query there sees a key that this
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from covey.pytorch.tree_path import TreePath
-from covey.rollout.packing import Branch
+from covey.rollout.packing import Branch, positions_of
 from covey.types import IntArray
 
 ALONE = 32  # tokens of a branch that is worth a call of its own (measured: from there copying costs more)
@@ -168,7 +168,7 @@ class TreeLayout:
         path: where the keys and values of these are, see `covey.pytorch.tree_path`; None = nowhere.
         trunk: the pack's own keys and values go there too, for packs that follow.
         seen: sliding windows of the layers that used this layout, for the probe.
-        masks: what `covey.pytorch.tree_flex` has built.
+        plans: what kernels that take a pack at once (`covey.pytorch.tree_whole`) have made of it.
     """
 
     branches: tuple[Branch, ...]
@@ -180,7 +180,7 @@ class TreeLayout:
     path: TreePath | None = None
     trunk: bool = False
     seen: list[int | None] = field(default_factory=list)
-    masks: dict[int | None, Any] = field(default_factory=dict)
+    plans: dict[tuple[str, int | None], Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -210,11 +210,8 @@ class TreeLayout:
             raise ValueError(
                 f"a trunk of {len(branches)} branches after {branches[0].at} of {past} tokens: cut it further"
             )
-        first = _positions(branches)
-        positions = np.concatenate(
-            [np.arange(begin, begin + b.length) for begin, b in zip(first, branches, strict=True)]
-        )
-        across, before = _cut(branches, first, repeated)
+        positions = positions_of(branches)
+        across, before = _cut(branches, positions, repeated)
         return cls(
             branches=tuple(branches),
             positions=torch.from_numpy(positions).to(device),
@@ -225,14 +222,6 @@ class TreeLayout:
             path=path,
             trunk=trunk,
         )
-
-
-def _positions(branches: Sequence[Branch]) -> list[int]:
-    """Of each branch's first token."""
-    found: list[int] = []
-    for branch in branches:
-        found.append(branch.at + (found[branch.parent] if branch.parent >= 0 else 0))
-    return found
 
 
 def _own(branches: Sequence[Branch], before: Sequence[IntArray], device: torch.device | str) -> list[Run | Rectangle]:
@@ -275,8 +264,9 @@ def similar_lengths(lens: Sequence[int], ratio: float = 2.0, enough: int = 16) -
     return groups
 
 
-def _cut(branches: Sequence[Branch], first: Sequence[int], repeated: int) -> tuple[list[Across], list[IntArray]]:
+def _cut(branches: Sequence[Branch], positions: IntArray, repeated: int) -> tuple[list[Across], list[IntArray]]:
     """The parts across branches, and of each branch the packed indices of what is repeated before it."""
+    first = [int(positions[branch.start]) for branch in branches]
     ends = [branch.stop for branch in branches]  # of each branch with all that leaves it
     below = [1] * len(branches)  # branches
     longest = [branch.length for branch in branches]  # of these

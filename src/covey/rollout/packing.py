@@ -202,6 +202,14 @@ def leave_of(branches: Sequence[Branch], num_tokens: int) -> IntArray:
     return found
 
 
+def positions_of(branches: Sequence[Branch]) -> IntArray:
+    """`[M]` position of each token in its own sequence, of branches in their order."""
+    first: list[int] = []
+    for branch in branches:
+        first.append(branch.at + (first[branch.parent] if branch.parent >= 0 else 0))
+    return _join([np.arange(begin, begin + b.length) for begin, b in zip(first, branches, strict=True)])
+
+
 def pack_episodes(
     episodes: Sequence[Episode],
     rows: Sequence[int] | IntArray | None = None,

@@ -17,7 +17,7 @@ a value, F' the backward of F, and `*` is element by element:
     y = m + D(p),  p = act(g) * u               d(p) = D'(d(y));  d(u) = d(p) * act(g);  d(g) = d(p) * u * act'(g)
     [g | u] = G(N(m))                           d(m) = d(y) + N'(G'([d(g) | d(u)]))
     m = x + O(a)                                d(a) = O'(d(m))
-    a = attention(q, k, v)                      d(q), d(k), d(v): see `covey.pytorch.tree_attention`
+    a = attention(q, k, v)                      d(q), d(k), d(v): see `covey.pytorch.tree_parts`
     [q | k] = R N([q0 | k0])                    d([q0 | k0]) = N'(R^-1 d([q | k]));  R^-1 turns back: sin becomes -sin
     [q0 | k0 | v] = Q(N(x))                     d(x) = d(m) + N'(Q'([d(q0) | d(k0) | d(v)]))
 
