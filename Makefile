@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-browser screenshots test-ray test-worlds test-vllm wheel site docs check lint bench clean
+.PHONY: demo test test-browser screenshots test-ray test-worlds test-vllm wheel site docs check lint bench gpu gpu-wheels clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -111,6 +111,22 @@ bench: $(VENV)/.demo .venv-trl/.done
 	$(BIN)/python benchmarks/export_model.py
 	$(BIN)/python benchmarks/compare.py --trl-python .venv-trl/bin/python
 	$(BIN)/python benchmarks/scaling.py
+
+# One card, one table, ten minutes, no network: with a Python that has torch, and what else it needs out of a folder of
+# wheels if WHEELS names one. `make gpu-wheels` fills that folder, for Python 3.12 on x86-64, where there is a network.
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS := build/gpu-wheels
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu.py $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_OPTIONS)
+
+gpu-wheels:
+	rm -rf $(GPU_WHEELS)
+	python3 -m pip --disable-pip-version-check --quiet download --no-deps --only-binary=:all: -d $(GPU_WHEELS) \
+		--python-version $(GPU_PYTHON_VERSION) --implementation cp --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		-c constraints.txt -r benchmarks/gpu-wheels.txt
+	@du -shc $(GPU_WHEELS)
 
 clean:
 	rm -rf $(VENV) .venv-trl build dist .pytest_cache .mypy_cache .ruff_cache

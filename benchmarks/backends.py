@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         texts = prompts(workload, tokenizer, workload.num_prompts * (args.steps + 4))
         (Path(folder) / f"{workload.name}.json").write_text(json.dumps(texts))
-        chosen: Any = SimpleNamespace(model=args.model, steps=args.steps, gpu=False, trl_python="")
+        chosen: Any = SimpleNamespace(model=args.model, steps=args.steps, gpu=False, trl_python="", dtype="float32")
         bench = Bench(chosen, workload, Path(folder))
         with bench.worker("covey") as torch_worker, bench.worker("covey-jax") as jax_worker:
             for step in range(args.steps + 2):

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from workloads import WORKLOADS, Workload, prompts
+from workloads import GPU_WORKLOADS, WORKLOADS, Workload, prompts
 
 HERE = Path(__file__).parent
 ALLOCATORS = {
@@ -87,10 +87,11 @@ class Bench:
     def worker(self, library: str, *, micro_batch: int = 8, allocator: str = "default") -> Iterator[Worker]:
         """A running worker, stopped at the end."""
         args, name = self._args, f"{library}-{self._workload.name}-{micro_batch}"
-        python = args.trl_python if library == "trl" else sys.executable
+        python = args.trl_python if library.startswith("trl") else sys.executable
         arguments = [library, self._workload.name, "--model", str(args.model), "--micro-batch", str(micro_batch)]
         arguments += ["--prompts", str(self._folder / f"{self._workload.name}.json")]
-        arguments += ["--settings", json.dumps(self._workload.covey if library == "covey" else {})]
+        arguments += ["--settings", json.dumps({} if library.startswith("trl") else self._workload.covey)]
+        arguments += ["--dtype", args.dtype]
         arguments += ["--folder", tempfile.mkdtemp(dir=self._folder), "--steps", str(args.steps + 4)]
         arguments += [] if args.gpu else ["--cpu"]
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **ALLOCATORS[allocator]}
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="of TRL; default: tuned for each workload")
     parser.add_argument("--allocator", choices=sorted(ALLOCATORS), help="of TRL; default: tuned on the first workload")
     parser.add_argument("--gpu", action="store_true", help="let both use a GPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights of both")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     args = parser.parse_args()
     from transformers import AutoTokenizer
@@ -228,7 +230,7 @@ def main() -> None:
     allocator = args.allocator
     with tempfile.TemporaryDirectory() as folder:
         for name in args.workloads or WORKLOADS:
-            workload = WORKLOADS[name]
+            workload = (WORKLOADS | GPU_WORKLOADS)[name]
             say(f"{name}: {workload.title}")
             texts = prompts(workload, tokenizer, workload.num_prompts * (args.steps + 4))
             (Path(folder) / f"{name}.json").write_text(json.dumps(texts))

@@ -20,6 +20,24 @@ SHAPES = {
 }
 
 
+def export(source: str, out: Path, random_qwen2: str | None = None) -> None:
+    """Write the folder of a model, or of random weights with its tokenizer."""
+    loaded = load_model(source, dtype="float32", device="cpu")
+    model = loaded.model
+    if random_qwen2:
+        torch.manual_seed(0)
+        config = Qwen2Config(
+            vocab_size=151936,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            eos_token_id=list(loaded.eos_token_ids),
+            **SHAPES[random_qwen2],
+        )
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(out)
+    loaded.tokenizer.save_pretrained(out)
+
+
 def main() -> None:
     """Read the command line and write the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -27,20 +45,7 @@ def main() -> None:
     parser.add_argument("--random-qwen2", choices=sorted(SHAPES), help="billions of parameters; keeps the tokenizer")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / ".cache/model")
     args = parser.parse_args()
-    loaded = load_model(args.model, dtype="float32", device="cpu")
-    model = loaded.model
-    if args.random_qwen2:
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=151936,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            eos_token_id=list(loaded.eos_token_ids),
-            **SHAPES[args.random_qwen2],
-        )
-        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.save_pretrained(args.out)
-    loaded.tokenizer.save_pretrained(args.out)
+    export(args.model, args.out, args.random_qwen2)
     print(args.out)
 
 

@@ -53,13 +53,13 @@ def measure(work: Callable[[int], Any], rounds: int) -> dict[str, Any]:
     }
 
 
-def batch_of(rng: np.random.Generator) -> Batch:
+def batch_of(rng: np.random.Generator, vocabulary: int = 40_000) -> Batch:
     """Random tokens in the shape of a step."""
     episodes = []
     for _ in range(PROMPTS):
-        prompt = rng.integers(100, 40_000, PROMPT_TOKENS)
+        prompt = rng.integers(100, vocabulary, PROMPT_TOKENS)
         for _ in range(GROUP):
-            ids = np.concatenate([prompt, rng.integers(100, 40_000, COMPLETION_TOKENS)])
+            ids = np.concatenate([prompt, rng.integers(100, vocabulary, COMPLETION_TOKENS)])
             sampled = np.arange(len(ids)) >= PROMPT_TOKENS
             logprobs = np.where(sampled, -10.0, 0.0).astype(np.float32)
             episodes.append(Episode(ids, sampled, logprobs, "", "stop", 1))
@@ -68,6 +68,33 @@ def batch_of(rng: np.random.Generator) -> Batch:
     return Batch(
         tuple(episodes), np.repeat(np.arange(PROMPTS), GROUP), advantages, mask, np.full(mask.shape, -10, "f4")
     )
+
+
+def sampling(policy: Policy, vocabulary: int = 40_000) -> Callable[[int], Any]:
+    """Samples a step."""
+    engine, rng = Engine(policy.model), np.random.default_rng(0)
+    prompts = rng.integers(100, vocabulary, (PROMPTS, PROMPT_TOKENS))
+    settings = SamplingSettings(max_tokens=COMPLETION_TOKENS)
+
+    def work(number: int) -> Any:
+        requests = [Request(prompts[i // GROUP], (number, i)) for i in range(ROWS)]
+        return engine(requests, settings, policy_version=0)
+
+    return work
+
+
+def update(policy: Policy, vocabulary: int = 40_000, **options: Any) -> Callable[[int], Any]:
+    """Trains a step."""
+    learner, batch = Learner(policy, learning_rate=1e-5, **options), batch_of(np.random.default_rng(0), vocabulary)
+    objective = make_objective("grpo")
+
+    def work(number: int) -> Any:
+        learner.forward_backward(
+            batch, np.arange(ROWS), objective, temperature=1.0, max_completion_length=COMPLETION_TOKENS
+        )
+        return learner.optim_step(1e-5)
+
+    return work
 
 
 def main() -> None:
@@ -81,26 +108,7 @@ def main() -> None:
     config = replace(config, lora_rank=16, lora_alpha=32.0)
     policy = Policy(Transformer(config), params["params"], tokenizer=None, eos_token_ids=(2,), source=args.model)
     del params
-    rng = np.random.default_rng(0)
-    if args.part == "sampling":
-        engine = Engine(policy.model)
-        prompts = rng.integers(100, 40_000, (PROMPTS, PROMPT_TOKENS))
-        settings = SamplingSettings(max_tokens=COMPLETION_TOKENS)
-
-        def work(number: int) -> Any:
-            requests = [Request(prompts[i // GROUP], (number, i)) for i in range(ROWS)]
-            return engine(requests, settings, policy_version=0)
-    else:
-        learner, batch = Learner(policy, learning_rate=1e-5), batch_of(rng)
-        objective = make_objective("grpo")
-
-        def work(number: int) -> Any:
-            learner.forward_backward(
-                batch, np.arange(ROWS), objective, temperature=1.0, max_completion_length=COMPLETION_TOKENS
-            )
-            return learner.optim_step(1e-5)
-
-    found = measure(work, args.rounds)
+    found = measure(sampling(policy) if args.part == "sampling" else update(policy), args.rounds)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(json.dumps({"part": args.part, "jax": jax.__version__, "peak_rss": peak, **found}))
 

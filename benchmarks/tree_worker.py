@@ -81,6 +81,7 @@ class Update:
             for parameter in policy.trainable_parameters():
                 if not parameter.any():
                     parameter.normal_(std=0.02)
+        self.policy = policy
         self._learner = Learner(policy, learning_rate=1e-5, tokens_per_micro_batch=budget)
         self._objective = make_objective("dapo")
         every = np.arange(len(rows))
@@ -104,7 +105,7 @@ class Update:
         """Log-probabilities and gradient of the compared rows, after `run`."""
         if not self._alone and len(self._compared) < len(self._calls[0]):
             self._backward(self._compared)
-        gradient = {name: grad.numpy() for name, grad in self._gradient.items()} or self._learner.gradient()
+        gradient = {name: grad.cpu().numpy() for name, grad in self._gradient.items()} or self._learner.gradient()
         return {"logprobs": self._scores[: len(self._compared)], **gradient}
 
     def _backward(self, rows: Any) -> Gradients:

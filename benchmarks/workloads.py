@@ -71,6 +71,45 @@ WORKLOADS = {
     )
 }
 
+_GPU = {"tokens_per_micro_batch": 16384, "kv_cache_gb": 16.0, "max_batch_size": 128}
+GPU_WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload(
+            "gpu_step",
+            "16 x 8 completions of up to 128 tokens",
+            num_prompts=16,
+            max_completion_length=128,
+            target_time=0.2,
+            target_memory=0.6,
+            covey=_GPU,
+        ),
+        *(
+            Workload(
+                f"gpu_{tokens}",
+                f"prompt {tokens:,}, 8 x 8 completions of up to 32 tokens",
+                style="long",
+                prompt_tokens=tokens,
+                max_completion_length=32,
+                target_time=0.35,
+                target_memory=0.6,
+                covey=_GPU,
+            )
+            for tokens in (512, 4096)
+        ),
+        Workload(
+            "gpu_tiny",
+            "2 x 2 completions of up to 4 tokens",
+            num_prompts=2,
+            num_generations=2,
+            max_completion_length=4,
+            target_time=0.2,
+            target_memory=0.6,
+        ),
+    )
+}
+"""Of `gpu.py`; `compare.py` runs none of them unless it is asked for them."""
+
 _NAMES = ("Ana", "Ben", "Chloe", "David", "Elena", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Karim", "Lena")
 _THINGS = ("apples", "books", "coins", "stamps", "pencils", "marbles", "cards", "shells", "buttons", "stickers")
 _COMPLAINTS = ("chest pain", "a dry cough", "swollen ankles", "a headache", "fatigue", "joint pain", "a rash", "fever")
@@ -97,7 +136,7 @@ def question(style: str, number: int) -> str:
     if style == "tail":
         return f"What is the capital of {_PLACES[number % len(_PLACES)]}?"
     parts = [f"A {draw.randint(20, 85)}-year-old patient comes to the clinic with {draw.choice(_COMPLAINTS)}."]
-    for _ in range(80):  # more than any prompt length asks for; `cut` shortens it
+    for _ in range(400):  # more than any prompt length asks for; `cut` shortens it
         parts.append(f"On day {draw.randint(1, 30)} the {draw.choice(_FINDINGS)} is {draw.randint(3, 190)}.")
     return " ".join(parts)
 

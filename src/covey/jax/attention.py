@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from covey.jax.linear import wide_product
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 KeysValues = tuple[jax.Array, jax.Array]
 """Keys `[N, K, D, S]` and values `[N, K, S, D]` of a layer; slot s holds position s."""
@@ -97,14 +99,16 @@ def _write(cache: KeysValues, positions: jax.Array, new: KeysValues) -> KeysValu
 
 
 def _mix(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attention of grouped queries `[N, K, G, L, D]`: mixed values of what they see, `[N, 1, 1, L, S]`."""
+    """Attention of grouped queries `[N, K, G, L, D]`: mixed values of what they see, `[N, 1, 1, L, S]`.
+
+    Scores, their exponentials and both sums are float32 at least; what is multiplied keeps its type.
+    """
     many, heads, group, length, size = q.shape
-    scores = (q.reshape(many, heads, group * length, size) @ keys) / math.sqrt(size)
-    scores = scores.astype(jnp.promote_types(q.dtype, jnp.float32)).reshape(many, heads, group, length, -1)
-    scores = jnp.where(seen, scores, _NEVER)
+    scores = wide_product(q.reshape(many, heads, group * length, size), keys) / math.sqrt(size)
+    scores = jnp.where(seen, scores.reshape(many, heads, group, length, -1), _NEVER)
     mass = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
-    mixed = (mass.astype(q.dtype).reshape(many, heads, group * length, -1) @ values).reshape(q.shape)
-    return mixed / jnp.sum(mass, axis=-1, keepdims=True).astype(q.dtype)  # fewer numbers than weights to divide
+    mixed = wide_product(mass.astype(q.dtype).reshape(many, heads, group * length, -1), values).reshape(q.shape)
+    return (mixed / jnp.sum(mass, axis=-1, keepdims=True)).astype(q.dtype)  # fewer numbers than weights to divide
 
 
 def _seen(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:

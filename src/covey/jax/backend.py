@@ -16,14 +16,14 @@ from covey.backend import adamw_options
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError
-from covey.jax.compiling import keep_programs
+from covey.jax.compiling import keep_float32, keep_programs
 from covey.jax.engine import Engine
 from covey.jax.learner import Learner
 from covey.jax.loading import config_from_hf, params_from_tensors
 from covey.jax.model import LINEAR_LAYERS, Transformer
 from covey.jax.policy import Policy
 from covey.jax.saving import load_adapter, lora_from_tensors
-from covey.jax.sharding import make_mesh
+from covey.jax.sharding import make_mesh, runs_on_cpu
 from covey.types import Prompt
 
 _ALL = "all-linear"
@@ -62,7 +62,10 @@ class JaxBackend:
             raise ConfigError("peft_config: the JAX backend makes its own adapters; set model.lora_r, lora_alpha, ...")
         keep_programs()
         mesh = make_mesh(chosen.mesh, chosen.device)
-        narrow = chosen.dtype == "bfloat16" and chosen.use_peft
+        on_cpu, trains_adapter = runs_on_cpu(mesh), chosen.use_peft or chosen.adapter is not None
+        narrow = chosen.dtype == "bfloat16" or (chosen.dtype == "auto" and trains_adapter and not on_cpu)
+        if not narrow and not on_cpu:
+            keep_float32()
         loaded = load_model(
             chosen.model if model is None else model, tokenizer, dtype="bfloat16" if narrow else "float32", device="cpu"
         )
@@ -84,7 +87,7 @@ class JaxBackend:
         tensors: dict[str, np.ndarray[Any, Any]] = {
             name: tensor.detach().float().numpy() for name, tensor in built.state_dict().items()
         }
-        params = params_from_tensors(shape, tensors, dtype=chosen.dtype if narrow else "float32", source=loaded.source)
+        params = params_from_tensors(shape, tensors, dtype="bfloat16" if narrow else "float32", source=loaded.source)
         kept = (loaded.tokenizer, loaded.eos_token_ids, loaded.source)
         if model is None:
             built.to("meta")  # its memory goes now, whoever else still holds the object

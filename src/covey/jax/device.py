@@ -275,7 +275,8 @@ class JaxDevice(Device):
             cache = rest(self._programs.shrink(cache, zeros(slots)), slots)
 
     def _no_logits(self) -> Any:
-        return jnp.zeros((_PROMPTS, self._config.vocab_size), self._params["embedding"].dtype)
+        wide = jnp.promote_types(self._params["embedding"].dtype, jnp.float32)
+        return jnp.zeros((_PROMPTS, self._config.vocab_size), wide)
 
     def _numbers(self, rows: Sequence[Row | None], count: int, chunk: int) -> NDArray[np.float32]:
         """`[count, chunk]` the next random numbers of each row's stream."""

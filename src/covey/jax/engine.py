@@ -86,9 +86,13 @@ class Engine:
         else:
             source = f"version {weights.version} of the weights"
             variables = {"params": params_from_tensors(self._config, weights.tensors(), source=source)}
-        params = variables["params"]
+        params, lora = variables["params"], variables.get("lora", {})
         dtype = jnp.dtype(self._dtype) if self._dtype else params["embedding"].dtype
-        self._params = self._programs.merge(params, variables.get("lora", {}), dtype=dtype)
+        # Beside an adapter these are frozen: nobody writes to them, and no copy is needed.
+        shared = {name: params[name] for name in ("embedding", "head") if lora and name in params}
+        shared = {name: array for name, array in shared.items() if array.dtype == dtype}
+        rest = {name: value for name, value in params.items() if name not in shared}
+        self._params = self._programs.merge(rest, lora, dtype=dtype) | shared
         self._version = weights.version
 
     def release(self) -> None:

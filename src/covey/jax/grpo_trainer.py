@@ -266,11 +266,13 @@ class GRPOTrainer(Trainer):
             ConfigError: see `prepare_batch`.
             RewardError: from the reward function.
         """
-        ready = self.prepare_batch(state, batch)
+        return super().train_step(state, batch)
+
+    def _advance(self, state: TrainState, ready: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         with self._clear_errors():
-            state, metrics = self._compiled_step(state, ready)
-            jax.block_until_ready(metrics["loss"])
-        return state, metrics
+            found = super()._advance(state, ready)
+            jax.block_until_ready(found[1]["loss"])
+        return found
 
     def rollout(self, params: Any, batch: Batch, key: jax.Array | None = None) -> dict[str, Any]:
         """Steps 1 to 3, recorded: sampling, rewards, advantages, and what the reference says.

@@ -6,7 +6,7 @@ PyTorch keeps a linear layer as `[out, in]`, Flax as `[in, out]`: matrices are t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,13 +87,16 @@ def load_hf(
     """
     folder = Path(folder)
     config = replace(_read_config(folder), lora_rank=lora_rank, lora_alpha=lora_alpha)
-    return config, {"params": params_from_tensors(config, _read_tensors(folder), dtype=dtype, source=str(folder))}
+    params = params_from_tensors(config, _read_tensors(folder), dtype=dtype, source=str(folder))
+    return config, {"params": jax.tree.map(jnp.asarray, params)}
 
 
 def params_from_tensors(
     config: ModelConfig, tensors: Mapping[str, np.ndarray[Any, Any]], *, dtype: Any = jnp.float32, source: str
 ) -> dict[str, Any]:
-    """Parameters of `Transformer(config)` from tensors under Hugging Face's names.
+    """Parameters of `Transformer(config)` from tensors under Hugging Face's names, on the host.
+
+    No device need hold more than its part of them.
 
     Raises:
         ModelError: one is missing, has another shape, or has no place in the model.
@@ -103,10 +106,17 @@ def params_from_tensors(
         ours = (name for name in ours if name != "lm_head.weight")  # some files repeat the embedding
     tensors = {name: tensors[name] for name in ours}
     fix = f"use all files of one {', '.join(_TYPES)} model; the download may be incomplete"
-    return collection(places(config), tensors, dtype, f"{source}: its weights", fix)
+    return collection(places(config), tensors, dtype, f"{source}: its weights", fix, np.asarray)
 
 
-def collection(wanted: Iterable[Place], tensors: dict[str, Any], dtype: Any, what: str, fix: str) -> dict[str, Any]:
+def collection(
+    wanted: Iterable[Place],
+    tensors: dict[str, Any],
+    dtype: Any,
+    what: str,
+    fix: str,
+    make: Callable[[Any, Any], Any] = jnp.asarray,
+) -> dict[str, Any]:
     """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once.
 
     Args:
@@ -115,15 +125,16 @@ def collection(wanted: Iterable[Place], tensors: dict[str, Any], dtype: Any, wha
         dtype: of the collection; None = that of each array.
         what: what they are, for the message.
         fix: what to do where they do not fit.
+        make: an array of a type from another; `np.asarray` leaves it on the host.
 
     Raises:
         ModelError: names or shapes differ.
     """
     wanted = list(wanted)
     check_fits({place.name: place.saved_shape for place in wanted}, tensors, what, fix)
-    found: dict[tuple[str, ...], jax.Array] = {}
+    found: dict[tuple[str, ...], Any] = {}
     for place in wanted:
-        array = jnp.asarray(tensors.pop(place.name), dtype)
+        array = make(tensors.pop(place.name), None if dtype is None else jnp.dtype(dtype))
         found[place.path] = array.T if place.is_transposed else array
     return unflatten_dict(found)
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from covey.errors import ConfigError
 from covey.jax.attention import Attend, KeysValues, cached, causal
-from covey.jax.linear import lora_linear
+from covey.jax.linear import lora_linear, wide_product
 
 Cache = tuple[KeysValues, ...]
 """The keys and values of each layer."""
@@ -225,7 +225,7 @@ class Transformer(nn.Module):
                 largest layer of a small model: it runs on no others.
 
         Returns:
-            `[N, L, V]` or `[N, T, V]` logits; with a cache `(logits, cache)`.
+            `[N, L, V]` or `[N, T, V]` logits, in at least float32; with a cache `(logits, cache)`.
         """
         c = self.config
         embedding = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size))
@@ -249,9 +249,10 @@ class Transformer(nn.Module):
         if columns is not None:
             x = jnp.take_along_axis(x, columns[:, :, None], axis=1)
         if c.tie_embeddings:
-            logits = x @ embedding.T
+            head = embedding.T
         else:
-            logits = x @ self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
+            head = self.param("head", nn.initializers.lecun_normal(), (c.hidden_size, c.vocab_size))
+        logits = wide_product(x.reshape(-1, c.hidden_size), head).reshape(*x.shape[:-1], c.vocab_size)
         return logits if cache is None else (logits, tuple(written))
 
     def init_cache(self, rows: int, length: int, dtype: Any = jnp.float32) -> Cache:

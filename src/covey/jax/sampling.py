@@ -96,7 +96,8 @@ def _start(model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, l
     """Logits `[B, V]` after each prompt, and the state to go on from: a cache, or the rows themselves."""
     last = (lengths - 1)[:, None]
     if hasattr(model, "init_cache"):
-        dtype = jnp.result_type(*jax.tree.leaves(variables))
+        # float32 factors beside bfloat16 weights do not make wider keys and values
+        dtype = jnp.result_type(*jax.tree.leaves(variables["params"]))
         cache = model.init_cache(prompts.shape[0], prompts.shape[1] + limit, dtype)
         logits, cache = model.apply(variables, prompts, cache=cache, columns=last)
         return logits[:, 0], cache

@@ -14,6 +14,7 @@ from covey.algorithms.kl import VOCABULARY_KL
 from covey.algorithms.objective import LossTerms
 from covey.jax.attention import packed
 from covey.jax.drawing import log_probabilities
+from covey.jax.linear import wide_product
 from covey.jax.model import ModelConfig
 from covey.jax.stacked import hidden_states
 
@@ -67,11 +68,14 @@ def score_batch(
     if reference is not None:
         columns["reference"], other_head = states(jax.lax.stop_gradient(reference))
 
+    def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        return wide_product(hidden.reshape(-1, hidden.shape[-1]), head).reshape(*hidden.shape[:-1], -1)
+
     def part(at: Mapping[str, jax.Array]) -> Scores:
         kept, other = at.get("support"), None
-        logp = log_probabilities(at["hidden"] @ head, temperature, kept)
+        logp = log_probabilities(logits(at["hidden"], head), temperature, kept)
         if reference is not None:
-            other = jax.lax.stop_gradient(log_probabilities(at["reference"] @ other_head, temperature, kept))
+            other = jax.lax.stop_gradient(log_probabilities(logits(at["reference"], other_head), temperature, kept))
         return token_scores(logp, at["targets"], other, kl_estimator)
 
     size = max(1, _LOGITS // (head.shape[1] * batch["targets"].shape[0]))

@@ -25,6 +25,8 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from covey.errors import ConfigError
@@ -80,6 +82,14 @@ def make_mesh(axes: str | None, device: str = "auto") -> Mesh | None:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:wanted])
 
 
+def runs_on_cpu(mesh: Mesh | None) -> bool:
+    """Whether what is computed on the mesh, or without one where JAX computes by default, is computed by a CPU."""
+    device: Any = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    if mesh is not None:
+        device = mesh.devices.flat[0]
+    return (device if isinstance(device, str) else device.platform) == "cpu"
+
+
 def check_mesh(mesh: Mesh | None) -> Mesh | None:
     """The mesh, its axes left to the compiler. Those of `jax.make_mesh` are not: gathers would have to name theirs.
 
@@ -118,8 +128,10 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def place(variables: Any, mesh: Mesh | None, model: Any = None) -> Any:
-    """Arrays where `variables_sharding` says; None = left where they are."""
-    return variables if mesh is None else jax.device_put(variables, variables_sharding(variables, mesh, model))
+    """Arrays where `variables_sharding` says; without a mesh those of the host go to the device, others stay."""
+    if mesh is None:
+        return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, variables)
+    return jax.device_put(variables, variables_sharding(variables, mesh, model))
 
 
 def place_rows(arrays: Any, mesh: Mesh | None, counted: str = "prompts") -> Any:

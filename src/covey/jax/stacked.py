@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from covey.jax.attention import Attend
 from covey.jax.model import MLP, Attention, ModelConfig, RMSNorm, rotation_of
@@ -25,7 +26,9 @@ _PARTS = ("attention_norm", "attention", "mlp_norm", "mlp")
 
 
 def stack(tree: Any, count: int) -> Any:
-    """Parameters or LoRA factors of `Transformer` with `count` layers -> the same, stacked. What is stacked stays."""
+    """Parameters or LoRA factors of `Transformer` with `count` layers -> the same, stacked. What is stacked stays, and
+    what is on the host stays there.
+    """
     if LAYERS in tree:
         return tree
     found = {name: value for name, value in tree.items() if not name.startswith("layer_")}
@@ -33,8 +36,12 @@ def stack(tree: Any, count: int) -> Any:
     for part in _PARTS:
         each = [tree[f"layer_{index}_{part}"] for index in range(count) if f"layer_{index}_{part}" in tree]
         if each:
-            layers[part] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+            layers[part] = jax.tree.map(_stacked, *each)
     return found | {LAYERS: layers}
+
+
+def _stacked(*leaves: Any) -> Any:
+    return np.stack(leaves) if all(isinstance(leaf, np.ndarray) for leaf in leaves) else jnp.stack(leaves)
 
 
 def unstack(tree: Any, count: int) -> Any:

@@ -64,7 +64,7 @@ class Trainer(ABC):
 
     def __init__(self, optimizer: optax.GradientTransformation) -> None:
         self.optimizer = optimizer
-        self._compiled_step = jax.jit(self._step)
+        self._compiled_step = jax.jit(self._step, donate_argnames=("state",))
 
     @abstractmethod
     def create_train_state(self, key: jax.Array, dummy_input: jax.Array) -> TrainState:
@@ -97,7 +97,13 @@ class Trainer(ABC):
             The next state, and scalars: `loss`, `grad_norm` before the optimiser's clipping, `updated` (1 or 0), and
             those of `loss_and_metrics`.
         """
-        return self._compiled_step(state, self.prepare_batch(state, batch))
+        ready = self.prepare_batch(state, batch)
+        return self._advance(jax.tree.map(jnp.copy, state), ready)
+
+    def _advance(self, state: TrainState, ready: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
+        """The compiled step on a prepared batch, which writes to the memory of the state that it is given."""
+        found: tuple[TrainState, Metrics] = self._compiled_step(state, ready)
+        return found
 
     def _step(self, state: TrainState, batch: Mapping[str, Any]) -> tuple[TrainState, Metrics]:
         (loss, metrics), grads = jax.value_and_grad(self.loss_and_metrics, has_aux=True)(state.params, batch)
@@ -124,6 +130,9 @@ class Trainer(ABC):
     ) -> TrainState:
         """Train on batches in order, `passes_per_batch` steps on each.
 
+        The state is copied once, at the beginning; from then on each step writes to the memory of the one before it,
+        where `train_step` leaves the old state beside the new one.
+
         Args:
             state: where to begin. To resume, load it and skip the batches that it has seen.
             batches: what `prepare_batch` takes.
@@ -142,12 +151,13 @@ class Trainer(ABC):
         if save_steps and checkpoint_folder is None:
             raise ConfigError(f"save_steps={save_steps}: there is nowhere to save to; pass checkpoint_folder")
         taken = saved = int(state.step)
+        state = jax.tree.map(jnp.copy, state)
         for batch in batches:
             if max_steps is not None and taken >= max_steps:
                 break
             ready = self.prepare_batch(state, batch)
             for _ in range(self.passes_per_batch):
-                state, metrics = self.train_step(state, ready)
+                state, metrics = self._advance(state, ready)
                 taken += 1
                 if on_step is not None:
                     on_step(taken, {name: float(value) for name, value in metrics.items()})

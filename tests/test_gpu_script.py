@@ -1,0 +1,122 @@
+"""`benchmarks/gpu.py` on a CPU: every part reports a result or a reason, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402
+import gpu_work  # noqa: E402
+from gpu_table import Row, markdown, read_rows  # noqa: E402
+
+SAYS = "from gpu_table import Rows; import sys, time; rows = Rows(); rows.say('first', 'ok', 'a|b', seconds=0.5)"
+ALIKE = ("update-512", "update-4096", "step-1.5", "step-smollm2")
+"""Parts that do with tiny shapes what `step-0.5` does."""
+
+
+def run(code: str, tmp_path: Path, seconds: float = 60) -> list[Row]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    part = gpu.Part("some", "some part", (), 0)
+    return gpu.run(part, [sys.executable, "-c", code], environment, seconds, tmp_path / "some.log")
+
+
+def test_what_was_found_before_a_failure_stays(tmp_path: Path) -> None:
+    first, second = run(f"{SAYS}; raise ValueError('no more')", tmp_path)
+    assert (first.what, first.state, first.numbers) == ("first", "ok", {"seconds": 0.5})
+    assert (second.what, second.state) == ("some part", "failed")
+    assert "exit status 1: ValueError: no more" in second.text
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    began = time.monotonic()
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    child += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))"
+    first, second = run(f"{SAYS}; {child}; time.sleep(600)", tmp_path, seconds=5)
+    assert (first.state, second.text.partition(" (")[0]) == ("ok", "ended after 5 s, its limit")
+    assert time.monotonic() - began < 60
+    child_state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    for _ in range(100):  # whoever inherits it has to collect it first
+        if not child_state.exists() or child_state.read_text().split()[2] == "Z":
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the child goes on")
+
+
+def test_silence_is_a_failure(tmp_path: Path) -> None:
+    (only,) = run("print('row is cut off')", tmp_path)
+    assert (only.state, only.text.partition(" (")[0]) == ("failed", "it found nothing")
+
+
+def test_a_later_finding_takes_the_place_of_an_earlier_one() -> None:
+    told = [{"what": "x", "state": "ok", "text": text, "numbers": {}} for text in ("one", "two")]
+    lines = [f"row {json.dumps(one)}" for one in told] + ["noise", 'row {"what": "y']
+    assert read_rows("p", "\n".join(lines)) == [Row("p", "x", "ok", "two")]
+
+
+def test_the_table() -> None:
+    text = markdown([Row("p", "x", "ok", "a|b", {"seconds": 0.5, "peak_device": 2e9}), Row("p", "y", "failed", "why")])
+    assert "| p | x | ok | a/b |" in text
+    assert "| p | y | failed | why |" in text
+    assert text.endswith("| part | what | step s | peak GB |\n| --- | --- | --- | --- |\n| p | x | 0.500 | 2.00 |\n")
+
+
+def test_work_by_hand() -> None:
+    """One layer of one head, width 2: 8 + 8 weights in attention, 12 in the MLP; 2 prompts of 3, 2 x 2 of 2 tokens."""
+    config = {"hidden_size": 2, "intermediate_size": 2, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config |= {"num_key_value_heads": 1, "vocab_size": 5}
+    done = gpu_work.Rollout(prompts=2, prompt_tokens=3, completions=4, completion_tokens=8, longest=2)
+    assert gpu_work.body_weights(config) == 2 * 2 * 2 + 2 * 2 * 2 + 3 * 2 * 2 == 28
+    assert (done.unique, done.pairs) == (14, 2 * 4.5 + 8 * 3 + 4 * 2)
+    sampling, update = gpu_work.sampling(config, done), gpu_work.update(config, done)
+    assert sampling.operations == 2 * 28 * 14 + 2 * 10 * 8 + 4 * 2 * 41
+    assert sampling.bytes == 2 * (2 * 38 + 2 * 3 * 8) + 8 * 8
+    assert update.operations == 4 * 28 * 14 + 4 * 10 * 8 + 12 * 2 * 41
+    whole = gpu_work.step(config, done)
+    assert whole.shares(2.0, 1e4, 1e3)["matrix_share"] == (sampling.operations + update.operations) / 2e4
+    assert whole.shares(2.0, 0, 0) == {}
+
+
+def test_wheels_that_are_not_there_are_said(tmp_path: Path) -> None:
+    assert "make gpu-wheels" in gpu.install(sys.executable, tmp_path, tmp_path / "site")
+
+
+def test_no_time_left_is_said(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--minutes", "0.1", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert {row["state"] for row in found["rows"]} == {"skipped"}
+    assert len(found["rows"]) == len(gpu.PARTS)
+    assert (tmp_path / "gpu.md").read_text().endswith(done.stdout)
+
+
+def test_all_parts_report_though_some_break(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    command += ["--models", str(tmp_path / "models"), "--break", ",".join(ALIKE)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads((tmp_path / "gpu.json").read_text())["rows"]:
+        rows.setdefault(row["part"], []).append(row)
+    assert list(rows) == [part.name for part in gpu.PARTS]
+    for name, found in rows.items():
+        states = {row["state"] for row in found}
+        if name in ALIKE:
+            assert states == {"failed"}
+            assert "broken on purpose" in found[0]["text"]
+        else:
+            assert states <= {"ok", "skipped"}, found
+            assert "ok" in states, found
+    assert "| step-0.5 | Covey, own engine | ok |" in done.stdout
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == sorted(f"{name}.log" for name in ALIKE)
