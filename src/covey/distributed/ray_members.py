@@ -70,7 +70,11 @@ class EngineHost:
         torch.set_num_threads(self._threads)
         chosen = self._config.model
         self._loaded = load_model(
-            chosen.model, dtype=self._dtype, device=chosen.device, trust_remote_code=chosen.trust_remote_code
+            chosen.model,
+            dtype=self._dtype,
+            device=chosen.device,
+            trust_remote_code=chosen.trust_remote_code,
+            quantization=chosen.quantization,
         )
         self._model = self._loaded.model
         self._start_engine()

@@ -30,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.adapters import check_fits
 from covey.errors import ModelError
+from covey.pytorch.dequantise import quantised_layers
 from covey.pytorch.dropout import dropout_obstacle, switch_dropout_off
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
@@ -151,6 +152,7 @@ class Policy:
         dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
+        quantization: str = "none",
         use_peft: bool = True,
         lora_r: int = 16,
         lora_alpha: float = 32,
@@ -169,6 +171,7 @@ class Policy:
             dtype: see `load_model`.
             device: see `load_model`.
             trust_remote_code: see `load_model`.
+            quantization: see `load_model`; only adapters are trained on such a model.
             use_peft: train a LoRA adapter; False trains all weights.
             lora_r: rank.
             lora_alpha: scaling is `lora_alpha / lora_r`.
@@ -183,7 +186,14 @@ class Policy:
             ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `Policy`.
         """
         dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
-        loaded = load_model(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        loaded = load_model(
+            model,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            quantization=quantization,
+        )
         trained = attach(
             loaded.model,
             use_peft=use_peft,
@@ -195,6 +205,11 @@ class Policy:
             lora_config=lora_config,
             seed=seed,
         )
+        if not isinstance(trained, PeftModel) and any(quantised_layers(trained)):
+            raise ModelError(
+                f"{loaded.source}: is quantised, and quantised weights cannot be trained themselves; train an adapter "
+                "(model.use_peft=true; in covey.trl pass peft_config), or load the model without quantization"
+            )
         # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
         from_current = adapter is not None or isinstance(loaded.model, PeftModel)
         ready = replace(loaded, model=trained)
