@@ -145,7 +145,7 @@ def _take(
     source = str(getattr(model, "name_or_path", "") or name)
     held = next(model.parameters()).device
     target = held if device == "auto" else chosen_device(device)
-    if _says_quantised(model):
+    if says_quantised(model):
         adopt(model, source)
         if target.type != held.type or dtype != "auto":
             raise ModelError(
@@ -178,7 +178,7 @@ def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -
     return LoadedModel(model.eval(), tokenizer, source, _eos_token_ids(model, tokenizer, source))
 
 
-def _says_quantised(model: nn.Module) -> bool:
+def says_quantised(model: nn.Module) -> bool:
     """True for a built model that says so, or has such layers."""
     return getattr(getattr(model, "config", None), "quantization_config", None) is not None or any(
         quantised_layers(model)

@@ -30,11 +30,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.adapters import check_fits
 from covey.errors import ModelError
-from covey.pytorch.dequantise import quantised_layers
 from covey.pytorch.dropout import dropout_obstacle, switch_dropout_off
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
-from covey.pytorch.loading import LoadedModel, causal_lm, load_model, trained_dtype, transformer
+from covey.pytorch.loading import LoadedModel, causal_lm, load_model, says_quantised, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach, save_adapter
 from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT
@@ -185,6 +184,12 @@ class Policy:
         Raises:
             ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `Policy`.
         """
+        trains_all = not use_peft and adapter is None and not isinstance(model, PeftModel)
+        if trains_all and (quantization != "none" or (isinstance(model, nn.Module) and says_quantised(model))):
+            raise ModelError(
+                "the model is quantised, and quantised weights cannot be trained themselves; train an adapter "
+                "(model.use_peft=true; in covey.trl pass peft_config), or load the model without quantization"
+            )
         dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
         loaded = load_model(
             model,
@@ -205,11 +210,6 @@ class Policy:
             lora_config=lora_config,
             seed=seed,
         )
-        if not isinstance(trained, PeftModel) and any(quantised_layers(trained)):
-            raise ModelError(
-                f"{loaded.source}: is quantised, and quantised weights cannot be trained themselves; train an adapter "
-                "(model.use_peft=true; in covey.trl pass peft_config), or load the model without quantization"
-            )
         # A model that came with an adapter starts from it, so that is what the KL term must hold on to.
         from_current = adapter is not None or isinstance(loaded.model, PeftModel)
         ready = replace(loaded, model=trained)
