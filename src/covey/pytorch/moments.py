@@ -55,6 +55,8 @@ def restore_optimizer(
             )
         saved.setdefault(name, {})[key] = tensor
     makes_its_own = hasattr(optimizer, "init_state")
+    if not makes_its_own and any("state1" in moments for moments in saved.values()):
+        raise CheckpointError(f"the checkpoint's moments are those of bitsandbytes' optimizers; {_ADVICE}")
     restored: dict[torch.Tensor, dict[str, Any]] = {}
     for name, moments in saved.items():
         parameter = parameters[name]
@@ -76,8 +78,6 @@ def restore_optimizer(
             f"the checkpoint lacks {' and '.join(sorted(max(kinds, key=len) - min(kinds, key=len)))} of some "
             "parameters, though it has them of others; delete it to resume from the one before"
         )
-    if not makes_its_own and any("state1" in moments for moments in kinds):
-        raise CheckpointError(f"the checkpoint's moments are those of bitsandbytes' optimizers; {_ADVICE}")
     optimizer.state.clear()
     optimizer.state.update(restored)
 

@@ -102,7 +102,7 @@ def adopt(model: nn.Module, source: str) -> None:
             own.__class__ = Linear4bit
 
 
-def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
+def _nf4(linear: nn.Linear, device: torch.device) -> Any:
     from bitsandbytes.nn import Params4bit
 
     from covey.pytorch.bitsandbytes_layers import Linear4bit
@@ -112,7 +112,7 @@ def _nf4(linear: nn.Linear, device: torch.device) -> nn.Module:
     return made
 
 
-def _int8(linear: nn.Linear, device: torch.device) -> nn.Module:
+def _int8(linear: nn.Linear, device: torch.device) -> Any:
     from bitsandbytes.nn import Int8Params
 
     from covey.pytorch.bitsandbytes_layers import Linear8bit
@@ -122,7 +122,7 @@ def _int8(linear: nn.Linear, device: torch.device) -> nn.Module:
     return made
 
 
-def _torchao_int8(linear: nn.Linear, device: torch.device) -> nn.Module:
+def _torchao_int8(linear: nn.Linear, device: torch.device) -> Any:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     made = _empty(Int8Linear, linear)
