@@ -118,6 +118,7 @@ def load_model(
                     found = _load_tokenizer(folder, source, gguf_file=gguf_file)
                 else:
                     found = _load_tokenizer(tokenizer, source, trust_remote_code=trust_remote_code)
+    _refuse_quantised(getattr(loaded.config, "quantization_config", None), source)
     if quantization == "none":
         loaded = loaded.to(torch_device)  # type: ignore[arg-type]
     done = _finish(loaded, found, source)
@@ -146,6 +147,8 @@ def _take(
     held = next(model.parameters()).device
     target = held if device == "auto" else chosen_device(device)
     if says_quantised(model):
+        if not any(quantised_layers(model)):
+            _refuse_quantised(getattr(model.config, "quantization_config", None), source)
         adopt(model, source)
         if target.type != held.type or dtype != "auto":
             raise ModelError(
@@ -186,15 +189,17 @@ def says_quantised(model: nn.Module) -> bool:
 
 
 def _refuse_quantised(settings: Any, source: str) -> None:
-    """`quantization_config` of a saved model's config."""
+    """`quantization_config` of a model's config: a mapping, or transformers' object of it."""
     if not settings:
         return
-    found = settings if isinstance(settings, Mapping) else {}
+    found = settings if isinstance(settings, Mapping) else vars(settings)
     method = found.get("quant_method", "unknown")
     bits = found.get("bits") or (4 if found.get("load_in_4bit", found.get("_load_in_4bit")) else None)
+    how = f"{getattr(method, 'value', method)}{f', {bits} bits' if bits else ''}"
     raise ModelError(
-        f"{source}: its files are quantised ({method}{f', {bits} bits' if bits else ''}); use the model that it was "
-        "made from, which model.quantization=nf4 holds in 4 bits"
+        f"{source}: is quantised ({how}); use the model that it was made from, which model.quantization=nf4 holds in 4 "
+        "bits. Of models that are passed loaded, linear layers of bitsandbytes and of torchao's Int8WeightOnlyConfig "
+        "are known"
     )
 
 

@@ -78,13 +78,7 @@ def adopt(model: nn.Module, source: str) -> None:
     Raises:
         ModelError: they are of another kind.
     """
-    layers = list(quantised_layers(model))
-    if not layers:
-        raise ModelError(
-            f"{source}: is quantised in a way that is not known here; Covey trains adapters on linear layers of "
-            "bitsandbytes (4 and 8 bits) and of torchao (Int8WeightOnlyConfig)"
-        )
-    for layer in layers:
+    for layer in list(quantised_layers(model)):
         own: Any = layer
         if type(own.weight).__name__ == "Int8Tensor":
             if own.weight.act_quant_kwargs is not None:

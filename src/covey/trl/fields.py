@@ -120,8 +120,7 @@ MEANINGS: dict[str, Meaning] = {
     ),
     "optim": Meaning(
         "translated",
-        "optim.optimizer: AdamW, with moments of 8 bits where bitsandbytes' is named (paged ones too); other variants "
-        "run as plain AdamW, which is said; other optimizers are refused",
+        "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW",
     ),
     "data_seed": Meaning("warned", "run.seed also orders the data"),
     "resume_from_checkpoint": Meaning("translated", "read by your script, as in transformers: train() takes it"),

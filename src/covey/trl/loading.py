@@ -89,7 +89,8 @@ def place_model(
 def _quantization(config: Any, *, lora: bool) -> dict[str, Any]:
     """`quantization_config` as Covey's setting; nothing where it asks for more, and transformers is to load with it."""
     if isinstance(config, Mapping):
-        config = BitsAndBytesConfig(**{name: value for name, value in config.items() if name != "quant_method"})
+        given = {name: value for name, value in config.items() if name != "quant_method"}
+        config = BitsAndBytesConfig(**given)  # type: ignore[no-untyped-call]
     if not isinstance(config, BitsAndBytesConfig | TorchAoConfig):
         raise ConfigError(
             f"quantization_config={config!r:.200}: a {type(config).__name__}; adapters are trained on models quantised "

@@ -84,13 +84,15 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
 def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
     """The 4 or 8 bits that a script's arguments ask for, None where they do not."""
     if model_args.load_in_4bit:
-        return BitsAndBytesConfig(
+        return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
             load_in_4bit=True,
             bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
             bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
             bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
         )
-    return BitsAndBytesConfig(load_in_8bit=True) if model_args.load_in_8bit else None
+    if model_args.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    return None
 
 
 def get_kbit_device_map() -> None:
