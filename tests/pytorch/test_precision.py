@@ -17,6 +17,7 @@ from covey.algorithms import make_objective
 from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
 from covey.errors import CheckpointError, ConfigError
+from covey.observe.metric_names import describe_metric
 from covey.pytorch.backend import BACKEND
 from covey.pytorch.learner import Learner
 from covey.pytorch.loss_scale import LossScale
@@ -234,6 +235,7 @@ def test_a_gradient_that_overflows_takes_no_step_and_is_said() -> None:
     assert "no optimiser step was taken, and float16's loss scale is halved to 32768" in done.skipped
     assert done.metrics["loss_scale"] == 2.0**15
     assert done.metrics["skipped_steps"] == 1
+    assert all(describe_metric(name) for name in done.metrics)
     for name, tensor in learner.policy.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     while not (done := update(learner, batch, AlgorithmConfig(), 1e-2, **options)).optimizer_steps:

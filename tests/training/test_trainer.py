@@ -123,6 +123,9 @@ def test_first_step_has_no_kl_and_ratio_one(settings: dict[str, Any]) -> None:
         {"prefix_sharing": False},
         {"lora_dropout": 0.1},
         {"lr_scheduler_type": "cosine", "warmup_steps": 1},
+        {"quantization": "nf4", "optimizer": "adamw_8bit"},
+        {"quantization": "int8", "gradient_checkpointing": True, "beta": 0.1},
+        {"quantization": "torchao_int8", "kl_estimator": "exact", "beta": 0.1},
     ],
     ids=str,
 )
