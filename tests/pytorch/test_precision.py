@@ -16,7 +16,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from covey.algorithms import make_objective
 from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
-from covey.errors import CheckpointError, ConfigError
+from covey.errors import CheckpointError, ConfigError, ModelError
 from covey.observe.metric_names import describe_metric
 from covey.pytorch.backend import BACKEND
 from covey.pytorch.learner import Learner
@@ -186,6 +186,10 @@ def test_without_bitsandbytes_it_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
         ConfigError, match=r"'adamw_8bit': bitsandbytes is not installed; run pip install 'covey\[quant"
     ):
         Learner(policy, learning_rate=1e-2, optimizer="adamw_8bit")
+    with pytest.raises(ConfigError, match="bitsandbytes is not installed"):  # before anything is loaded
+        BACKEND.check(GRPOConfig(optimizer="adamw_8bit"))
+    with pytest.raises(ModelError, match="torchao is not installed"):
+        BACKEND.check(GRPOConfig(quantization="torchao_int8"))
 
 
 # ------------------------------------------------------------------------------------------ gradients of float16

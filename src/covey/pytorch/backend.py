@@ -12,6 +12,7 @@ from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.config_vllm import logprobs_mode
 from covey.errors import ConfigError
+from covey.pytorch import optimizers, quantised
 from covey.pytorch.dequantise import quantised_layers
 from covey.pytorch.engine import Engine
 from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
@@ -30,7 +31,9 @@ class PyTorchBackend:
         self._share = share
 
     def check(self, config: GRPOConfig) -> None:
-        """Refuse a mesh: PyTorch runs on one device."""
+        """Refuse a mesh, since PyTorch runs on one device, and what needs a package that is not installed."""
+        optimizers.require_package(config.optim.optimizer)
+        quantised.require_package(config.model.quantization)
         if config.model.mesh is not None:
             raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")
 

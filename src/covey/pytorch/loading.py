@@ -92,8 +92,7 @@ def load_model(
     Raises:
         ModelError: there is no such model, it cannot be read, quantised, or does not fit the device asked for.
     """
-    if quantization != "none":
-        require_package(quantization)
+    require_package(quantization)
     if isinstance(model, nn.Module):
         return _take(model, tokenizer, dtype, device, quantization)
     if not isinstance(model, str | Path):

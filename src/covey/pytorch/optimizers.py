@@ -25,6 +25,19 @@ _SMALLEST, _BLOCK = 4096, 256
 """Numbers of a parameter from which its moments have 8 bits, and numbers that share a scale."""
 
 
+def require_package(name: str) -> None:
+    """Refuse an optimiser whose package is missing.
+
+    Raises:
+        ConfigError: it says what to install.
+    """
+    if name != "adamw" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"optim.optimizer={name!r}: bitsandbytes is not installed; run pip install 'covey[quantization]', or set "
+            "optim.optimizer to adamw"
+        )
+
+
 def make_optimizer(
     name: str, groups: list[dict[str, Any]], *, betas: tuple[float, float], epsilon: float, device: torch.device
 ) -> torch.optim.Optimizer:
@@ -43,11 +56,7 @@ def make_optimizer(
     if name == "adamw":
         # Fused on CPU too: one pass over each parameter in place of a dozen, with the same numbers on every run.
         return torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"optim.optimizer={name!r}: bitsandbytes is not installed; run pip install 'covey[quantization]', or set "
-            "optim.optimizer to adamw"
-        )
+    require_package(name)
     if device.type not in ("cpu", "cuda", "xpu"):
         raise ConfigError(
             f"optim.optimizer={name!r}: bitsandbytes has no 8-bit AdamW for the device {device.type}; set "

@@ -36,7 +36,7 @@ def require_package(kind: str) -> None:
     Raises:
         ModelError: it says what to install.
     """
-    if importlib.util.find_spec(_PACKAGES[kind]) is None:
+    if kind != "none" and importlib.util.find_spec(_PACKAGES[kind]) is None:
         raise ModelError(
             f"model.quantization={kind!r}: {_PACKAGES[kind]} is not installed; run pip install 'covey[quantization]', "
             "or set model.quantization to none"
