@@ -7,6 +7,7 @@ Importing this package imports neither torch nor JAX: the names below are loaded
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,10 @@ _HOMES = {
     "GRPOTrainer": "covey.training.trainer",
     "GRPOTrainingArgs": "covey.config",
 }
+
+# PEFT imports these wherever they are installed, and each import tells stderr of kernels for other processors.
+for _name in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

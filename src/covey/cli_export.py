@@ -66,6 +66,15 @@ def export(
         )
         export_run(folder, config, weights, target, kind=kind, dtype=dtype, base=base, repository=repository)
     out.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    if config.model.quantization != "none":
+        where = f"goes onto {base or config.model.model}" if adapter or mlx else "was merged into the model"
+        out.print(
+            f"the adapter was trained on the model in {config.model.quantization} and {where} as it is in its files: "
+            "what was exported is not quite the policy that was trained; compare covey eval of both",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     if repository is not None:
         place = upload_folder(target, repository)
         out.print(f"uploaded to {place}", markup=False, highlight=False, soft_wrap=True)

@@ -103,6 +103,8 @@ def print_forecast(known: Forecast | None, where: str) -> None:
             for part in parts:
                 table.add_row(f"  {part.name}", f"{part.amount / 1e9:.2f}", when)
     out.print(table)
+    for saved in known.savings:
+        _say(saved)
     if known.receivers:
         total = known.sync_bytes * known.receivers
         _say(f"a sync: {known.sync_bytes / 1e6:.1f} MB to each of {known.receivers}, {total / 1e6:.1f} MB in all")

@@ -305,9 +305,8 @@ def _check_across_sections(config: GRPOConfig) -> None:
     if config.model.dtype in ("bfloat16", "float16") and not config.model.use_peft:
         problems.append(
             f"model.dtype={config.model.dtype!r} (bf16 or fp16) and model.use_peft=False: weights that are trained "
-            "in half precision lose most updates, which are smaller than their last digit, and training with float32 "
-            "weights and "
-            'autocast does not exist here; set model.dtype to "float32" (bf16 to false), or model.use_peft to true'
+            "in half precision lose most updates, which are smaller than their last digit; set model.dtype to "
+            '"float32" and optim.autocast to "bfloat16", or model.use_peft to true'
         )
     if config.environment.world is not None and (config.data.task or config.data.dataset):
         problems.append(

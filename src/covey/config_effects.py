@@ -66,7 +66,9 @@ def correction_mode(config: Any) -> str:
     if chosen != "auto":
         return chosen
     narrower = config.sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
-    differs = narrower or config.schedule.max_staleness > 0 or another_program_samples(config)
+    # A server is given the adapter, and has a base of its own, which need not be quantised, or not so.
+    other_base = config.model.quantization != "none" and config.server.upload_adapters_to_server
+    differs = narrower or other_base or config.schedule.max_staleness > 0 or another_program_samples(config)
     return "token_truncate" if differs else "off"
 
 

@@ -157,6 +157,8 @@ def test_killed_on_two_ranks_a_run_goes_on_on_one_and_on_three(recipe_folder: Pa
     [
         ({"autocast": "bfloat16"}, r"optim\.autocast='bfloat16': is not served"),
         ({"offload": True}, r"optim\.offload=True: is not served"),
+        ({"optimizer": "adamw_8bit"}, r"optim\.optimizer='adamw_8bit': is not served"),
+        ({"quantization": "nf4"}, r"model\.quantization='nf4': is not served"),
         ({"lora_dropout": 0.1}, r"model\.lora_dropout=0\.1: is not served"),
         ({"beta": 0.1, "kl_estimator": "exact", "use_peft": False}, r"algorithm\.kl_estimator='exact': is not served"),
     ],

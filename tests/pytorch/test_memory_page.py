@@ -48,6 +48,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA": {},
     "LoRA, checkpointing": {"gradient_checkpointing": True},
     "LoRA, checkpointing, sampler elsewhere": {"gradient_checkpointing": True, "samplers": 1},
+    "LoRA on `nf4`, the same": {"gradient_checkpointing": True, "samplers": 1, "quantization": "nf4"},
     "all weights, checkpointing": {"gradient_checkpointing": True, "use_peft": False, "autocast": "bfloat16"},
     "the same with `optim.offload`": {
         "gradient_checkpointing": True,

@@ -51,6 +51,18 @@ def test_what_fits_fits_and_one_token_more_does_not(folder: Path) -> None:
     assert fit(recipe, 141e9).longest == 131072 - recipe.prompt  # no further than the model was built for
 
 
+def test_fewer_bits_take_less(folder: Path) -> None:
+    away = {"samplers": 1, "max_completion_length": 16}
+    plain, four = recipe_of(folder, **away), recipe_of(folder, **away, quantization="nf4")
+    ends, layers = plain.shape.embedding * 2, plain.shape.inside
+    assert plain.phases(24e9)["held"]["weights"] == ends + 2 * layers
+    assert four.phases(24e9)["held"]["weights"] == pytest.approx(ends + 0.52 * layers)
+    eight = recipe_of(folder, **away, optimizer="adamw_8bit").phases(24e9)["held"]["AdamW's moments"]
+    assert eight == pytest.approx(2.03 * plain.shape.trained)
+    with pytest.raises(ConfigError, match="paged_adamw_8bit moves its moments by itself"):
+        recipe_of(folder, optimizer="adamw_8bit", offload=True)
+
+
 @pytest.mark.parametrize("settings", [{}, {"use_peft": False, "beta": 0.1}, {"engine": "vllm"}], ids=str)
 def test_what_is_proposed_makes_it_fit(folder: Path, settings: dict[str, Any]) -> None:
     recipe = recipe_of(folder, max_completion_length=2048, tokens_per_micro_batch=16384, **settings)

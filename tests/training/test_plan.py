@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.cli import app
+from covey.training.forecast import forecast
 from covey.training.plan import Plan, measure
 
 
@@ -76,6 +77,35 @@ def test_tied_groups_cost_no_update(settings: dict[str, Any]) -> None:
     plan = measure(trainer)
     assert plan.mixed_share == 0
     assert next(part.amount for part in plan.seconds if part.name == "update") == 0
+
+
+def test_what_fewer_bits_save_by_hand(settings: dict[str, Any]) -> None:
+    """A number of a linear layer takes 4 bits; each 64 share a scale of 8 bits, and 256 scales one of 32."""
+    pytest.importorskip("bitsandbytes")
+    plain = GRPOConfig(**settings)
+    found = forecast(trainer_of(settings), plain)
+    assert found is not None
+    assert not found.savings
+    config = plain.replace(quantization="nf4", optimizer="adamw_8bit", lora_r=32)
+    trainer = GRPOTrainer(reward_funcs=reward, args=config, train_dataset=[{"prompt": "say"}])
+    known = forecast(trainer, config)
+    assert known is not None
+    model = trainer.policy.model.get_base_model()
+    frozen = [p for name, p in model.named_parameters() if "lora_" not in name]
+    packed = sum(p.numel() for p in frozen if p.dtype == torch.uint8)
+    others = sum(p.numel() for p in frozen if p.dtype != torch.uint8)
+    scales = sum(2 * p.numel() // 64 for p in frozen if p.dtype == torch.uint8) + 14 * 4
+    held, numbers = packed + scales + 4 * others, 2 * packed + others
+    assert known.savings[0] == (
+        f"the frozen model takes {held / 1e6:,.1f} MB (nf4); it would take {2 * numbers / 1e6:,.1f} MB in bfloat16 and "
+        f"{4 * numbers / 1e6:,.1f} MB in float32"
+    )
+    parts = {part.name: part.amount for part in (*known.processes[0].held, *known.processes[0].sampling)}
+    adapter = sum(p.nbytes for p in trainer.policy.trainable_parameters())
+    assert parts["weights"] == held + adapter
+    assert parts["engine's copy of the layers"] > 4 * 2 * packed
+    assert "in place of" in known.savings[1]
+    trainer.close()
 
 
 def test_the_command_prints_totals_and_advice(recipe_folder: Path, tmp_path: Path) -> None:

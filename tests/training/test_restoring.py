@@ -187,6 +187,10 @@ def test_settings_that_differ_from_the_checkpoints_are_named(whole: tuple[Path, 
     ]
     with pytest.raises(CoveyError, match=r"model\.lora_alpha=8\.0: .* was made with 32"):
         changed_settings(checkpoint, config.replace(lora_alpha=8.0))
+    with pytest.raises(CoveyError, match=r"model\.quantization='nf4': .* was made with 'none'"):
+        changed_settings(checkpoint, config.replace(quantization="nf4"))
+    with pytest.raises(CoveyError, match=r"optim\.optimizer='adamw_8bit': .* was made with 'adamw'"):
+        changed_settings(checkpoint, config.replace(optimizer="adamw_8bit"))
 
 
 def test_files_that_have_changed_since_the_checkpoint_are_named(

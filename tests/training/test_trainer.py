@@ -123,6 +123,9 @@ def test_first_step_has_no_kl_and_ratio_one(settings: dict[str, Any]) -> None:
         {"prefix_sharing": False},
         {"lora_dropout": 0.1},
         {"lr_scheduler_type": "cosine", "warmup_steps": 1},
+        {"quantization": "nf4", "optimizer": "adamw_8bit"},
+        {"quantization": "int8", "gradient_checkpointing": True, "beta": 0.1},
+        {"quantization": "torchao_int8", "kl_estimator": "exact", "beta": 0.1},
     ],
     ids=str,
 )
@@ -239,7 +242,13 @@ def test_rewards_log_metrics_and_columns_and_see_the_state(settings: dict[str, A
         assert row["first letter"] == row["completion"][:1]
 
 
-def test_reward_error_names_function_and_run_is_resumable(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"quantization": "nf4", "optimizer": "adamw_8bit"}, {"use_peft": False, "autocast": "float16"}],
+    ids=["plain", "quantised", "float16"],
+)
+def test_reward_error_names_function_and_run_is_resumable(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    settings = settings | changes
     calls = []
 
     def fragile(completions: list[str], **columns: Any) -> list[float]:

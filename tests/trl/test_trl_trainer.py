@@ -628,6 +628,6 @@ def test_half_precision_is_loaded_as_float32(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_variant_of_adamw_is_said(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **SMALL, optim="paged_adamw_8bit")
-    with pytest.warns(UserWarning, match="paged_adamw_8bit': runs as plain AdamW"):
+    args = GRPOConfig(str(tmp_path), **SMALL, optim="paged_adamw_32bit")
+    with pytest.warns(UserWarning, match="paged_adamw_32bit': runs as plain AdamW"):
         GRPOTrainer(str(folder), unique_letters, args, ROWS)

@@ -70,7 +70,11 @@ class EngineHost:
         torch.set_num_threads(self._threads)
         chosen = self._config.model
         self._loaded = load_model(
-            chosen.model, dtype=self._dtype, device=chosen.device, trust_remote_code=chosen.trust_remote_code
+            chosen.model,
+            dtype=self._dtype,
+            device=chosen.device,
+            trust_remote_code=chosen.trust_remote_code,
+            quantization=chosen.quantization,
         )
         self._model = self._loaded.model
         self._start_engine()
@@ -133,7 +137,8 @@ def base_hash(model: Any) -> str:
     for name, parameter in bare_model(model).named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             continue
-        flat = parameter.detach().reshape(-1)
+        held = getattr(parameter, "qdata", parameter)  # of torchao's, the 8 bits
+        flat = held.detach().reshape(-1)
         some = torch.cat([flat[:256], flat[-256:]]).float().cpu().numpy()
         entries.append((f"{name.replace('.base_layer', '')} {tuple(parameter.shape)}", [some]))
     return fingerprint(sorted(entries, key=lambda entry: entry[0]))

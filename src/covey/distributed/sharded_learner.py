@@ -82,6 +82,8 @@ def check_sharded(config: GRPOConfig) -> None:
     refused = {
         f"optim.autocast={config.optim.autocast!r}": (config.optim.autocast != "none", "set it to none"),
         f"optim.offload={config.optim.offload}": (config.optim.offload, "set it to false"),
+        f"optim.optimizer={config.optim.optimizer!r}": (config.optim.optimizer != "adamw", "set it to adamw"),
+        f"model.quantization={chosen.quantization!r}": (chosen.quantization != "none", "set it to none"),
         f"model.lora_dropout={chosen.lora_dropout}": (chosen.lora_dropout > 0, "set it to 0"),
         f"algorithm.kl_estimator={algorithm.kl_estimator!r}": (
             exact and not adapts,

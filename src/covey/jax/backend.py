@@ -38,8 +38,10 @@ class JaxBackend:
             ("model.lora_dropout", config.model.lora_dropout > 0, "set it to 0"),
             ("model.trust_remote_code", config.model.trust_remote_code, "it runs its own layers only; set it to false"),
             ("model.dtype", config.model.dtype == "float16", "use float32 or bfloat16"),
+            ("model.quantization", config.model.quantization != "none", "set it to none"),
             ("optim.autocast", config.optim.autocast != "none", "set model.dtype"),
             ("optim.offload", config.optim.offload, "set it to false"),
+            ("optim.optimizer", config.optim.optimizer != "adamw", "set it to adamw"),
             ("schedule.max_staleness", config.schedule.max_staleness > 0, "set it to 0"),
             ("server.upload_adapters_to_server", config.server.upload_adapters_to_server, "set it to false"),
         ):

@@ -79,6 +79,8 @@ kl | nats | divergence from the reference by algorithm.kl_estimator, mean over t
 entropy | nats | entropy of the policy's next-token distribution (at the sampling temperature, and with
     algorithm.keep_sampling_mask over the ids that were left), mean over trained tokens
 entropy_coef | | weight of the entropy bonus after the step; only with algorithm.use_adaptive_entropy
+loss_scale | | by which losses are multiplied so that gradients fit float16, after the step; only with float16
+skipped_steps | optimiser steps | that were not taken since a float16 gradient overflowed; only with float16
 clip_ratio/low_mean | fraction | trained tokens held back by the lower clip
     (ratio below 1 - epsilon, advantage negative)
 clip_ratio/high_mean | fraction | trained tokens held back by an upper limit (ratio above 1 + epsilon_high, advantage

@@ -12,9 +12,12 @@ from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.config_vllm import logprobs_mode
 from covey.errors import ConfigError
+from covey.pytorch import optimizers, quantised
+from covey.pytorch.dequantise import quantised_layers
 from covey.pytorch.engine import Engine
 from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
-from covey.pytorch.learner import FLOAT16_LOSS_SCALE, Learner
+from covey.pytorch.learner import Learner
+from covey.pytorch.loss_scale import LossScale
 from covey.pytorch.policy import Policy
 from covey.pytorch.vllm_engine import VLLMEngine
 from covey.types import Prompt
@@ -28,7 +31,9 @@ class PyTorchBackend:
         self._share = share
 
     def check(self, config: GRPOConfig) -> None:
-        """Refuse a mesh: PyTorch runs on one device."""
+        """Refuse a mesh, since PyTorch runs on one device, and what needs a package that is not installed."""
+        optimizers.require_package(config.optim.optimizer)
+        quantised.require_package(config.model.quantization)
         if config.model.mesh is not None:
             raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")
 
@@ -44,6 +49,7 @@ class PyTorchBackend:
             dtype=chosen.dtype,
             device=chosen.device,
             trust_remote_code=chosen.trust_remote_code,
+            quantization=chosen.quantization,
             gradient_checkpointing=chosen.gradient_checkpointing,
             prefix_sharing=chosen.prefix_sharing,
             fused_layers=chosen.fused_layers,
@@ -63,12 +69,20 @@ class PyTorchBackend:
         if chosen.engine == "vllm":
             autocast = config.optim.autocast
             held = next(p.dtype for p in policy.model.parameters() if p.is_floating_point())
+            options = config.vllm
+            if any(quantised_layers(policy.model)):  # vLLM's own base is not: it is given what the weights stand for
+                options = options.model_copy(update={"merge_adapter": True})
+                if config.model.quantization == "none":
+                    raise ConfigError(
+                        "sampling.engine='vllm' with a model that was passed quantised: vLLM would read its "
+                        "weights as quantised ones too; pass the model's name, with model.quantization"
+                    )
             return VLLMEngine(
                 policy.model,
                 policy.tokenizer,
                 folder=policy.folder,
                 dtype=held if autocast == "none" else getattr(torch, autocast),
-                options=config.vllm,
+                options=options,
                 kv_cache_bytes=cache,
                 logprobs_mode=logprobs_mode(config),
                 seed=config.run.seed,
@@ -93,8 +107,15 @@ class PyTorchBackend:
             )
         share = self._share or (None if config.distributed.samplers is None else AloneInFixedPoint())
         beside = config.schedule.max_staleness == 0 or config.server.upload_adapters_to_server
-        scale = FLOAT16_LOSS_SCALE if config.optim.autocast == "float16" else 1.0
-        return Learner(policy, side_by_side=beside, loss_scale=scale, share=share, **adamw_options(config))
+        half = config.optim.autocast == "float16" or any(p.dtype == torch.float16 for p in policy.model.parameters())
+        return Learner(
+            policy,
+            side_by_side=beside,
+            optimizer=config.optim.optimizer,
+            loss_scale=LossScale() if half else None,
+            share=share,
+            **adamw_options(config),
+        )
 
     def expect(self, config: GRPOConfig, sampler: Any, learner: Any, prompts: Sequence[Prompt]) -> None:
         """Nothing is compiled for shapes."""

@@ -23,9 +23,9 @@ from typing import Any, Literal
 from covey.pytorch.logprobs import CHUNK_BYTES
 from covey.pytorch.offload import SLICE_BYTES
 
-BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-"""Of the frozen matrices in the layers, by their format."""
-BYTES_PER_MOMENTS = {"adamw": 8.0}
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "nf4": 0.52, "int8": 1.0, "torchao_int8": 1.0}
+"""Of the frozen matrices in the layers, by their format; scales included."""
+BYTES_PER_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03}
 """Of both moments of a trained number, by the optimiser."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Of a number that is computed with."""
@@ -251,6 +251,8 @@ def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
             head_bytes(shape, chosen, tokens), backward_bytes(shape, chosen, tokens)
         ),
     }
+    if lora and chosen.weights not in DTYPE_BYTES:
+        learning["a matrix dequantised"] = float(b * shape.width * shape.inner)
     if chosen.exact_sum:
         learning["exact sum of gradients"] = 8.0 * shape.trained
     if chosen.offload and chosen.exact_kl:

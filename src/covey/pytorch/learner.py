@@ -24,8 +24,10 @@ from covey.errors import ConfigError, ModelError
 from covey.pytorch.gradient_sum import Alone, Share
 from covey.pytorch.lanes import map_in_threads
 from covey.pytorch.logprobs import ExactKL, TokenScores
+from covey.pytorch.loss_scale import LossScale
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
 from covey.pytorch.offload import step_in_slices
+from covey.pytorch.optimizers import make_optimizer
 from covey.pytorch.out_of_memory import within_memory
 from covey.pytorch.pack_loss import StepLoss
 from covey.pytorch.policy import Policy
@@ -45,15 +47,13 @@ _LANES = 2
 _REPEATED = 1.02
 """Tokens that packs repeat may add this much work, or a tree is not cut but walked."""
 
-FLOAT16_LOSS_SCALE = 4096.0
-"""Of losses under float16's autocast, whose smallest number is 6e-8. A step that overflows is skipped."""
-
 
 class Learner:
     """Trains a `Policy` with AdamW.
 
     Attributes:
         steps: optimiser steps taken; the reference follows the policy by this count.
+        loss_scale: keeps float16's gradients in range; None where there are none.
         tokens_per_micro_batch: packed tokens under way in forward and backward passes; shrinks when memory runs out.
     """
 
@@ -69,26 +69,27 @@ class Learner:
         max_grad_norm: float = 1.0,
         tokens_per_micro_batch: int = 1024,
         side_by_side: bool = True,
-        loss_scale: float = 1.0,
+        optimizer: str = "adamw",
+        loss_scale: LossScale | None = None,
         share: Share | None = None,
     ) -> None:
         """Take the policy and AdamW's settings.
 
         `side_by_side=False` never runs two packs at once: for a learner beside which something else computes. That
         fills the gaps already, and its results would depend on the number of threads that lanes set for all.
+        `optimizer` is a name of `covey.pytorch.optimizers`.
         `loss_scale` keeps small gradients within the range of float16; the optimiser sees them divided by it.
         `share` says which packs of a step are this process's, and adds up with others; all, unless there are others.
         """
         self.policy = policy
         self._side_by_side = side_by_side
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
         self._share: Share = share or Alone()
         self.max_grad_norm = max_grad_norm
         self.tokens_per_micro_batch = tokens_per_micro_batch
         self.steps = 0
         groups = policy.parameter_groups(learning_rate, embedding_lr, weight_decay)
-        # Fused on CPU too: one pass over each parameter in place of a dozen, with the same numbers on every run.
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=betas, eps=epsilon, fused=True)
+        self.optimizer = make_optimizer(optimizer, groups, betas=betas, epsilon=epsilon, device=policy.device)
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
         self._base_rate = learning_rate
         self._scheduler: Any = None
@@ -215,7 +216,7 @@ class Learner:
             finally:
                 self.policy.eval()
 
-        parameters = self.policy.trainable_parameters()
+        parameters, scale = self.policy.trainable_parameters(), self._scale
 
         def accumulate() -> Gradients:
             self.optimizer.zero_grad(set_to_none=True)
@@ -226,14 +227,14 @@ class Learner:
 
             def gradient(pack: Pack) -> tuple[torch.Tensor, list[LossTerms], Sequence[torch.Tensor | None]]:
                 if self._is_walked(pack):
-                    walk = partial(walk_gradient, pack=pack, loss=loss, scale=self._loss_scale)
+                    walk = partial(walk_gradient, pack=pack, loss=loss, scale=scale)
                     return *self._walk(pack, batch.episodes, walk, temperature, **scoring), ()
                 found = self._score(pack, batch.episodes, temperature, **scoring)
                 terms = loss.of(pack, found.logp, found.entropy, found.exact_kl)
                 known = [found.logp, cast(torch.Tensor, found.entropy)]
                 known += [] if found.exact_kl is None else [found.exact_kl]
                 own = torch.stack([each.detach() for each in known])
-                return own, [terms], total.differentiate(terms.loss * self._loss_scale)
+                return own, [terms], total.differentiate(terms.loss * scale)
 
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
                 for own, terms, grads in map_in_threads(gradient, packs, lanes):
@@ -256,7 +257,7 @@ class Learner:
     def gradient(self) -> dict[str, NDArray[np.float32]]:
         """The gradient that `forward_backward` has left, by the parameters' names; without those that have none."""
         return {
-            name: _numbers(parameter.grad.detach() / self._loss_scale)
+            name: _numbers(parameter.grad.detach() / self._scale)
             for name, parameter in self.policy.named_trainable_parameters()
             if parameter.grad is not None
         }
@@ -268,15 +269,18 @@ class Learner:
             learning_rate: of this step; groups with a rate of their own keep their ratio to it.
 
         Returns:
-            The gradient's norm before clipping. When it is not finite, no step is taken.
+            The gradient's norm before clipping. When it is not finite, no step is taken, and `loss_scale` is halved.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if self._loss_scale != 1:
+        if self.loss_scale is not None:
             for parameter in parameters:
-                cast(torch.Tensor, parameter.grad).div_(self._loss_scale)
+                cast(torch.Tensor, parameter.grad).div_(self.loss_scale.value)
         limit = self.max_grad_norm if self.max_grad_norm > 0 else float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit)) if parameters else 0.0
-        if parameters and np.isfinite(norm):
+        finite = bool(np.isfinite(norm))
+        if parameters and self.loss_scale is not None:
+            self.loss_scale.after_step(finite=finite)
+        if parameters and finite:
             if self._scheduler is None:
                 for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
                     group["lr"] = base * learning_rate / self._base_rate
@@ -294,11 +298,12 @@ class Learner:
     # ------------------------------------------------------------------ saving
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What a resumed run needs: trained weights, reference, and the optimiser's moments."""
+        """What a resumed run needs: trained weights, reference, the optimiser's moments, and the loss scale."""
+        moments = optimizer_tensors(self.optimizer, self.policy.named_trainable_parameters())
         return {
             "policy": self.policy.state_dict(),
             "reference": self.policy.reference.state_dict(),
-            "optimizer": optimizer_tensors(self.optimizer, self.policy.named_trainable_parameters()),
+            "optimizer": moments if self.loss_scale is None else moments | self.loss_scale.tensors(),
         }
 
     def restore(self, tensors: Mapping[str, Mapping[str, torch.Tensor]], steps: int) -> None:
@@ -309,11 +314,17 @@ class Learner:
         """
         self.policy.load_state_dict(tensors["policy"])
         self.policy.reference.load_state_dict(tensors["reference"])
-        own = self.policy.named_trainable_parameters()
-        restore_optimizer(self.optimizer, own, tensors["optimizer"], self._host)
+        moments = {name: tensor for name, tensor in tensors["optimizer"].items() if not LossScale.owns(name)}
+        restore_optimizer(self.optimizer, self.policy.named_trainable_parameters(), moments, self._host)
+        if self.loss_scale is not None:
+            self.loss_scale.restore(tensors["optimizer"])
         self.steps = steps
 
     # ------------------------------------------------------------------ parts
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def _packs(
         self, episodes: Sequence[Episode], rows: NDArray[np.int64], *, exact_kl: bool = False

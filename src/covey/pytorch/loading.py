@@ -38,6 +38,8 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from covey.errors import ModelError
+from covey.pytorch.dequantise import quantised_layers
+from covey.pytorch.quantised import adopt, quantise, require_package
 
 PACKAGE_PREFIX = "pkg:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,6 +74,7 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    quantization: str = "none",
 ) -> LoadedModel:
     """Load a model, or take one that is already built.
 
@@ -83,12 +86,15 @@ def load_model(
         device: "cpu", "cuda", "cuda:0", ...; "auto" = a GPU if there is one. A built model stays where it is
             under "auto".
         trust_remote_code: run code that comes with the model. Off: such models are an error.
+        quantization: hold its linear layers in fewer bits, see `covey.pytorch.quantised`; "none" = as they are. Such a
+            model is read into the host's memory in full; the device gets the small one. A built model is changed.
 
     Raises:
-        ModelError: there is no such model, it cannot be read, or it does not fit the device asked for.
+        ModelError: there is no such model, it cannot be read, quantised, or does not fit the device asked for.
     """
+    require_package(quantization)
     if isinstance(model, nn.Module):
-        return _take(model, tokenizer, dtype, device)
+        return _take(model, tokenizer, dtype, device, quantization)
     if not isinstance(model, str | Path):
         raise ModelError(
             f"model={model!r:.200}: a {type(model).__name__} is no model; give a hub id, a folder, a .gguf file or a "
@@ -111,7 +117,12 @@ def load_model(
                     found = _load_tokenizer(folder, source, gguf_file=gguf_file)
                 else:
                     found = _load_tokenizer(tokenizer, source, trust_remote_code=trust_remote_code)
-    done = _finish(loaded.to(torch_device), found, source)  # type: ignore[arg-type]
+    _refuse_quantised(getattr(loaded.config, "quantization_config", None), source)
+    if quantization == "none":
+        loaded = loaded.to(torch_device)  # type: ignore[arg-type]
+    done = _finish(loaded, found, source)
+    if quantization != "none":
+        quantise(done.model, quantization, torch_device, source)
     return replace(done, folder=folder if gguf_file is None else None)
 
 
@@ -122,26 +133,42 @@ def _leave_file(model: nn.Module) -> None:
 
 
 def _take(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase | str | Path | None, dtype: str, device: str
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+    dtype: str,
+    device: str,
+    quantization: str,
 ) -> LoadedModel:
     name = type(model).__name__
     if tokenizer is None:
         raise ModelError(f"{name}: a built model comes without its tokenizer; pass the tokenizer along with it")
-    if device != "auto" or dtype != "auto":
-        target = next(model.parameters()).device if device == "auto" else chosen_device(device)
-        model = model.to(target) if dtype == "auto" else model.to(target, chosen_dtype(dtype, target))
     source = str(getattr(model, "name_or_path", "") or name)
+    held = next(model.parameters()).device
+    target = held if device == "auto" else chosen_device(device)
+    if says_quantised(model):
+        if not any(quantised_layers(model)):
+            _refuse_quantised(getattr(model.config, "quantization_config", None), source)
+        adopt(model, source)
+        if target.type != held.type or dtype != "auto":
+            raise ModelError(
+                f"{source}: is quantised, and stays where and as it is; leave model.device and model.dtype at auto"
+            )
+    elif device != "auto" or dtype != "auto":
+        model = model.to(target) if dtype == "auto" else model.to(target, chosen_dtype(dtype, target))
     with quiet():
-        return _finish(model, _load_tokenizer(tokenizer, source), source)
+        done = _finish(model, _load_tokenizer(tokenizer, source), source)
+    if quantization != "none":
+        quantise(model, quantization, target, source)
+    return done
 
 
 def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -> LoadedModel:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{source}: an encoder-decoder model; choose a decoder-only (causal) language model")
-    _refuse_quantised(getattr(config, "quantization_config", None), source)
+    quantised = {id(layer.weight) for layer in quantised_layers(model)}
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if id(parameter) not in quantised and not bool(torch.isfinite(parameter).all()):
             raise ModelError(
                 f"{source}: its weight {name} holds NaN or infinity; the file is damaged or its training has diverged, "
                 "use another copy or an earlier one"
@@ -153,6 +180,13 @@ def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -
     return LoadedModel(model.eval(), tokenizer, source, _eos_token_ids(model, tokenizer, source))
 
 
+def says_quantised(model: nn.Module) -> bool:
+    """True for a built model that says so, or has such layers."""
+    return getattr(getattr(model, "config", None), "quantization_config", None) is not None or any(
+        quantised_layers(model)
+    )
+
+
 def _refuse_quantised(settings: Any, source: str) -> None:
     """`quantization_config` of a model's config: a mapping, or transformers' object of it."""
     if not settings:
@@ -162,8 +196,9 @@ def _refuse_quantised(settings: Any, source: str) -> None:
     bits = found.get("bits") or (4 if found.get("load_in_4bit", found.get("_load_in_4bit")) else None)
     how = f"{getattr(method, 'value', method)}{f', {bits} bits' if bits else ''}"
     raise ModelError(
-        f"{source}: is quantised ({how}), and Covey trains and samples with plain weights, whose log-probabilities it "
-        "compares; use the model that it was made from, in bfloat16 (model.dtype) where memory is short"
+        f"{source}: is quantised ({how}); use the model that it was made from, which model.quantization=nf4 holds in 4 "
+        "bits. Of models that are passed loaded, linear layers of bitsandbytes and of torchao's Int8WeightOnlyConfig "
+        "are known"
     )
 
 

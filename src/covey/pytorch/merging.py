@@ -12,9 +12,7 @@ from torch import nn
 from covey.errors import ModelError
 from covey.pytorch.loading import LoadedModel, load_model
 from covey.pytorch.lora import attach_adapter
-
-_TOLERANCE = 1e-3
-"""Largest difference of log-probabilities in float32 that the order of additions explains, with much to spare."""
+from covey.pytorch.rounding import unexplained
 
 
 def load_merged(
@@ -47,11 +45,11 @@ def load_merged(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of tied layers: what comes of it is measured
             model = together.merge_and_unload()
-        difference = float((_probe(model, loaded.eos_token_ids) - wanted).abs().max())
-        if not difference <= _TOLERANCE:
+        problem = unexplained(_probe(model, loaded.eos_token_ids), wanted, wanted)
+        if problem:
             raise ModelError(
-                f"{adapter}: merged into {base} its log-probabilities differ by {difference:.3g} from those of the two "
-                "together; was it trained on tied embeddings? Export the adapter alone"
+                f"{adapter}: merged into {base} it is not the policy that the two together are ({problem}); was it "
+                "trained on tied embeddings? Export the adapter alone"
             )
     ends = list(loaded.eos_token_ids)
     if model.generation_config is not None:

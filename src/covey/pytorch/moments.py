@@ -10,12 +10,16 @@ import torch
 from covey.errors import CheckpointError
 from covey.pytorch.offload import HostMemory
 
+_TABLES = ("qmap1", "qmap2")
+"""What bitsandbytes' 8 bits stand for: the same in every run, and made by the optimiser itself."""
+_ADVICE = "resume with the model, adapter and optimizer settings that the run was started with"
+
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]
 ) -> dict[str, torch.Tensor]:
     """Flatten an optimizer's moments to `"<parameter name>/<moment>"` -> tensor (`exp_avg`, `exp_avg_sq`,
-    `step`, ...).
+    `step`, ...; of bitsandbytes' `state1`, `absmax1`, ...).
 
     Parameters without state yet are left out.
     """
@@ -23,7 +27,7 @@ def optimizer_tensors(
         f"{name}/{key}": torch.as_tensor(value)
         for name, parameter in named_parameters
         for key, value in optimizer.state.get(parameter, {}).items()
-        if value is not None
+        if value is not None and key not in _TABLES
     }
 
 
@@ -40,32 +44,78 @@ def restore_optimizer(
     exact.
 
     Raises:
-        CheckpointError: a moment belongs to a parameter that is not trained here, or has another shape.
+        CheckpointError: a moment belongs to a parameter that is not trained here, has another shape, or is another
+            optimiser's.
     """
     parameters = dict(named_parameters)
-    restored: dict[torch.Tensor, dict[str, Any]] = {}
+    saved: dict[str, dict[str, torch.Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition("/")
-        parameter = parameters.get(name)
-        if parameter is None or (tensor.ndim > 0 and tensor.shape != parameter.shape):
-            reason = "is not trained here" if parameter is None else f"has shape {tuple(parameter.shape)} here"
+        if name not in parameters:
             raise CheckpointError(
-                f"the checkpoint has {key} {tuple(tensor.shape)} for parameter {name}, which {reason}; "
-                "resume with the model and adapter settings that the run was started with"
+                f"the checkpoint has {key} {tuple(tensor.shape)} for parameter {name}, which is not trained here; "
+                f"{_ADVICE}"
             )
-        # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
-        device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
-        waits = None if tensor.ndim == 0 else host
-        placed = tensor.to(device, copy=True) if waits is None else waits.keep(tensor)
-        restored.setdefault(parameter, {})[key] = placed
+        saved.setdefault(name, {})[key] = tensor
+    makes_its_own = hasattr(optimizer, "init_state")
+    if not makes_its_own and any("state1" in moments for moments in saved.values()):
+        raise CheckpointError(f"the checkpoint's moments are those of bitsandbytes' optimizers; {_ADVICE}")
+    restored: dict[torch.Tensor, dict[str, Any]] = {}
+    for name, moments in saved.items():
+        parameter = parameters[name]
+        if makes_its_own:
+            restored[parameter] = _filled(optimizer, name, parameter, moments)
+            continue
+        for key, tensor in moments.items():
+            if tensor.ndim > 0 and tensor.shape != parameter.shape:
+                raise CheckpointError(
+                    f"the checkpoint has {key} {tuple(tensor.shape)} for parameter {name}, which has shape "
+                    f"{tuple(parameter.shape)} here; {_ADVICE}"
+                )
+            # Adam keeps its step counter on the CPU unless it runs captured in a CUDA graph.
+            device = torch.device("cpu") if key == "step" and not _captured(optimizer) else parameter.device
+            waits = None if tensor.ndim == 0 else host
+            placed = tensor.to(device, copy=True) if waits is None else waits.keep(tensor)
+            restored.setdefault(parameter, {})[key] = placed
     kinds = {frozenset(moments) for moments in restored.values()}
-    if len(kinds) > 1:
+    if len(kinds) > 1 and not makes_its_own:
         raise CheckpointError(
             f"the checkpoint lacks {' and '.join(sorted(max(kinds, key=len) - min(kinds, key=len)))} of some "
             "parameters, though it has them of others; delete it to resume from the one before"
         )
     optimizer.state.clear()
     optimizer.state.update(restored)
+
+
+def _filled(
+    optimizer: Any, name: str, parameter: torch.nn.Parameter, moments: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """One parameter's state in buffers that the optimiser has made, some of them in paged memory (bitsandbytes)."""
+    number, position = next(
+        (number, position)
+        for number, group in enumerate(optimizer.param_groups)
+        for position, other in enumerate(group["params"])
+        if other is parameter
+    )
+    optimizer.state.pop(parameter, None)
+    optimizer.init_state(optimizer.param_groups[number], parameter, number, position)
+    state: dict[str, Any] = optimizer.state[parameter]
+    wanted = {key: torch.as_tensor(value).shape for key, value in state.items() if key not in _TABLES}
+    found = {key: tensor.shape for key, tensor in moments.items()}
+    if wanted != found:
+        raise CheckpointError(
+            f"the checkpoint has {_listed(found)} for parameter {name}, the optimizer {_listed(wanted)}; {_ADVICE}"
+        )
+    for key, tensor in moments.items():
+        if isinstance(state[key], torch.Tensor):
+            state[key].copy_(tensor)
+        else:
+            state[key] = tensor.item()
+    return state
+
+
+def _listed(shapes: Mapping[str, torch.Size]) -> str:
+    return ", ".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items()))
 
 
 def _captured(optimizer: torch.optim.Optimizer) -> bool:

@@ -33,7 +33,7 @@ from covey.errors import ModelError
 from covey.pytorch.dropout import dropout_obstacle, switch_dropout_off
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
-from covey.pytorch.loading import LoadedModel, causal_lm, load_model, trained_dtype, transformer
+from covey.pytorch.loading import LoadedModel, causal_lm, load_model, says_quantised, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
 from covey.pytorch.lora import attach, save_adapter
 from covey.pytorch.offload import HostMemory
@@ -160,6 +160,7 @@ class Policy:
         dtype: str = "auto",
         device: str = "auto",
         trust_remote_code: bool = False,
+        quantization: str = "none",
         use_peft: bool = True,
         lora_r: int = 16,
         lora_alpha: float = 32,
@@ -178,6 +179,7 @@ class Policy:
             dtype: see `load_model`.
             device: see `load_model`.
             trust_remote_code: see `load_model`.
+            quantization: see `load_model`; only adapters are trained on such a model.
             use_peft: train a LoRA adapter; False trains all weights.
             lora_r: rank.
             lora_alpha: scaling is `lora_alpha / lora_r`.
@@ -191,8 +193,21 @@ class Policy:
         Raises:
             ModelError: see `load_model`, `attach_lora`, `attach_adapter` and `Policy`.
         """
+        trains_all = not use_peft and adapter is None and not isinstance(model, PeftModel)
+        if trains_all and (quantization != "none" or (isinstance(model, nn.Module) and says_quantised(model))):
+            raise ModelError(
+                "the model is quantised, and quantised weights cannot be trained themselves; train an adapter "
+                "(model.use_peft=true; in covey.trl pass peft_config), or load the model without quantization"
+            )
         dtype = trained_dtype(dtype, all_weights=not use_peft and adapter is None)
-        loaded = load_model(model, tokenizer, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        loaded = load_model(
+            model,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+            quantization=quantization,
+        )
         trained = attach(
             loaded.model,
             use_peft=use_peft,

@@ -7,6 +7,7 @@ So the policy asks: the model's plain forward, one sequence at a time, is the tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from covey.errors import ModelError
 from covey.pytorch.prefix_attention import NAME_PREFIX, PLAIN_IMPLEMENTATIONS
-from covey.pytorch.rounding import computing_in, unexplained, wide
+from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.pytorch.tree_layout import TreeLayout
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode
@@ -33,9 +34,7 @@ class Expected:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.pack = probe_pack(model)
-        dtype: torch.dtype = model.dtype
-        self.truth = _plain(model, self.pack, wide(dtype))
-        self.own = self.truth if wide(dtype) == dtype else _plain(model, self.pack, dtype)
+        self.truth, self.own = truth_and_own(model, model.dtype, partial(_plain, model, self.pack))
 
     def differs(self, found: Tensor) -> str:
         """Why these cannot be the model's, or ""; see `covey.pytorch.rounding`."""
@@ -124,14 +123,13 @@ def probe_pack(model: PreTrainedModel) -> Pack:
 
 @torch.no_grad()
 def _plain(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> Tensor:
-    """`[U, V]` log-probabilities from the model's own logits in a precision, a sequence at a time."""
-    with computing_in(model, dtype):
-        found = [
-            model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
-            for tokens in pack.sequences()
-        ]
+    """`[U, V]` log-probabilities, in a precision, from the model's own logits, a sequence at a time."""
+    found = [
+        model(input_ids=torch.from_numpy(tokens).to(model.device)[None], use_cache=False).logits[0]
+        for tokens in pack.sequences()
+    ]
     at = zip(pack.row[pack.first], pack.position_ids[pack.score_at], strict=True)
-    return torch.stack([found[row][position] for row, position in at]).to(wide(dtype)).log_softmax(-1)
+    return torch.stack([found[row][position] for row, position in at]).to(dtype).log_softmax(-1)
 
 
 def missing_windows(config: Any, seen: Sequence[int | None]) -> str:

@@ -13,15 +13,18 @@ of the mistakes that the tests inject, one of five norms without its weight, has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
+from covey.pytorch.dequantise import dequantised, quantised_layers
 
 _TIMES_OWN = (3.0, 8.0)
 """Largest error, as a multiple of the model's own: on average, and at the worst position."""
@@ -35,16 +38,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def computing_in(model: nn.Module, dtype: torch.dtype, *, dequantise: bool = False) -> Iterator[None]:
     """Inside, the model computes with its own weights in another precision.
 
     What belongs to a decoder layer is converted while that layer runs, so that one layer's copy exists at a time.
+    Quantised layers compute as ever, or with `dequantise` as plain ones do with what their weights stand for.
     """
     held: dict[nn.Parameter, Tensor] = {}
+    packed = list(quantised_layers(model))
+    left_alone = {id(layer.weight) for layer in packed}
 
     def convert(parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
-            if parameter.is_floating_point() and parameter.dtype != dtype and parameter not in held:
+            if not parameter.is_floating_point() or id(parameter) in left_alone:
+                continue
+            if parameter.dtype != dtype and parameter not in held:
                 held[parameter] = parameter.data
                 parameter.data = parameter.data.to(dtype)
 
@@ -62,12 +70,34 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             hooks.append(module.register_forward_pre_hook(lambda *_, own=own: convert(own)))
             hooks.append(module.register_forward_hook(lambda *_, own=own: put_back(own)))
     try:
+        for layer in packed if dequantise else ():
+            layer.forward = partial(_plain, layer)  # type: ignore[method-assign]
         convert([parameter for parameter in model.parameters() if parameter not in inside])
         yield
     finally:
+        for layer in packed if dequantise else ():
+            layer.__dict__.pop("forward", None)
         for hook in hooks:
             hook.remove()
         put_back(list(held))
+
+
+def _plain(layer: nn.Linear, x: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    return functional.linear(x, dequantised(layer, x.dtype), bias)
+
+
+def truth_and_own(model: nn.Module, dtype: torch.dtype, compute: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, ...]:
+    """What `compute` finds of a model in a wide precision, and in the model's own; once, where the two are the same.
+
+    Of a quantised model the first is with what its weights stand for, in full, and the second as its layers compute.
+    """
+    with computing_in(model, wide(dtype), dequantise=True):
+        truth = compute(wide(dtype))
+    if wide(dtype) == dtype and not any(quantised_layers(model)):
+        return truth, truth
+    with computing_in(model, dtype):
+        return truth, compute(wide(dtype))
 
 
 def unexplained(found: Tensor, own: Tensor, truth: Tensor) -> str:

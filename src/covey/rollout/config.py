@@ -26,6 +26,11 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         description="Number format of weights and arithmetic; auto = bfloat16 on a GPU, else float32, "
         "which training all weights (use_peft false) always gets.",
     )
+    quantization: Literal["none", "nf4", "int8", "torchao_int8"] = Field(
+        default="none",
+        description="Hold the frozen model's linear layers in fewer bits under the adapter (QLoRA): nf4 (4 bits) or "
+        "int8 of bitsandbytes, or torchao_int8 (extra quantization). PyTorch only, with use_peft.",
+    )
     backend: Literal["pytorch", "jax"] = Field(
         default="pytorch", description="What computes: PyTorch, or JAX (Llama, Mistral, Qwen2, Qwen3; extra jax)."
     )
@@ -72,6 +77,15 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     @classmethod
     def _path_as_text(cls, value: Any) -> Any:
         return str(value) if isinstance(value, Path) else value
+
+    @model_validator(mode="after")
+    def _quantised_is_frozen(self) -> Self:
+        if self.quantization != "none" and not self.use_peft:
+            raise ValueError(
+                f"quantization={self.quantization!r} with use_peft=False: weights of so few bits cannot be trained "
+                "themselves; set model.use_peft to true, or model.quantization to none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _adapter_needs_peft(self) -> Self:

@@ -22,6 +22,11 @@ ScheduleType = Literal[
 class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
     """AdamW, its learning rate, and the size of micro-batches."""
 
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = Field(
+        default="adamw",
+        description="AdamW: PyTorch's fused one, or bitsandbytes' (extra quantization), whose moments have 8 bits in "
+        "place of 32; paged = they move to the host's memory where the GPU's is full. PyTorch only.",
+    )
     learning_rate: float = Field(
         default=1e-5,
         gt=0,
@@ -57,7 +62,8 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     autocast: Literal["none", "bfloat16", "float16"] = Field(
         default="none",
         description="Mixed precision: weights and their optimiser stay as they are (float32), and the products of the "
-        "forward pass are computed in this type. none = everything in the weights' own type.",
+        "forward pass are computed in this type, float16 with a loss scale that adapts. none = everything in the "
+        "weights' own type.",
     )
     offload: bool = Field(
         default=False,
@@ -75,6 +81,15 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     @classmethod
     def _none_means_empty(cls, value: Any) -> Any:
         return {} if value is None else value
+
+    @model_validator(mode="after")
+    def _one_saving(self) -> Self:
+        if self.offload and self.optimizer != "adamw":
+            raise ValueError(
+                f"offload with optimizer={self.optimizer!r}: the host keeps moments of PyTorch's AdamW; set "
+                "optim.optimizer to adamw, or optim.offload to false (paged_adamw_8bit moves its moments by itself)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Self:

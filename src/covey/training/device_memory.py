@@ -95,7 +95,8 @@ class Recipe:
         """
         config, shape = self.config, self.shape
         chosen, optim, sampling, algorithm = config.model, config.optim, config.sampling, config.algorithm
-        fused = chosen.use_peft and self.fused and chosen.fused_layers and chosen.prefix_sharing
+        plain = chosen.use_peft and chosen.quantization == "none"
+        fused = plain and self.fused and chosen.fused_layers and chosen.prefix_sharing
         dtype = dtype_of(config)
         sampler_dtype = dtype if sampling.sampler_dtype == "model" else sampling.sampler_dtype
         copied = not chosen.use_peft or chosen.adapter is not None or algorithm.reference_update != "none"
@@ -107,10 +108,11 @@ class Recipe:
         elsewhere = bool(config.distributed.samplers) or config.server.upload_adapters_to_server
         return Choices(
             dtype=dtype,
-            weights=dtype,
+            weights=dtype if chosen.quantization == "none" else chosen.quantization,
             layers="fused" if fused and optim.autocast == "none" and chosen.lora_dropout == 0 else "own",
             checkpointed=chosen.gradient_checkpointing,
             autocast="" if optim.autocast == "none" else optim.autocast,
+            moments=optim.optimizer,
             offload=optim.offload,
             reference_copy=copied and uses_reference(config),
             tokens=optim.tokens_per_micro_batch if tokens is None else tokens,
@@ -237,8 +239,10 @@ def _ways(recipe: Recipe) -> Iterator[str]:
         yield "model.dtype=bfloat16"
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"
-    if not config.optim.offload:
+    if not config.optim.offload and config.optim.optimizer == "adamw":
         yield "optim.offload=true"
+    if config.model.use_peft and config.model.quantization == "none":
+        yield "model.quantization=nf4"
     if chosen.samples:
         yield "distributed.samplers=1"
     if not config.model.use_peft:

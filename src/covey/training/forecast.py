@@ -18,7 +18,9 @@ from covey.config import GRPOConfig
 from covey.distributed.cost import share_of_units
 from covey.distributed.preflight import PROCESS_BYTES
 from covey.processes import total_memory
+from covey.pytorch.dequantise import held_bytes, num_parameters, quantised_layers
 from covey.pytorch.footprint import Choices, Shape, activation_bytes
+from covey.pytorch.optimizers import moment_bytes
 from covey.training.plan import Part, Plan
 from covey.training.trainer import GRPOTrainer
 
@@ -58,12 +60,14 @@ class Forecast:
         on_device: do they have GPUs of their own, or do all share a machine's memory?
         sync_bytes: of new weights for one sampler.
         receivers: samplers and servers that get them.
+        savings: sentences: what fewer bits save.
     """
 
     processes: tuple[Process, ...]
     on_device: bool
     sync_bytes: int
     receivers: int
+    savings: tuple[str, ...] = ()
 
     def warnings(self) -> Iterator[str]:
         """What does not fit, with what to change."""
@@ -132,12 +136,14 @@ def forecast(trainer: GRPOTrainer, config: GRPOConfig) -> Forecast | None:
     on_device = policy.device.type == "cuda"
     room = torch.cuda.get_device_properties(policy.device).total_memory if on_device else total_memory()
 
-    weights, state = sum(p.nbytes for p in parameters), sum(p.nbytes for p in trained)
+    weights, state = held_bytes(policy.model), sum(p.nbytes for p in trained)
+    moments = moment_bytes(config.optim.optimizer, trained)
     numbers, ranks = sum(p.numel() for p in trained), chosen.learners
     parts = ranks if chosen.learner_kind == "sharded" else 1
     copies = 0 if policy.reference.is_base_model else 1
-    engine = _engine(trainer, config, weights)
-    held = [Part("weights", weights / parts), Part("AdamW's moments", 2 * state / parts)]
+    plain = num_parameters(policy.model) * next(p.element_size() for p in parameters if p.is_floating_point())
+    engine = _engine(trainer, config, plain if any(quantised_layers(policy.model)) else weights)
+    held = [Part("weights", weights / parts), Part("AdamW's moments", moments / parts)]
     held += [Part("reference", copies * state / parts)] * copies
     learning = [Part("gradients", state / parts), Part("activations, about", _activations(policy, config))]
     if parts == 1 and (ranks > 1 or chosen.samplers is not None):
@@ -151,7 +157,25 @@ def forecast(trainer: GRPOTrainer, config: GRPOConfig) -> Forecast | None:
         found.append(Process("server", len(urls), base, engine[1:], (), room))
     adapter = policy.weights(0).adapter
     sent = weights if adapter is None else sum(array.nbytes for array in adapter.tensors.values())
-    return Forecast(tuple(found), on_device, sent, len(urls) or chosen.samplers or 0)
+    return Forecast(
+        tuple(found), on_device, sent, len(urls) or chosen.samplers or 0, tuple(_savings(policy, config, moments))
+    )
+
+
+def _savings(policy: Any, config: GRPOConfig, moments: int) -> Iterator[str]:
+    model = policy.model
+    trained = policy.trainable_parameters()
+    if any(quantised_layers(model)):
+        adapter = sum(p.nbytes for p in trained), sum(p.numel() for p in trained)
+        held, numbers = held_bytes(model) - adapter[0], num_parameters(model) - adapter[1]
+        kind = config.model.quantization if config.model.quantization != "none" else "quantised"
+        yield (
+            f"the frozen model takes {held / 1e6:,.1f} MB ({kind}); it would take {2 * numbers / 1e6:,.1f} MB in "
+            f"bfloat16 and {4 * numbers / 1e6:,.1f} MB in float32"
+        )
+    if config.optim.optimizer != "adamw":
+        plain = moment_bytes("adamw", trained)
+        yield f"AdamW's moments take {moments / 1e6:,.1f} MB ({config.optim.optimizer}) in place of {plain / 1e6:,.1f}"
 
 
 def changes(plan: Plan, config: GRPOConfig) -> list[Change]:
@@ -213,7 +237,8 @@ def kv_bytes(model: Any) -> int:
 
 def _activations(policy: Any, config: GRPOConfig) -> float:
     """Of a micro-batch."""
-    fused = policy.uses_peft and config.distributed.learner_kind != "sharded"
+    quantised = any(quantised_layers(policy.model))
+    fused = policy.uses_peft and config.distributed.learner_kind != "sharded" and not quantised
     chosen = Choices(
         dtype=str(next(policy.model.parameters()).dtype).removeprefix("torch."),
         layers="fused" if fused else "own",

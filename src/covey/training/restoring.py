@@ -127,7 +127,7 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
         raise CheckpointError(f"{where}: {state.updates} optimiser steps, and the optimiser's moments are empty; {fix}")
     import torch  # tensors of a checkpoint are torch's, whatever the backend
 
-    moments = {torch.float32, *(tensor.dtype for tensor in checkpoint.tensors["policy"].values())}
+    moments = {torch.float32, torch.uint8, *(tensor.dtype for tensor in checkpoint.tensors["policy"].values())}
     for group, tensors in checkpoint.tensors.items():
         for name, tensor in tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -152,8 +152,11 @@ _FREE_HERE = (
     *("reward_workers", "world_workers", "vllm_python", "vllm_arguments"),
 )
 """The same of [distributed]."""
-_SHAPE = ("model", "use_peft", "lora_r", "lora_alpha", "lora_target_modules")
-"""Settings of [model] that say what the weights of a checkpoint are the weights of."""
+_SHAPE = {
+    "model": ("model", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "quantization"),
+    "optim": ("optimizer",),
+}
+"""Settings that say what the weights and moments of a checkpoint are those of."""
 
 
 def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
@@ -172,7 +175,7 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
                 if was == value or name in free:
                     continue
                 changed.append(f"{section}.{name} {was!r:.60} -> {value!r:.60}")
-                if section == "model" and name in _SHAPE:
+                if name in _SHAPE.get(section, ()):
                     raise ConfigError(
                         f"{section}.{name}={value!r:.80}: the checkpoint {checkpoint.path} was made with {was!r:.80}; "
                         f"resume with that, or start a new run in another run.output_dir"

@@ -179,8 +179,14 @@ def update(
             state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
         if state.entropy_coef is not None:
             passes[-1]["entropy_coef"] = state.entropy_coef
+        scale = getattr(learner, "loss_scale", None)  # of PyTorch's learner, where there is float16
+        if scale is not None:
+            result.metrics["loss_scale"] = scale.value
+            result.metrics["skipped_steps"] = result.metrics.get("skipped_steps", 0.0) + (not np.isfinite(norm))
         if not np.isfinite(norm):
             result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken" + _of_a_file(objective)
+            if scale is not None:
+                result.skipped += f", and float16's loss scale is halved to {scale.value:g}"
             break
         result.optimizer_steps += 1
     if not passes and not result.skipped:

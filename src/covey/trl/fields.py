@@ -77,7 +77,7 @@ MEANINGS: dict[str, Meaning] = {
     "disable_dropout": Meaning("translated", "model.lora_dropout: 0 (other dropouts are off in any case)"),
     "shuffle_dataset": Meaning("translated", "data.shuffle"),
     "activation_checkpointing": Meaning("translated", "model.gradient_checkpointing"),
-    "model_init_kwargs": Meaning("translated", "the model is loaded with them"),
+    "model_init_kwargs": Meaning("translated", "the model is loaded with them, quantization_config too"),
     "repetition_penalty": Meaning("translated", "unless 1, the model's own generate samples"),
     "generation_kwargs": Meaning(
         "translated",
@@ -119,7 +119,8 @@ MEANINGS: dict[str, Meaning] = {
         "vllm_model_impl",
     ),
     "optim": Meaning(
-        "translated", "AdamW; its 8-bit and paged variants run as plain AdamW, which is said; others are refused"
+        "translated",
+        "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW",
     ),
     "data_seed": Meaning("warned", "run.seed also orders the data"),
     "resume_from_checkpoint": Meaning("translated", "read by your script, as in transformers: train() takes it"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from covey.errors import ConfigError
 from covey.trl.arguments import GRPOConfig
@@ -35,7 +36,9 @@ def check_arguments(callbacks: Any, optimizers: Any) -> None:
         raise ConfigError(f"optimizers: {optimizers[0]!r:.200} is no torch.optim.Optimizer; pass one, or None")
 
 
-def place_model(args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool) -> tuple[tuple[Any, Any], dict[str, Any]]:
+def place_model(
+    args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool, quantization_config: Any = None
+) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Load what Covey's own loading does not serve; else say what it shall load.
 
     Args:
@@ -43,12 +46,21 @@ def place_model(args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool) -> 
         model: the trainer's.
         tokenizer: the trainer's.
         lora: an adapter is trained, so that the model's own weights may be of half precision.
+        quantization_config: the trainer's, or else that of `model_init_kwargs`.
 
     Returns:
         (model, tokenizer) to hand on, and Covey's settings of loading.
+
+    Raises:
+        ConfigError: weights are to be quantised that cannot be, or shall be trained themselves.
     """
     options = dict(as_mapping("model_init_kwargs", args.model_init_kwargs))
+    how = options.pop("quantization_config", None) if quantization_config is None else quantization_config
     if isinstance(model, nn.Module):
+        if how is not None:
+            raise ConfigError(
+                "quantization_config: the model is loaded already; load it with that, or pass the model's name"
+            )
         if options:
             warnings.warn("model_init_kwargs have no effect: the model is loaded already", UserWarning, stacklevel=3)
         if tokenizer is None:
@@ -62,15 +74,35 @@ def place_model(args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool) -> 
         options.pop(name, None)  # placed by the trainer; attention is Covey's own, chosen by a probe
     if options.get("revision") == "main":
         del options["revision"]
-    if options.pop("quantization_config", None) is not None:
-        raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
+    quantised = {} if how is None else _quantization(how, lora=lora)
+    if how is not None and not quantised:
+        options["quantization_config"] = how
     if not options:
-        return (None, tokenizer), {"model": str(model), "dtype": dtype}
+        return (None, tokenizer), {"model": str(model), "dtype": dtype, **quantised}
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=args.trust_remote_code, **options
     )
     revision = {name: options[name] for name in ("revision", "cache_dir", "token") if name in options}
-    return (loaded, tokenizer or AutoTokenizer.from_pretrained(model, **revision)), {"dtype": "auto"}
+    return (loaded, tokenizer or AutoTokenizer.from_pretrained(model, **revision)), {"dtype": "auto", **quantised}
+
+
+def _quantization(config: Any, *, lora: bool) -> dict[str, Any]:
+    """`quantization_config` as Covey's setting; nothing where it asks for more, and transformers is to load with it."""
+    if isinstance(config, Mapping):
+        given = {name: value for name, value in config.items() if name != "quant_method"}
+        config = BitsAndBytesConfig(**given)  # type: ignore[no-untyped-call]
+    if not isinstance(config, BitsAndBytesConfig | TorchAoConfig):
+        raise ConfigError(
+            f"quantization_config={config!r:.200}: a {type(config).__name__}; adapters are trained on models quantised "
+            "by bitsandbytes (BitsAndBytesConfig) or torchao (TorchAoConfig)"
+        )
+    if not lora:
+        raise ConfigError("quantization_config: quantised weights cannot be trained themselves; pass peft_config")
+    if isinstance(config, TorchAoConfig) or config.llm_int8_skip_modules:
+        return {}
+    if config.load_in_8bit:
+        return {"quantization": "int8"}
+    return {"quantization": "nf4"} if config.load_in_4bit and config.bnb_4bit_quant_type == "nf4" else {}
 
 
 def model_source(model: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peft import LoraConfig
-from transformers import HfArgumentParser
+from transformers import BitsAndBytesConfig, HfArgumentParser
 
 from covey.errors import ConfigError
 
@@ -47,8 +47,8 @@ class ModelConfig:
     lora_task_type: str = field(default="CAUSAL_LM", metadata={"help": "PEFT's task."})
     use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r)."})
     use_dora: bool = field(default=False, metadata={"help": "DoRA."})
-    load_in_8bit: bool = field(default=False, metadata={"help": "8-bit weights; refused."})
-    load_in_4bit: bool = field(default=False, metadata={"help": "4-bit weights; refused."})
+    load_in_8bit: bool = field(default=False, metadata={"help": "8-bit weights."})
+    load_in_4bit: bool = field(default=False, metadata={"help": "4-bit weights."})
     bnb_4bit_quant_type: str = field(default="nf4", metadata={"help": "Of 4-bit weights."})
     use_bnb_nested_quant: bool = field(default=False, metadata={"help": "Of 4-bit weights."})
     bnb_4bit_quant_storage: str | None = field(default=None, metadata={"help": "Of 4-bit weights."})
@@ -81,14 +81,18 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
     )
 
 
-def get_quantization_config(model_args: ModelConfig) -> None:
-    """None: weights are plain.
-
-    Raises:
-        ConfigError: the arguments ask for 4 or 8 bits.
-    """
-    if model_args.load_in_4bit or model_args.load_in_8bit:
-        raise ConfigError("load_in_4bit, load_in_8bit: Covey trains and samples with plain weights; leave them out")
+def get_quantization_config(model_args: ModelConfig) -> BitsAndBytesConfig | None:
+    """The 4 or 8 bits that a script's arguments ask for, None where they do not."""
+    if model_args.load_in_4bit:
+        return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True,
+            bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+            bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+        )
+    if model_args.load_in_8bit:
+        return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
+    return None
 
 
 def get_kbit_device_map() -> None:

@@ -69,7 +69,7 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         reward_processing_classes: tokenizers of reward models.
         callbacks: `transformers.TrainerCallback`s.
         optimizers: (optimizer, scheduler) in place of AdamW and the settings' schedule; either may be None.
-        quantization_config: not supported: refused.
+        quantization_config: with `peft_config`: a `BitsAndBytesConfig` or `TorchAoConfig` for the frozen model.
         peft_config: a `peft.LoraConfig`; None = all weights are trained.
         tools: functions with type hints and docstrings, sync or async, that the model may call; see `docs/agents.md`.
         rollout_func: `f(prompts, trainer)`, which samples in the engine's place.
@@ -113,8 +113,6 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
                 f"args={args!r:.200}: a {type(args).__name__}; pass a covey.trl.GRPOConfig (of covey.GRPOConfig, use "
                 "covey.GRPOTrainer)"
             )
-        if quantization_config is not None:
-            raise ConfigError("quantization_config: Covey trains and samples with plain weights; leave it out")
         _ = args.device  # scripts read args.distributed_state, which is made with it
         for sentence in warned(args):
             warnings.warn(sentence, UserWarning, stacklevel=2)
@@ -140,7 +138,7 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         lora = peft_config is not None or isinstance(model, PeftModel)
         self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
-        given, loading = place_model(args, model, processing_class, lora=lora)
+        given, loading = place_model(args, model, processing_class, lora=lora, quantization_config=quantization_config)
         self._config = settings(
             args,
             num_prompts=len(self._rows),

@@ -22,6 +22,12 @@ NEVER = 10**9
 """An interval in steps that no run reaches: when to log, save and evaluate is decided by transformers' callbacks."""
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_EIGHT_BITS = {
+    "adamw_8bit": "adamw_8bit",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit",
+}
+"""`optim` -> `optim.optimizer`."""
 _ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit", "paged_adamw", "ademamix")
 
 
@@ -224,7 +230,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         raise ConfigError(
             f"optim={name!r}: Covey trains with AdamW; leave it out, or pass optimizers=(optimizer, None)"
         )
-    if "8bit" in name or "paged" in name:
+    if name not in _EIGHT_BITS and ("8bit" in name or "paged" in name):
         warnings.warn(f"optim={name!r}: runs as plain AdamW, whose state takes more memory", UserWarning, stacklevel=3)
     per_generation, steps = args.optimizer_steps_per_generation, optimizer_steps(args, num_prompts)
     warmup = args.warmup_steps
@@ -261,6 +267,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         **_server(args),
         **_colocated(args),
         # optim and schedule
+        "optimizer": _EIGHT_BITS.get(name, "adamw"),
         "learning_rate": args.learning_rate,
         "weight_decay": args.weight_decay,
         "adam_beta1": args.adam_beta1,

@@ -23,7 +23,7 @@ from covey.pytorch.engine.fast_runner import FastRunner
 from covey.pytorch.engine.general_runner import AttentionRunner, RecomputeRunner
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model
 from covey.pytorch.engine.runner import Runner, Step
-from covey.pytorch.rounding import computing_in, unexplained, wide
+from covey.pytorch.rounding import truth_and_own, unexplained, wide
 
 _PROMPTS = (7, 4, 6)
 _MORE = 3
@@ -43,8 +43,8 @@ def choose_runner(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
     """
     weights = EffectiveWeights(model)
     sequences = _probe_sequences(model)
-    truth = _reference(model, sequences, wide(dtype))
-    own = truth if wide(dtype) == dtype else _reference(model, sequences, dtype)
+    with _evaluating(model):
+        truth, own = truth_and_own(model, dtype, partial(_reference, model, sequences))
     refusals: list[str] = []
     for name, build in _KINDS.items():
         try:
@@ -89,13 +89,12 @@ def _probe_sequences(model: nn.Module) -> list[Any]:
 
 @torch.no_grad()
 def _reference(model: nn.Module, sequences: list[Any], dtype: torch.dtype) -> Tensor:
-    """`[n, V]` the log-probabilities of the model's own code in a precision, where generation looks."""
+    """`[n, V]` log-probabilities, in a precision, of the model's own code, where generation looks."""
     device = next(model.parameters()).device
     out = []
-    with _evaluating(model), computing_in(model, dtype):
-        for ids, length in zip(sequences, _PROMPTS, strict=True):
-            logits = model(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits
-            out.append(logits[0, length - 1 :].to(wide(dtype)).log_softmax(-1))
+    for ids, length in zip(sequences, _PROMPTS, strict=True):
+        logits = model(input_ids=torch.from_numpy(ids)[None].to(device), use_cache=False).logits
+        out.append(logits[0, length - 1 :].to(dtype).log_softmax(-1))
     return torch.cat(out)
 
 

@@ -5,6 +5,8 @@ an active LoRA adapter and `W` itself for every other layer, under the name that
 transformers model. Each is computed when asked for, so a copy of the model is filled with one layer's worth
 of extra memory.
 
+A quantised layer's weight is what it stands for, in full (`covey.pytorch.dequantise`).
+
 Plain LoRA on linear layers and on a mixture's experts is added here. Every other PEFT layer (DoRA, LoRA on embeddings,
 IA3, ...) is deep-copied and merged by PEFT's own code, one layer at a time: slower, and right by definition.
 """
@@ -18,13 +20,14 @@ from functools import partial
 import torch
 from peft import PeftModel
 from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora import ParamWrapper
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from covey.adapters import Adapter
 from covey.errors import ModelError
+from covey.pytorch.dequantise import dequantised, is_quantised, plain_linear
 from covey.pytorch.lora import LeanLoraLinear, adapter_of
 from covey.rollout.learning import Weights
 
@@ -76,6 +79,11 @@ class EffectiveWeights(Mapping[str, Tensor]):
             for adapter in adapters:
                 weight = weight.float() + module.get_delta_weight(adapter).float()
             return weight
+        if is_quantised(module.get_base_layer()):
+            raise ModelError(
+                f"{name}: an adapter that is more than plain LoRA on a quantised layer cannot be merged exactly; use "
+                "plain LoRA, or set model.quantization to none"
+            )
         merged = copy.deepcopy(module)
         merged.merge(safe_merge=False, adapter_names=list(adapters))
         return _parameter(merged.get_base_layer(), leaf)
@@ -152,8 +160,11 @@ def copy_without_adapters(model: nn.Module) -> nn.Module:
     base = bare_model(model)
     memo: dict[int, object] = {}
     for _, module in _walk(base, ""):
-        if isinstance(module, BaseTunerLayer):
-            memo[id(module)] = copy.deepcopy(module.get_base_layer())
+        inner = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        if is_quantised(inner):
+            memo[id(module)] = plain_linear(inner)
+        elif inner is not module:
+            memo[id(module)] = copy.deepcopy(inner)
     for wrapper in base.modules():
         if isinstance(wrapper, AuxiliaryTrainingWrapper):
             memo[id(wrapper)] = copy.deepcopy(_unwrapped(wrapper))
@@ -210,11 +221,14 @@ def _unmerged_adapters(layer: BaseTunerLayer) -> list[str]:
 
 
 def _is_plain_lora(layer: BaseTunerLayer, adapters: list[str]) -> bool:
-    return type(layer) in (LoraLinear, LeanLoraLinear, ParamWrapper) and not any(
-        a in layer.lora_variant or layer.lora_bias.get(a, False) for a in adapters
+    known = type(layer) in (LoraLinear, LeanLoraLinear, ParamWrapper) or (
+        isinstance(layer, LoraLayer) and is_quantised(layer.get_base_layer())
     )
+    return known and not any(a in layer.lora_variant or layer.lora_bias.get(a, False) for a in adapters)
 
 
 def _parameter(module: nn.Module, leaf: str) -> Tensor:
+    if leaf == "weight" and is_quantised(module):
+        return dequantised(module)
     tensor: Tensor = getattr(module, leaf)
     return tensor.detach()

@@ -1,0 +1,273 @@
+"""Frozen layers in 4 and 8 bits: what they stand for, what a policy computes with them, and who samples from it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import make_batch
+from peft import LoraConfig
+from tiny_models import tiny_model, tiny_tokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from covey.config import GRPOConfig
+from covey.config_effects import correction_mode
+from covey.errors import ConfigError, ModelError
+from covey.jax.backend import JaxBackend
+from covey.pytorch.dequantise import dequantised, held_bytes, is_quantised, plain_linear, quantised_layers
+from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import EffectiveWeights
+from covey.pytorch.loading import load_model
+from covey.pytorch.policy import Policy
+from covey.pytorch.quantised import quantise
+from covey.pytorch.rounding import truth_and_own, unexplained
+from covey.rollout.packing import pack_episodes
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
+
+KINDS = ("nf4", "int8", "torchao_int8")
+CPU = torch.device("cpu")
+IDS = torch.arange(4, 20)[None]
+
+
+def filled(policy: Policy) -> Policy:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in policy.trainable_parameters():
+        parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return policy
+
+
+def policy_of(kind: str, family: str = "llama", dtype: str = "auto", **options: Any) -> Policy:
+    model = tiny_model(family)
+    return filled(Policy.load(model, tiny_tokenizer(), quantization=kind, dtype=dtype, lora_r=4, **options))
+
+
+def with_plain_layers(policy: Policy, dtype: str = "float32", **options: Any) -> Policy:
+    """The same policy on ordinary layers that hold what the quantised ones stand for."""
+    model = tiny_model(str(policy.model.get_base_model().config.model_type))
+    theirs = dict(policy.model.get_base_model().named_modules())
+    for name in [name for name, _ in model.named_modules()]:
+        held: Any = theirs.get(name)
+        base = held.get_base_layer() if hasattr(held, "get_base_layer") else held
+        if base is not None and is_quantised(base):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, plain_linear(base))
+    return filled(Policy.load(model, tiny_tokenizer(), dtype=dtype, lora_r=4, fused_layers=False, **options))
+
+
+def scored(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of a batch, and the gradients of a linear function of them."""
+    (pack,) = pack_episodes(make_batch().episodes)
+    logp = policy.score(pack).logp
+    policy.model.zero_grad()
+    (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
+    return logp.detach(), {n: p.grad.clone() for n, p in policy.named_trainable_parameters() if p.grad is not None}
+
+
+def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Length of the difference of two gradients, as a part of the second's."""
+    assert found.keys() == truth.keys()
+    squares = [
+        sum(float(x.square().sum()) for x in each)
+        for each in ((found[name] - truth[name] for name in truth), truth.values())
+    ]
+    return (squares[0] / squares[1]) ** 0.5
+
+
+# ------------------------------------------------------------------------------------------ what a weight stands for
+
+
+def test_eight_bits_by_hand() -> None:
+    """Each row is rounded to 127 steps of its largest number: 0.5 becomes 64 steps of 1/127, -0.002 none."""
+    linear = nn.Linear(2, 2, bias=False)
+    linear.weight.data = torch.tensor([[1.0, 0.5], [-0.5, -0.002]])
+    expected = torch.tensor([[1.0, 64 / 127], [-0.5, -0.5 / 127]])
+    for kind in ("int8", "torchao_int8"):
+        model = nn.Sequential(nn.Linear(2, 2, bias=False))
+        model[0].weight.data = linear.weight.data.clone()
+        quantise(model, kind, CPU, "two layers")
+        # bitsandbytes' -0.002 is 0.508 steps, torchao's scale is 1/127.5, as the 8 bits reach down to -128
+        torch.testing.assert_close(dequantised(model[0]), expected, atol=4.5e-3, rtol=0)
+
+
+def test_four_bits_are_the_quantiles_of_the_paper() -> None:
+    """Of a block of 64, every number becomes one of 16 values times the largest; -1, 0 and 1 are among them."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    before = model[0].weight.data.clone()
+    bias = model[0].bias
+    quantise(model, "nf4", CPU, "a layer")
+    found = dequantised(model[0])
+    for row, original in zip(found, before, strict=True):  # a row is a block
+        values = torch.unique(row / row.abs().max())
+        assert len(values) <= 16
+        assert values.abs().max() == 1
+        # the widest gap between neighbours of the 16 values is 0.30, so no number moves by more than half of it
+        assert float((row - original).abs().max()) <= 0.17 * float(original.abs().max())
+    assert torch.equal(model[0].bias, bias)
+
+
+def test_bytes_by_hand() -> None:
+    """64 x 64 numbers: 4 bits each, a scale of 8 bits for each 64, and one of 32 bits for 256 of those."""
+    for kind, expected in (("nf4", 2048 + 64 + 4), ("int8", 4096 + 4 * 64), ("torchao_int8", 4096 + 4 * 64)):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+        assert held_bytes(model) == 4 * 4096
+        quantise(model, kind, CPU, "a layer")
+        assert held_bytes(model) == expected, kind
+
+
+# ------------------------------------------------------------------------------------------ what a policy computes
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])  # without bias, with bias, windows and soft caps
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_is_the_one_on_what_its_weights_stand_for(kind: str, family: str) -> None:
+    policy = policy_of(kind, family)
+    assert policy.prefix_sharing_obstacle is None
+    assert policy.fused_obstacle is not None
+    assert policy.fused_obstacle.startswith("a layer of type")
+    head = policy.model.get_base_model().get_output_embeddings()
+    assert not is_quantised(head)
+    assert len(list(quantised_layers(policy.model))) == 14
+    (logp, grads), (plain, plain_grads) = scored(policy), scored(with_plain_layers(policy))
+    torch.testing.assert_close(logp, plain, atol=2e-5, rtol=1e-4)
+    assert len(grads) == 28
+    assert error(grads, plain_grads) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bfloat16_base_has_float32_adapters_and_keeps_its_gradient_after_scoring(kind: str) -> None:
+    """In evaluation mode and without gradients, bitsandbytes by itself repacks weights for a kernel that has none."""
+    policy = policy_of(kind, dtype="bfloat16")
+    assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
+    with torch.no_grad():
+        policy.model(input_ids=IDS)
+    logp, found = scored(policy)
+    assert logp.dtype == torch.float32
+    # as far from float32 as the same policy on ordinary layers in bfloat16
+    wide, half = with_plain_layers(policy), with_plain_layers(policy, "bfloat16")
+    (_, truth), (_, own) = scored(wide), scored(half)
+    assert 0 < error(found, truth) < 2 * error(own, truth)
+
+
+def test_a_token_does_not_depend_on_what_follows() -> None:
+    """By itself bitsandbytes looks at all tokens beside a token before it rounds the inputs of 8-bit layers."""
+    policy = policy_of("int8")
+    with torch.no_grad():
+        all_of_them = policy.model(input_ids=IDS).logits[0, :6]
+        torch.testing.assert_close(policy.model(input_ids=IDS[:, :6]).logits[0], all_of_them, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_goes_through_quantised_layers(kind: str) -> None:
+    policy = policy_of(kind, autocast="bfloat16")
+    (logp, found), (expected, truth) = scored(policy), scored(with_plain_layers(policy))
+    half = scored(with_plain_layers(policy, autocast="bfloat16"))
+    assert 0 < float((logp - expected).abs().mean()) < 2 * float((half[0] - expected).abs().mean())
+    assert 0 < error(found, truth) < 2 * error(half[1], truth)
+
+
+def test_the_probe_measures_against_the_dequantised_model_and_feels_another_base() -> None:
+    policy = policy_of("nf4", dtype="bfloat16")
+
+    def compute(dtype: torch.dtype) -> Tensor:
+        logits: Tensor = policy.model(input_ids=IDS).logits[0]
+        return logits.to(dtype).log_softmax(-1)
+
+    with torch.no_grad():
+        truth, own = truth_and_own(policy.model, torch.bfloat16, compute)
+        assert not unexplained(own, own, truth)
+        other = filled(Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=4))
+        unquantised = other.model(input_ids=IDS).logits[0].log_softmax(-1)
+    assert unexplained(unquantised, own, truth)
+    assert all("forward" not in vars(layer) for layer in quantised_layers(policy.model))
+
+
+# ------------------------------------------------------------------------------------------ who samples
+
+
+@pytest.mark.parametrize(("family", "runner"), [("llama", "fast"), ("phi3_long", "recompute")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sampler_has_the_policy_s_weights_in_full(kind: str, family: str, runner: str) -> None:
+    policy = policy_of(kind, family)
+    engine = Engine(policy.model, policy.tokenizer)  # which compares itself with the policy
+    assert engine.runner == runner
+    name = "model.layers.1.self_attn.o_proj"
+    layer: Any = policy.model.get_base_model().get_submodule(name)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    expected = dequantised(layer.get_base_layer()) + layer.scaling["default"] * (b @ a)
+    torch.testing.assert_close(EffectiveWeights(policy.model)[f"{name}.weight"], expected.detach())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "torchao_int8"])
+def test_adapters_that_are_more_than_lora_are_refused_by_the_sampler(kind: str) -> None:
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=True)
+    with pytest.raises(ModelError, match="use plain LoRA"):
+        Engine(Policy.load(tiny_model("llama"), tiny_tokenizer(), quantization=kind, lora_config=config).model)
+
+
+def test_correction_is_on_where_a_server_has_a_base_of_its_own() -> None:
+    server = {"upload_adapters_to_server": True, "inference_server_kind": "covey"}
+    assert correction_mode(GRPOConfig(quantization="nf4")) == "off"
+    assert correction_mode(GRPOConfig(**server)) == "off"
+    assert correction_mode(GRPOConfig(quantization="nf4", **server)) == "token_truncate"
+
+
+# ------------------------------------------------------------------------------------------ models from elsewhere
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: str) -> None:
+    tiny_model("llama", hidden_size=64).save_pretrained(tmp_path)
+    how = {"load_in_8bit": True}
+    if kind == "nf4":
+        how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+    def load() -> Any:
+        config = BitsAndBytesConfig(**how)
+        return AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+
+    model, used = load(), load().eval()
+    with pytest.raises(ModelError, match=r"stays where and as it is; leave model.device and model.dtype at auto"):
+        Policy.load(model, tiny_tokenizer(), dtype="bfloat16")
+    policy = filled(Policy.load(model, tiny_tokenizer(), lora_r=4))
+    own = tiny_model("llama", hidden_size=64)
+    ours = filled(Policy.load(own, tiny_tokenizer(), quantization=kind, lora_r=4))
+    (logp, grads), (expected, expected_grads) = scored(policy), scored(ours)
+    torch.testing.assert_close(logp, expected, atol=1e-4, rtol=1e-4)
+    assert error(grads, expected_grads) < 1e-3
+    assert Engine(policy.model, policy.tokenizer).runner == "fast"
+    with torch.no_grad():
+        used(input_ids=IDS)  # packs 4-bit layers, where the processor multiplies bfloat16, and rounds their scales
+    logp, grads = scored(filled(Policy.load(used, tiny_tokenizer(), lora_r=4)))
+    torch.testing.assert_close(logp, expected, atol=0.1, rtol=0)
+    assert error(grads, expected_grads) < 0.2  # without a gradient it would be 1
+    with pytest.raises(ModelError, match="quantised weights cannot be trained themselves"):
+        Policy.load(load(), tiny_tokenizer(), use_peft=False)
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"quantization='nf4' with use_peft=False.*set model.use_peft to true"):
+        GRPOConfig(quantization="nf4", use_peft=False)
+    with pytest.raises(ConfigError, match=r"model.quantization='nf4': the JAX backend does not have this"):
+        JaxBackend().check(GRPOConfig(quantization="nf4", backend="jax"))
+    with pytest.raises(ConfigError, match=r"quantization='nf4'.*merge_adapter=False"):
+        GRPOConfig(quantization="nf4", engine="vllm", merge_adapter=False)
+    with pytest.raises(ModelError, match=r"GPT2LMHeadModel\) has no linear layers"):
+        load_model(tiny_model("gpt2"), tiny_tokenizer(), quantization="nf4")
+    model = tiny_model("llama")
+    load_model(model, tiny_tokenizer(), quantization="int8")
+    with pytest.raises(ModelError, match="is quantised already"):
+        load_model(model, tiny_tokenizer(), quantization="int8")
+    with pytest.raises(ModelError, match=r"leave model.device and model.dtype at auto"):
+        load_model(model, tiny_tokenizer(), dtype="bfloat16")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"bitsandbytes is not installed; run pip install 'covey\[quantization\]'"):
+        load_model(model, tiny_tokenizer(), quantization="nf4")

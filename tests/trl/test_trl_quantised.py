@@ -1,0 +1,114 @@
+"""QLoRA as TRL's users write it: a config of bitsandbytes for the trainer, or a model that is quantised already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, TorchAoConfig
+
+from covey.errors import ConfigError, ModelError
+from covey.pytorch.dequantise import quantised_layers
+from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, get_quantization_config
+
+bitsandbytes = pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
+
+ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
+SMALL: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "per_device_train_batch_size": 3,
+    "num_generations": 3,
+    "max_completion_length": 8,
+    "max_steps": 2,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+
+
+def letters(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama", hidden_size=64).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trained(trainer: GRPOTrainer) -> set[str]:
+    """Names of the parameters that training has changed; torchao's tensors cannot be compared, but are frozen."""
+    named = [(name, p) for name, p in trainer.model.named_parameters() if type(p).__name__ != "Int8Tensor"]
+    before = {name: parameter.detach().clone() for name, parameter in named}
+    trainer.train()
+    return {name for name, parameter in named if not torch.equal(before[name], parameter)}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (NF4, "nf4"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+        (BitsAndBytesConfig(load_in_8bit=True), "int8"),
+        (BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4"), "none"),
+    ],
+    ids=["nf4", "mapping", "int8", "fp4"],
+)
+def test_a_config_for_the_model(folder: Path, tmp_path: Path, config: Any, name: str) -> None:
+    args = GRPOConfig(str(tmp_path), **SMALL, optim="adamw_8bit", model_init_kwargs={"quantization_config": config})
+    trainer = GRPOTrainer(str(folder), letters, args, ROWS, peft_config=LORA)
+    assert trainer.run.args.model.quantization == name  # none: transformers has loaded it so
+    assert trainer.run.args.optim.optimizer == "adamw_8bit"
+    assert isinstance(trainer.optimizer, bitsandbytes.optim.AdamW8bit)
+    assert len(list(quantised_layers(trainer.model))) == 14
+    changed = trained(trainer)
+    assert changed
+    assert all("lora_" in name for name in changed)
+
+
+def test_a_config_for_the_trainer(folder: Path, tmp_path: Path) -> None:
+    torchao = TorchAoConfig(__import__("torchao").quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    trainer = GRPOTrainer(str(folder), letters, args, ROWS, peft_config=LORA, quantization_config=torchao)
+    assert len(list(quantised_layers(trainer.model))) == 14
+    assert trained(trainer)
+
+
+def test_a_model_that_is_quantised(folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4, dtype=torch.bfloat16)
+    args = GRPOConfig(str(tmp_path), **SMALL, beta=0.1)
+    trainer = GRPOTrainer(model, letters, args, ROWS, processing_class=tiny_tokenizer(), peft_config=LORA)
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    assert all("lora_" in name for name in trained(trainer))
+
+
+def test_what_is_not_possible(folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    with pytest.raises(ConfigError, match="quantised weights cannot be trained themselves; pass peft_config"):
+        GRPOTrainer(str(folder), letters, args, ROWS, quantization_config=NF4)
+    with pytest.raises(ConfigError, match="a GPTQConfig; adapters are trained on models quantised by bitsandbytes"):
+        GRPOTrainer(
+            str(folder), letters, args, ROWS, peft_config=LORA, quantization_config=GPTQConfig(bits=4, dataset=["a"])
+        )
+    loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4)
+    with pytest.raises(ConfigError, match="the model is loaded already"):
+        GRPOTrainer(loaded, letters, args, ROWS, peft_config=LORA, quantization_config=NF4)
+    with pytest.raises(ModelError, match=r"in covey.trl pass peft_config"):
+        GRPOTrainer(loaded, letters, args, ROWS, processing_class=tiny_tokenizer())
+
+
+def test_a_script_s_arguments() -> None:
+    assert get_quantization_config(ModelConfig()) is None
+    eight, four = (get_quantization_config(ModelConfig(**{name: True})) for name in ("load_in_8bit", "load_in_4bit"))
+    assert eight is not None
+    assert eight.load_in_8bit
+    assert four is not None
+    assert (four.load_in_4bit, four.bnb_4bit_quant_type, four.bnb_4bit_use_double_quant) == (True, "nf4", False)
