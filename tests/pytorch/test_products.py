@@ -53,6 +53,16 @@ def test_what_is_differentiated_has_its_gradient(library: bool) -> None:
     torch.testing.assert_close(weight.grad, 2 * y.T @ x.detach())
 
 
+def test_a_bias_may_be_a_view_and_may_be_trained(library: bool) -> None:
+    x, weight, wide = drawn(4, 8), drawn(10, 8), drawn(20).requires_grad_()
+    found = products.linear(x, weight, wide[::2])
+    torch.testing.assert_close(found, x @ weight.T + wide[::2])
+    torch.testing.assert_close(products.linear(x, weight, drawn(1).expand(10)), x @ weight.T + drawn(1))
+    found.sum().backward()
+    assert wide.grad is not None
+    assert wide.grad[::2].tolist() == [4.0] * 10
+
+
 def test_nothing_and_other_types_are_left_to_torch(library: bool) -> None:
     assert products.linear(drawn(0, 4), drawn(3, 4)).shape == (0, 3)
     wide = products.product(drawn(2, 4).double(), drawn(4, 3).double())
