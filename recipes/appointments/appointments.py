@@ -57,6 +57,15 @@ JSON: {{"what": "a ride", "who": "Zoe", "day": "Saturday", "time": "7:00 am"}}
 Sentence: Yuri wants a debate on Monday at half past two in the afternoon.
 JSON: {{"what": "a debate", "who": "Yuri", "day": "Monday", "time": "2:30 pm"}}
 
+Sentence: On Thursday at a quarter past nine in the morning: a class with Wim.
+JSON: {{"what": "a class", "who": "Wim", "day": "Thursday", "time": "9:15 am"}}
+
+Sentence: Skating with Xenia on Sunday, eight in the evening.
+JSON: {{"what": "skating", "who": "Xenia", "day": "Sunday", "time": "8:00 pm"}}
+
+Sentence: Theo called: a party on Friday at a quarter to five in the afternoon.
+JSON: {{"what": "a party", "who": "Theo", "day": "Friday", "time": "4:45 pm"}}
+
 Sentence: {sentence}
 JSON:"""
 
@@ -75,11 +84,11 @@ def spoken(hour: int, minute: int, draw: random.Random) -> str:
         ways += [f"{short} {half}", f"{short} {part}", f"{word} {part}"]
         ways += ["noon"] if hour == 12 else []
     if minute == 30:
-        ways += [f"half past {word} {part}", f"half past {short} {part}"]
+        ways += [f"half past {word} {part}", f"half past {short} {part}"] * 2
     if minute == 15:
-        ways += [f"a quarter past {word} {part}"]
+        ways += [f"a quarter past {word} {part}"] * 3
     if minute == 45:
-        ways += [f"a quarter to {_HOURS[(hour + 1) % 12]} {part}"] if hour not in {11, 17} else []
+        ways += [f"a quarter to {_HOURS[(hour + 1) % 12]} {part}"] * 3 if hour not in {11, 17} else []
     return draw.choice(ways)
 
 
@@ -166,7 +175,7 @@ class Appointments(Task):
             if len(rows) == count:
                 break
             what, who, day = draw.choice(whats), draw.choice(whos), draw.choice(DAYS)
-            hour, minute = draw.randint(7, 21), draw.choice((0, 0, 15, 30, 45))
+            hour, minute = draw.randint(7, 21), draw.choice((0, 15, 30, 45))
             time = spoken(hour, minute, draw)
             words = draw.choice(wordings)
             sentence = words.format(what=what, What=what[0].upper() + what[1:], who=who, day=day, time=time)
