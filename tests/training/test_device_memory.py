@@ -51,6 +51,11 @@ def test_what_fits_fits_and_one_token_more_does_not(folder: Path) -> None:
     assert fit(recipe, 141e9).longest == 131072 - recipe.prompt  # no further than the model was built for
 
 
+def test_an_adapter_that_is_too_large_is_said_as_it_is(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"^model\.lora_r=1000000: more than"):
+        recipe_of(folder, lora_r=1000000)
+
+
 def test_fewer_bits_take_less(folder: Path) -> None:
     away = {"samplers": 1, "max_completion_length": 16}
     plain, four = recipe_of(folder, **away), recipe_of(folder, **away, quantization="nf4")

@@ -43,6 +43,8 @@ def empty_model(
         with quiet():
             config = _config(folder, gguf_file, trust_remote_code)
             return with_adapter(build_empty(config, dtype), use_peft=use_peft, adapter=adapter, **lora)
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         said = (str(error).strip().splitlines() or [""])[0][:300]
         raise ModelError(
