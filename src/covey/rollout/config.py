@@ -68,8 +68,8 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     )
     fused_layers: bool = Field(
         default=True,
-        description="Train LoRA on Llama-shaped models (Llama, Qwen2, Qwen3, Mistral) with hand-written layers, which "
-        "keep half the activations; false, and every other model = the model's own layers.",
+        description="Train LoRA on models of Llama's shape (Llama, Qwen, Gemma, Mistral, Phi, GLM and others) with "
+        "hand-written layers, which keep half the activations; false, and every other model = the model's own layers.",
     )
     adapter: str | None = Field(default=None, description="Folder of a PEFT adapter to start from; none = a new one.")
 
