@@ -99,15 +99,12 @@ class Policy:
             reference_ema_decay: weight of the old reference in an "ema" update.
             reference_from_current: with LoRA: hold on to the present adapter, not to the base model.
             needs_reference: False saves the copy of the weights that full fine-tuning needs for its reference.
-            autocast: "bfloat16" or "float16" for the products of the forward pass, as `torch.autocast` chooses them;
-                log-probabilities are computed from the hidden states in the weights' own type. Goes through the
-                model's own layers.
-            offload: keep the optimiser's moments and a reference that is a copy of weights in the host's memory while
-                nobody uses them; a model on a CPU is there already.
+            autocast: "bfloat16" or "float16" for the products of the forward pass, through the model's own layers;
+                log-probabilities are computed from the hidden states in the weights' own type.
+            offload: keep moments and a reference that is a copy of weights in the host's memory while unused.
 
         Raises:
-            ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its
-            parts.
+            ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its parts.
         """
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.eos_token_ids, self.source, self.folder = loaded.eos_token_ids, loaded.source, loaded.folder
