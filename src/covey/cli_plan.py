@@ -62,6 +62,8 @@ def plan(
 
     file = recipe / "recipe.toml" if recipe.is_dir() else recipe
     config = GRPOConfig.from_toml(file, overrides=overrides or [])
+    if calibrate is not None and device_memory:
+        raise ConfigError("--calibrate and --device-memory: one measures this machine, the other computes; give one")
     if calibrate is not None:
         parent = calibrate.absolute().parent
         if calibrate.is_dir() or not parent.is_dir():
@@ -142,16 +144,18 @@ def print_fits(recipe: Recipe, fits: Sequence[Fit]) -> None:
         for name, amount in sorted(parts.items(), key=lambda part: -part[1]):
             table.add_row(name, f"{amount / 1e9:.2f}", "always" if when == "held" else when)
     out.print(table)
+    if chosen.longest > shape.context:
+        _say(f"longer than the {shape.context:,} tokens that the model was built for: it will not be trained so")
     for each in fits:
         verdict = "fits" if each.fits else "does not fit"
         tokens = f"{each.longest:,} tokens after the prompt" if each.longest else "no completion of any length"
         passes = f"optim.tokens_per_micro_batch up to {each.tokens:,}" if each.tokens else "no pass of any size"
         _say(
-            f"{each.room / 1e9:g} GB: {verdict}, {each.peak / 1e9:.1f} GB at the most, in {each.when}; what fits: "
-            f"{tokens}, {passes}"
+            f"{each.room / 1e9:g} GB: {verdict}, {each.peak / 1e9:.2f} GB at the most, in {each.when}; with these "
+            f"settings: {tokens}, {passes}"
         )
         for text, peak in each.changes:
-            _say(f"    with {text}: {peak / 1e9:.1f} GB")
+            _say(f"    with {text}: {peak / 1e9:.2f} GB")
         if not each.fits and not each.changes:
             _say("    no setting makes it fit; use a smaller model, shorter completions or another GPU")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from command import Command
 from covey.config import GRPOConfig
@@ -54,6 +54,34 @@ def test_what_fits_fits_and_one_token_more_does_not(folder: Path) -> None:
 def test_an_adapter_that_is_too_large_is_said_as_it_is(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"^model\.lora_r=1000000: more than"):
         recipe_of(folder, lora_r=1000000)
+
+
+def test_all_weights_stay_trained_where_a_combination_does(folder: Path) -> None:
+    recipe = recipe_of(folder, use_peft=False, gradient_checkpointing=False)
+    both = Recipe(
+        recipe.config.with_overrides(["optim.offload=true", "model.gradient_checkpointing=true"]), recipe.shape, True
+    )
+    room = peak(both) * 1.01
+    texts = [text for text, _ in fit(recipe, room).changes]
+    assert "optim.offload=true" in texts[0]
+    assert texts[-1] == "model.use_peft=true"
+
+
+def test_a_smaller_share_for_vllm_is_proposed(folder: Path) -> None:
+    recipe = recipe_of(folder, engine="vllm", gpu_memory_utilization=0.99)
+    found = fit(recipe, 24e9)
+    assert not found.fits
+    assert "vllm.gpu_memory_utilization=0.3" in [text for text, _ in found.changes]
+
+
+def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"])
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has no linear layers that could be quantised"):
+        recipe_of(tmp_path, quantization="nf4")
+    assert not recipe_of(tmp_path).quantisable
+    with pytest.raises(ModelError, match=r"holds no adapter_config\.json"):
+        recipe_of(tmp_path, adapter=str(tmp_path / "none"))
 
 
 def test_fewer_bits_take_less(folder: Path) -> None:

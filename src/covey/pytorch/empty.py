@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def empty_model(
         ModelError: there is no such configuration, or no such model can be built.
     """
     folder, gguf_file = locate(source)
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ModelError(f"{adapter}: holds no adapter_config.json; give the folder of a saved PEFT adapter")
     try:
         with quiet():
             config = _config(folder, gguf_file, trust_remote_code)
@@ -60,6 +63,12 @@ def build_empty(config: Any, dtype: str) -> nn.Module:
         model: nn.Module = auto.from_config(config, dtype=getattr(torch, dtype))
     model.tie_weights()  # type: ignore[operator]
     return model
+
+
+def has_linear_layers(model: Any) -> bool:
+    """Whether there are any besides the output head, an adapter's own left aside."""
+    head = model.get_output_embeddings()
+    return any(type(m) is nn.Linear and m is not head and ".lora_" not in name for name, m in model.named_modules())
 
 
 def with_adapter(model: nn.Module, *, use_peft: bool = True, adapter: str | None = None, **lora: Any) -> nn.Module:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
-from covey.errors import ConfigError
-from covey.pytorch.empty import empty_model
+from covey.errors import ConfigError, ModelError
+from covey.pytorch.empty import empty_model, has_linear_layers
 from covey.pytorch.footprint import Choices, Shape, kv_bytes, peak_bytes, phases
 from covey.pytorch.form import is_known
 from covey.pytorch.loading import causal_lm, trained_dtype
@@ -25,6 +25,9 @@ CONTEXT_BYTES = 0.8e9
 """What CUDA, its libraries and their kernels take of a device: an allowance, not measured."""
 PROMPT_TOKENS = 512
 """Of a prompt, where no setting says how long it may be."""
+_ADAPTER = "model.use_peft=true"
+_SHARE = 0.3
+"""Of the device, for vLLM, unless the settings say otherwise."""
 _MOST = 1 << 24
 """Tokens beyond which nothing is looked for."""
 
@@ -37,11 +40,13 @@ class Recipe:
         config: the settings.
         shape: of the model.
         fused: the fused layers know its family.
+        quantisable: it has linear layers besides its head.
     """
 
     config: GRPOConfig
     shape: Shape
     fused: bool
+    quantisable: bool = True
 
     @classmethod
     def of(cls, config: GRPOConfig) -> Recipe:
@@ -70,7 +75,14 @@ class Recipe:
             adapter=chosen.adapter,
             **({} if chosen.adapter else {"r": chosen.lora_r, "target_modules": chosen.lora_target_modules}),
         )
-        return cls(config, Shape.of(model), is_known(causal_lm(model)))
+        base = causal_lm(model)
+        quantisable = has_linear_layers(base)
+        if chosen.quantization != "none" and not quantisable:
+            raise ModelError(
+                f"model.quantization={chosen.quantization!r}: {chosen.model} ({type(base).__name__}) has no linear "
+                "layers that could be quantised; set model.quantization to none"
+            )
+        return cls(config, Shape.of(model), is_known(base), quantisable)
 
     @property
     def prompt(self) -> int:
@@ -211,13 +223,29 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
 
 
 def _changes(recipe: Recipe, room: float) -> Iterator[tuple[str, float]]:
-    """Each setting that makes it fit; where none does alone, as many as it takes."""
+    """Each setting that makes it fit; where none does alone, as many as it takes. To train an adapter in place of all
+    weights is another run: it comes last.
+    """
     ways = list(_ways(recipe))
+    found = list(_enough(recipe, ways, room))
+    yield from found
+    if not recipe.config.model.use_peft:
+        peak = _peak_with(recipe, [_ADAPTER], room)
+        if peak <= room:
+            yield _ADAPTER, peak
+        elif not found:
+            yield from _enough(recipe, [*ways, _ADAPTER], room)
+
+
+def _enough(recipe: Recipe, ways: list[str], room: float) -> Iterator[tuple[str, float]]:
     alone = [(text, _peak_with(recipe, [text], room)) for text in ways]
     if any(peak <= room for _, peak in alone):
         yield from ((text, peak) for text, peak in alone if peak <= room)
         return
-    if _peak_with(recipe, ways, room) > room:
+    # one more each time: where a sampler is elsewhere, gradients are added exactly, which takes memory too
+    sizes = range(2, len(ways) + 1)
+    ways = next((ways[:n] for n in sizes if _peak_with(recipe, ways[:n], room) <= room), [])
+    if not ways:
         return
     for text in list(reversed(ways)):  # what costs most is left out first
         fewer = [other for other in ways if other != text]
@@ -241,12 +269,12 @@ def _ways(recipe: Recipe) -> Iterator[str]:
         yield "model.gradient_checkpointing=true"
     if not config.optim.offload and config.optim.optimizer == "adamw":
         yield "optim.offload=true"
-    if config.model.use_peft and config.model.quantization == "none":
+    if config.model.use_peft and config.model.quantization == "none" and recipe.quantisable:
         yield "model.quantization=nf4"
     if chosen.samples:
         yield "distributed.samplers=1"
-    if not config.model.use_peft:
-        yield "model.use_peft=true"
+    if config.sampling.engine == "vllm" and config.vllm.gpu_memory_utilization > _SHARE:
+        yield f"vllm.gpu_memory_utilization={_SHARE}"
 
 
 def _peak_with(recipe: Recipe, overrides: list[str], room: float) -> float:
