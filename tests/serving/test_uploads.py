@@ -263,14 +263,17 @@ def test_parts_of_an_upload(server: RunningServer, parts: list[tuple[str, bytes 
 
 def test_an_upload_whose_client_goes_away() -> None:
     with serving(settings=ServeSettings("tiny")) as server:
-        long = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "n": 16}
+        long = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "n": 64}
         thread = threading.Thread(
             target=lambda: httpx.post(f"{server.url}/v1/completions", json=long, timeout=60, trust_env=False)
         )
         thread.start()
+        while httpx.get(f"{server.url}/health", trust_env=False).json()["running"] == 0:
+            assert thread.is_alive()
         files = {"adapter_weights": save(good(1)[0]), "adapter_config": json.dumps(good(1)[1]).encode()}
+        limits = httpx.Timeout(30, read=0.001)  # far less than reading and checking an adapter takes
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/upload_adapter", files=files, timeout=0.15, trust_env=False)
+            httpx.post(f"{server.url}/upload_adapter", files=files, timeout=limits, trust_env=False)
         thread.join()
         assert held(server)[3] == "ok"
         assert send(server, *good(2), policy_version=9).status_code == 200
