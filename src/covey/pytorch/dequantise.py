@@ -119,3 +119,10 @@ def _tensors(layer: Any) -> Iterator[Tensor]:
     while state is not None:
         yield state.absmax
         state = state.state2
+
+
+def quantisable_layers(model: Any) -> list[str]:
+    """Names of the linear layers besides the output head and an adapter's own."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    layers = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    return [name for name in layers if ".lora_" not in name]

@@ -65,12 +65,6 @@ def build_empty(config: Any, dtype: str) -> nn.Module:
     return model
 
 
-def has_linear_layers(model: Any) -> bool:
-    """Whether there are any besides the output head, an adapter's own left aside."""
-    head = model.get_output_embeddings()
-    return any(type(m) is nn.Linear and m is not head and ".lora_" not in name for name, m in model.named_modules())
-
-
 def with_adapter(model: nn.Module, *, use_peft: bool = True, adapter: str | None = None, **lora: Any) -> nn.Module:
     """The same with what is trained: all weights, or an adapter."""
     if not use_peft:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from covey.errors import ModelError
-from covey.pytorch.dequantise import product, quantised_layers
+from covey.pytorch.dequantise import product, quantisable_layers, quantised_layers
 
 _PACKAGES = {"nf4": "bitsandbytes", "int8": "bitsandbytes", "torchao_int8": "torchao"}
 
@@ -58,8 +58,7 @@ def quantise(model: Any, kind: str, device: torch.device, source: str) -> None:
     """
     if any(quantised_layers(model)):
         raise ModelError(f"model.quantization={kind!r}: {source} is quantised already; set model.quantization to none")
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    names = [name for name, m in model.named_modules() if type(m) is nn.Linear and m is not head]
+    names = quantisable_layers(model)
     if not names:
         raise ModelError(
             f"model.quantization={kind!r}: {source} ({type(model).__name__}) has no linear layers that could be "

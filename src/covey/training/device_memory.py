@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.empty import empty_model, has_linear_layers
+from covey.pytorch.dequantise import quantisable_layers
+from covey.pytorch.empty import empty_model
 from covey.pytorch.footprint import Choices, Shape, kv_bytes, peak_bytes, phases
 from covey.pytorch.form import is_known
 from covey.pytorch.loading import causal_lm, trained_dtype
@@ -76,7 +77,7 @@ class Recipe:
             **({} if chosen.adapter else {"r": chosen.lora_r, "target_modules": chosen.lora_target_modules}),
         )
         base = causal_lm(model)
-        quantisable = has_linear_layers(base)
+        quantisable = bool(quantisable_layers(base))
         if chosen.quantization != "none" and not quantisable:
             raise ModelError(
                 f"model.quantization={chosen.quantization!r}: {chosen.model} ({type(base).__name__}) has no linear "
