@@ -87,7 +87,7 @@ def test_a_server_that_comes_back_is_used_again(
             kill()
             if not killed.is_set():
                 killed.set()
-                only.start()
+                only.begin()  # the run waits for it; this thread may not outlive the test
 
         monkeypatch.setattr(only, "kill", kill_and_start)
         kill_in_unit(monkeypatch, only, at=3)

@@ -81,8 +81,12 @@ class ServerProcess:
         self._env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def begin(self) -> None:
+        """Start it, and let others wait until it answers."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, env=self._env)
+
+    def start(self) -> None:
+        self.begin()
         InferenceClient(self.url, retry_seconds=60).health(retry=True)
 
     def kill(self) -> None:
