@@ -104,7 +104,7 @@ check: lint test
 .venv-trl/.done: constraints.txt
 	$(PYTHON) -m venv .venv-trl
 	.venv-trl/bin/python -m pip install --quiet $(TORCH)
-	.venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 peft transformers accelerate datasets
+	.venv-trl/bin/python -m pip install --quiet -c constraints.txt trl==1.16.0 accelerate datasets -e .
 	@touch $@
 
 bench: $(VENV)/.demo .venv-trl/.done

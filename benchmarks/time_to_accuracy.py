@@ -33,7 +33,6 @@ from typing import Any
 
 from compare import ALLOCATORS, HERE, machine, say
 
-GOALS = (0.5, 0.9, 0.95)
 COLOURS = ("tab:orange", "tab:green", "tab:blue", "tab:purple", "tab:brown")
 TITLES = {"covey": "Covey", "trl": "TRL 1.16"}
 
@@ -46,7 +45,7 @@ def run(library: str, seed: int, args: argparse.Namespace) -> list[dict[str, Any
         command += ["--seed", str(seed), "--minutes", str(args.minutes), "--every", str(args.every)]
         command += ["--prompts", str(args.prompts), "--generations", str(args.generations)]
         command += ["--minibatches", str(args.minibatches)]
-        command += ["--task", args.task, "--goal", str(max(GOALS)), "--micro-batch", str(args.micro_batch)]
+        command += ["--task", args.task, "--goal", str(max(args.goals)), "--micro-batch", str(args.micro_batch)]
         command += ["--settings", json.dumps(args.both | settings_of(library, args))]
         environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "10000"}
         environment |= {"PYTHONPATH": str(HERE.parent / "src"), "TRL_EXPERIMENTAL_SILENCE": "1"}
@@ -96,14 +95,14 @@ def reached(looks: Sequence[Mapping[str, Any]], goal: float, what: str) -> float
     return next((look[what] for look in looks if look["correct"] >= goal * look["asked"]), math.nan)
 
 
-def table(runs: Sequence[Mapping[str, Any]]) -> str:
+def table(runs: Sequence[Mapping[str, Any]], goals: Sequence[float]) -> str:
     """Each run, and the ratio of Covey's geometric means to TRL's where all seeds of both got there."""
-    head = ["", "seed", *(f"minutes to {goal:.0%}" for goal in GOALS), f"tokens to {GOALS[-1]:.0%}", "best", "minutes"]
+    head = ["", "seed", *(f"minutes to {goal:.0%}" for goal in goals), f"tokens to {goals[-1]:.0%}", "best", "minutes"]
     lines = [head, ["---"] * len(head)]
     groups = by_title(runs)
     for name, each in ((name, run) for name, group in groups.items() for run in group):
-        minutes = [reached(each["looks"], goal, "seconds") / 60 for goal in GOALS]
-        tokens = reached(each["looks"], GOALS[-1], "tokens")
+        minutes = [reached(each["looks"], goal, "seconds") / 60 for goal in goals]
+        tokens = reached(each["looks"], goals[-1], "tokens")
         best = max(look["correct"] / look["asked"] for look in each["looks"])
         cells = [f"{value:.1f}" if math.isfinite(value) else "not reached" for value in minutes]
         cells += [f"{tokens:,.0f}" if math.isfinite(tokens) else "", f"{best:.1%}"]
@@ -111,7 +110,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     theirs = groups.pop(TITLES["trl"], [])
     for name, group in groups.items():
-        for goal, (what, unit) in product(GOALS, (("seconds", "minutes"), ("cpu_seconds", "processor minutes"))):
+        for goal, (what, unit) in product(goals, (("seconds", "minutes"), ("cpu_seconds", "processor minutes"))):
             ours, peers = ([reached(run["looks"], goal, what) for run in each] for each in (group, theirs))
             if peers and all(0 < value < math.inf for value in ours + peers):
                 ratio = statistics.geometric_mean(ours) / statistics.geometric_mean(peers)
@@ -120,7 +119,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     return text
 
 
-def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw(runs: Sequence[Mapping[str, Any]], goals: Sequence[float], path: Path) -> None:
     """Accuracy over minutes, a line for each run."""
     import matplotlib as mpl
 
@@ -134,7 +133,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
             right = [look["correct"] / look["asked"] for look in each["looks"]]
             label = None if place else name
             axes.plot(minutes, right, color=colour, alpha=0.8, linewidth=1.5, label=label)
-    for goal in GOALS:
+    for goal in goals:
         axes.axhline(goal, color="grey", linestyle=":", linewidth=0.8)
     axes.set(xlabel="minutes of training", ylabel="held-out accuracy", ylim=(0, 1.02))
     axes.set_title(f"{runs[0]['task']}\n{runs[0]['at_once']} runs at a time", fontsize="medium")
@@ -154,6 +153,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8, help="in a step")
     parser.add_argument("--generations", type=int, default=8, help="completions of each prompt")
     parser.add_argument("--minibatches", type=int, default=1, help="optimiser steps with what a step sampled")
+    parser.add_argument("--goals", nargs="+", type=float, default=[0.5, 0.9, 0.95], help="accuracies, rising")
     parser.add_argument("--minutes", type=float, default=60, help="most of training")
     parser.add_argument("--every", type=int, default=5, help="steps between two looks at the held-out questions")
     parser.add_argument("--at-once", type=int, default=1, help="runs that share the cores of the machine")
@@ -185,8 +185,8 @@ def main() -> None:
             results["runs"].append(running[done] | {"looks": done.result()})
             path.write_text(json.dumps(results, indent=1) + "\n")
     shown = [each for each in results["runs"] if is_of(work, each)]
-    sys.stdout.write(table(shown))
-    draw(shown, args.picture)
+    sys.stdout.write(table(shown, args.goals))
+    draw(shown, args.goals, args.picture)
 
 
 if __name__ == "__main__":

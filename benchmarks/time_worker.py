@@ -109,20 +109,18 @@ def run_covey(args: argparse.Namespace, task: Any, looks: Looks) -> None:
     """Train with Covey."""
     from covey import GRPOConfig, GRPOTrainer
 
-    settings = {
+    settings = MODEL_SETTINGS | {
+        "model": args.model,
         "prompts_per_step": args.prompts,
         "num_minibatches": args.minibatches,
         "shuffle": False,
         "dtype": "float32",
-    } | shared(args)
-    settings |= {
-        "model": args.model,
         "eval_steps": 0,
         "eval_on_start": False,
         "eval_at_end": False,
         "save_steps": 0,
-    } | MODEL_SETTINGS
-    trainer = GRPOTrainer(args=GRPOConfig(**settings), task=task, callbacks=[looks])
+    }
+    trainer = GRPOTrainer(args=GRPOConfig(**settings | shared(args)), task=task, callbacks=[looks])
 
     def look() -> tuple[int, int]:
         asked = len(trainer.eval_prompts)
