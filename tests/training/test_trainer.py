@@ -364,6 +364,8 @@ def test_bad_input_is_one_clear_error(settings: dict[str, Any], tmp_path: Path) 
         trainer(reward_funcs=lambda completions, answer: [0.0])
     with pytest.raises(ModelError, match="nowhere"):
         trainer(model=str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match=r"missing: holds no adapter_config.json"):  # and no model is looked for
+        trainer(model=str(tmp_path / "nowhere"), args=GRPOConfig(**settings, adapter=str(tmp_path / "missing")))
     with pytest.raises(ConfigError, match="steps"):
         trainer(args=GRPOConfig(**(settings | {"max_steps": -1, "phases": [{"minutes": 1.0}]})))
     ready = trainer()

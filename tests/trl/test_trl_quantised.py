@@ -98,6 +98,9 @@ def test_what_is_not_possible(folder: Path, tmp_path: Path) -> None:
         GRPOTrainer(
             str(folder), letters, args, ROWS, peft_config=LORA, quantization_config=GPTQConfig(bits=4, dataset=["a"])
         )
+    skips = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head"])
+    with pytest.raises(ConfigError, match=r"^quantization_config: pkg:any is a GGUF file, which Covey loads by itself"):
+        GRPOTrainer("pkg:any", letters, args, ROWS, peft_config=LORA, quantization_config=skips)
     loaded = AutoModelForCausalLM.from_pretrained(folder, quantization_config=NF4)
     with pytest.raises(ConfigError, match="the model is loaded already"):
         GRPOTrainer(loaded, letters, args, ROWS, peft_config=LORA, quantization_config=NF4)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from covey.adapters import read_adapter_folder
 from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
@@ -147,6 +148,8 @@ class GRPOTrainer(StepByStep):
         require_memory(args)
         backend = load_backend(args.model.backend) if backend is None else backend
         backend.check(args)
+        if args.model.adapter is not None:
+            read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
         self.data = setup.load_data(args, task, *sources) if world is None else agents.world_data(args, world, sources)
         own = (world or task).__class__.__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from covey.errors import ConfigError
+from covey.pytorch.loading import PACKAGE_PREFIX
 from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 
@@ -52,7 +53,8 @@ def place_model(
         (model, tokenizer) to hand on, and Covey's settings of loading.
 
     Raises:
-        ConfigError: weights are to be quantised that cannot be, or shall be trained themselves.
+        ConfigError: weights are to be quantised that cannot be, or shall be trained themselves; or a GGUF file is to be
+            loaded with options that only transformers' own formats have.
     """
     options = dict(as_mapping("model_init_kwargs", args.model_init_kwargs))
     how = options.pop("quantization_config", None) if quantization_config is None else quantization_config
@@ -79,6 +81,12 @@ def place_model(
         options["quantization_config"] = how
     if not options:
         return (None, tokenizer), {"model": str(model), "dtype": dtype, **quantised}
+    if str(model).startswith(PACKAGE_PREFIX) or str(model).endswith(".gguf"):
+        given = ", ".join(sorted(options))
+        raise ConfigError(
+            f"{given}: {model} is a GGUF file, which Covey loads by itself, without these options of transformers; "
+            "take them out, or name a folder or hub id. Plain 8-bit and nf4 quantisation serve"
+        )
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=args.trust_remote_code, **options
     )
