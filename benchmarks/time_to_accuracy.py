@@ -138,7 +138,7 @@ def draw(runs: Sequence[Mapping[str, Any]], goals: Sequence[float], path: Path) 
     axes.set(xlabel="minutes of training", ylabel="held-out accuracy", ylim=(0, 1.02))
     axes.set_title(f"{runs[0]['task']}\n{runs[0]['at_once']} runs at a time", fontsize="medium")
     axes.set_xlim(left=0)
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
     figure.savefig(path, dpi=120)
 
 
