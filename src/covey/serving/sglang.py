@@ -88,6 +88,5 @@ class SGLangDialect(Dialect):
         """A restarted server knows no adapter of that name."""
         lost = upload.adapter is not None and error.status == 400 and upload.name in str(error)
         if lost:
-            self.held = None
             self.publish(upload)
         return lost
