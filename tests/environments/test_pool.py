@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,7 @@ def test_a_house_is_played(pool: EnvironmentPool) -> None:
     ("action", "message"),
     [
         ("raise", "the environment failed in step: RuntimeError: the world is broken at "),
-        ("raise", "worlds.py:44, in step"),
+        ("raise", "worlds.py:46, in step"),
         ("exit", "the environment's process ended in step"),
         ("nan", "the reward nan; it must be a finite number"),
         ("three", "it must return observation, reward, done and info"),
@@ -170,6 +171,45 @@ def test_a_question_can_be_forgotten(pool: EnvironmentPool) -> None:
     pool.reset(0, {"uid": object()}, 0)
     pool.cancel(0)
     assert pool.wait() == []
+
+
+def test_resets_wait_for_their_turn_and_not_on_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.environments.pool._RESETS_AT_ONCE", 2)
+    with EnvironmentPool(Trouble(), places=7, reset_seconds=0.9) as pool:
+        for place, task in enumerate([{"uid": "t", "reset": "slow"}] * 5 + [{"uid": object()}]):
+            pool.reset(place, task, 0)
+        pool.reset(6, {"uid": "t"}, 0)
+        pool.cancel(6)
+        with pytest.raises(ValueError, match="place 4 has not answered yet"):
+            pool.reset(4, {"uid": "t"}, 0)
+        began = time.monotonic()
+        found = answers(pool, 6)
+        assert time.monotonic() - began > 1.0  # three times 0.4 s: more than two at once would be quicker
+        assert all(isinstance(found[place], Observation) for place in range(5))
+        assert "could not be asked" in str(found[5])
+        assert pool.wait() == []
+        pool.reset(0, {"uid": "t", "reset": "hang"}, 0)
+        pool.reset(1, {"uid": "t", "reset": "hang"}, 0)
+        pool.reset(6, {"uid": "t"}, 0)  # its turn comes when theirs is over
+        found = answers(pool, 3)
+        assert "longer than 0.9 s in reset" in str(found[0])
+        assert isinstance(found[6], Observation)
+        pool.reset(0, {"uid": "t", "reset": "hang"}, 0)
+        pool.reset(1, {"uid": "t", "reset": "hang"}, 0)
+        pool.reset(6, {"uid": "t"}, 0)
+        pool.cancel(0)
+        ((place, _),) = pool.wait(0.5)
+        assert place == 6
+
+
+def test_threads_wait_for_their_turn_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("covey.environments.pool._RESETS_AT_ONCE", 2)
+    with EnvironmentPool(Trouble(), places=5, reset_seconds=0.9) as pool, ThreadPoolExecutor(5) as threads:
+        asked = [
+            threads.submit(pool.answer, n, {"task": {"uid": "t", "reset": "slow"}, "seed": 0}, "reset")
+            for n in range(5)
+        ]
+        assert all(isinstance(each.result(), Observation) for each in asked)
 
 
 def test_what_cannot_be_said_is_a_failure(pool: EnvironmentPool) -> None:

@@ -33,6 +33,8 @@ class TroubleEnvironment(Environment):
         self.resets += 1
         if task.get("reset") == "hang":
             time.sleep(60)
+        if task.get("reset") == "slow":
+            time.sleep(0.4)
         if task.get("reset") == "bad":
             return 3
         return Observation(f"episode {self.resets} of {task['uid']} in {os.getpid()}")

@@ -17,7 +17,7 @@ from covey.distributed.pool import Maker
 from covey.distributed.reward_workers import LocalRewards, RewardHost, Rewards, RewardWorkers
 from covey.distributed.world_workers import Seats, WorldHost, Worlds, WorldWorkers
 from covey.environments.base import World
-from covey.environments.pool import EnvironmentPool
+from covey.environments.pool import FEWEST_RESETS_AT_ONCE, EnvironmentPool
 from covey.errors import ConfigError
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
@@ -100,12 +100,14 @@ def make_worlds(config: GRPOConfig, world: World) -> EnvironmentPool | WorldWork
         from covey.distributed import ray_workers as on_ray
     count = min(wanted.world_workers, chosen.parallel_episodes)
     each = math.ceil(chosen.parallel_episodes / count)
+    turns = math.ceil(each / FEWEST_RESETS_AT_ONCE)  # of resets that wait for one another
+    longest = turns * chosen.reset_seconds + chosen.step_seconds + _GRACE_SECONDS
     sent = Worlds.of(world, each, **limits)
     workers = on_ray.Workers(config, "world_workers", WorldHost, [sent], on_ray.RayWorlds, calls=each)
     return WorldWorkers(
         Seats(workers.make, count),
         chosen.parallel_episodes,
-        timeout_seconds=max(wanted.timeout_seconds, sum(limits.values()) + _GRACE_SECONDS),
+        timeout_seconds=max(wanted.timeout_seconds, longest),
         max_restarts=wanted.max_restarts,
         closing=workers.close,
     )

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, Self
@@ -28,6 +29,9 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import frames
 
 _START_SECONDS = 120.0
+FEWEST_RESETS_AT_ONCE = 8
+_RESETS_AT_ONCE = max(FEWEST_RESETS_AT_ONCE, os.cpu_count() or 1)
+"""A reset may make a game for seconds: 64 of them on two cores would all be over their time limit."""
 _SERVE = "import sys; from covey.environments.worker import serve_template; serve_template(int(sys.argv[1]))"
 
 Found = Observation | Outcome | EpisodeError
@@ -69,12 +73,13 @@ def pickled_world(world: World) -> bytes:
 class EnvironmentPool:
     """Places in which instances of a world are played.
 
-    A place that takes too long or ends is killed, answers `EpisodeError`, and is a fresh process the next time.
+    A place that takes too long or ends is killed, answers `EpisodeError`, and is a fresh process the next time. Eight
+    resets, or as many as there are processors, go on at once; the others wait for their turn.
 
     Args:
         world: makes the environments; it is pickled, so a class of a module or of a `file.py:World`, not of `__main__`.
         places: how many episodes can go on at once.
-        reset_seconds: time limit of a reset.
+        reset_seconds: time limit of a reset, from its turn on.
         step_seconds: time limit of a step.
 
     Raises:
@@ -86,6 +91,8 @@ class EnvironmentPool:
         self._template = _Template(world)
         self._places = [_Place(self._template) for _ in range(places)]
         self._early: list[tuple[int, Found]] = []
+        self._queued: dict[int, dict[str, Any]] = {}  # resets that wait for their turn
+        self._turns = threading.BoundedSemaphore(_RESETS_AT_ONCE)  # of those that threads ask for
         weakref.finalize(self, _close, self._places, self._template)
 
     def __len__(self) -> int:
@@ -94,7 +101,9 @@ class EnvironmentPool:
 
     def reset(self, place: int, task: TaskInstance, seed: int) -> None:
         """Begin an episode; `wait` tells when it has begun."""
-        self._ask(place, {"task": task, "seed": seed}, "reset")
+        self._check_idle(place)
+        self._queued[place] = {"task": task, "seed": seed}
+        self._begin_queued()
 
     def step(self, place: int, action: str) -> None:
         """Do something; `wait` tells what came of it."""
@@ -121,15 +130,20 @@ class EnvironmentPool:
             for number, place in enumerate(self._places):
                 if place.deadline and place.deadline <= now:
                     found.append((number, place.give_up()))
+            self._begin_queued()
+            found += self._early
+            self._early = []
             if until is not None and now >= until:
                 break
         return sorted(found, key=lambda pair: pair[0])
 
     def cancel(self, place: int) -> None:
         """Forget an open question; what is working on it is killed."""
+        self._queued.pop(place, None)
         self._early = [(number, found) for number, found in self._early if number != place]
         if self._places[place].deadline:
             self._places[place].stop()
+        self._begin_queued()
 
     def expert_action(self, place: int) -> str | None:
         """What a perfect player would do there now, where the world knows. Waits for the answer.
@@ -167,16 +181,18 @@ class EnvironmentPool:
             what: "reset" or "step", whose time limit holds.
         """
         asked = self._places[place]
-        try:
-            asked.send(message, what, self._limits[what])
-        except (OSError, ValueError, TypeError) as error:
-            asked.stop()
-            return EpisodeError(f"the environment could not be asked: {error}")
-        assert asked.channel is not None
-        return asked.receive() if select.select([asked.channel], [], [], asked.limit)[0] else asked.give_up()
+        with self._turns if what == "reset" else nullcontext():
+            try:
+                asked.send(message, what, self._limits[what])
+            except (OSError, ValueError, TypeError) as error:
+                asked.stop()
+                return EpisodeError(f"the environment could not be asked: {error}")
+            assert asked.channel is not None
+            return asked.receive() if select.select([asked.channel], [], [], asked.limit)[0] else asked.give_up()
 
     def close(self) -> None:
         """End every process; those that are needed again start anew."""
+        self._queued.clear()
         _close(self._places, self._template)
 
     def __enter__(self) -> Self:
@@ -185,10 +201,21 @@ class EnvironmentPool:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _ask(self, number: int, message: dict[str, Any], what: str) -> None:
-        place = self._places[number]
-        if place.deadline:
+    def _check_idle(self, number: int) -> None:
+        if self._places[number].deadline or number in self._queued:
             raise ValueError(f"place {number} has not answered yet")
+
+    def _begin_queued(self) -> None:
+        """Ask for the resets whose turn has come."""
+        going_on = sum(place.deadline > 0 and place.asked == "reset" for place in self._places)
+        while self._queued and going_on < _RESETS_AT_ONCE:
+            number = next(iter(self._queued))
+            self._ask(number, self._queued.pop(number), "reset")
+            going_on += self._places[number].deadline > 0
+
+    def _ask(self, number: int, message: dict[str, Any], what: str) -> None:
+        self._check_idle(number)
+        place = self._places[number]
         try:
             place.send(message, what, self._limits[what])
         except ConfigError:
