@@ -54,6 +54,19 @@ def test_letter_probabilities_are_those_of_the_plain_model(trainer: GRPOTrainer)
     assert model is trainer.policy.model
 
 
+@pytest.mark.parametrize("lead_in", ["", "I say "])
+def test_prompts_are_computed_once_for_texts_and_letters(trainer: GRPOTrainer, lead_in: str) -> None:
+    expected = [group.episodes[0].text for group in trainer.evaluation().rollout.groups]
+    alone = trainer.engine.last_stats  # type: ignore[attr-defined]
+    found = answer_choices(trainer, Fixed(True), name="fixed", rotations=0, lead_in=lead_in)
+    together = trainer.engine.last_stats  # type: ignore[attr-defined]
+    assert found.texts == expected
+    assert together.prefill_tokens == alone.prefill_tokens
+    assert together.decoded_tokens > alone.decoded_tokens
+    learners = letter_probabilities(trainer, trainer.eval_prompts, found.letters, lead_in)
+    np.testing.assert_allclose(np.log(found.probabilities), np.log(learners), atol=1e-4)
+
+
 class Fixed:
     """A task whose model always names the same option, or the same letter."""
 
@@ -89,7 +102,7 @@ def test_rotations_follow_the_option_not_the_letter(trainer: GRPOTrainer, by_opt
     else:
         assert list(meant) == ["A"] * 5  # what stands under B after one turn was A
         assert list(written) == ["B"] * 5
-    assert told[-1] == (20, 20)
+    assert told[-1] == (15, 15)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 

@@ -76,6 +76,8 @@ class Row:
         keep: it may be continued.
         settings: how its tokens are drawn.
         choices: the only sequences that the present turn may be; None = any.
+        forced: what the turn says however likely it is; its log-probabilities are those at temperature 1. Only devices
+            of PyTorch know of it.
         versions: (token of the turn, version of the weights that it and those after it were drawn with), in order.
         finish_reason: why the turn is over; None while it goes on.
         error: what went wrong with this row alone; its turn is over.
@@ -93,6 +95,7 @@ class Row:
     key: int = 0
     matcher: StopMatcher | None = None
     choices: Choices | None = None
+    forced: IntArray | None = None
     logprobs: list[float] = field(default_factory=list)
     support: list[IntArray] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -401,7 +404,9 @@ class Session(Generic[D]):
     @staticmethod
     def _ended(row: Row, token: int) -> bool:
         """Whether the turn is over with this token."""
-        if token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):
+        if row.forced is not None:
+            row.finish_reason = "length" if row.sampled == len(row.forced) else None
+        elif token in row.settings.eos_token_ids or (row.matcher is not None and row.matcher.push(token)):
             row.finish_reason = "stop"
         elif len(row.own) - row.turn >= row.limit:
             row.finish_reason = "length"

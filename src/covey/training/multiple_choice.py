@@ -10,10 +10,36 @@ from numpy.typing import NDArray
 
 from covey.errors import ConfigError
 from covey.observe.answer_statistics import Answered
+from covey.training.evaluate import EVALUATION_STREAM
+from covey.training.setup import sampling_settings
 from covey.training.trainer import GRPOTrainer
-from covey.types import Batch, Completion, Episode, Progress, Prompt
+from covey.types import (
+    Batch,
+    Completion,
+    Episode,
+    IntArray,
+    Progress,
+    Prompt,
+    Request,
+    SamplingSettings,
+)
 
 _QUESTIONS_AT_ONCE = 32
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """An engine that samples from prompts and scores continuations of them in one call; `Engine.sample_and_score`."""
+
+    def sample_and_score(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        continuations: Sequence[IntArray],
+        progress: Progress | None = None,
+    ) -> tuple[list[Completion], NDArray[np.float64]]: ...
 
 
 @runtime_checkable
@@ -56,12 +82,16 @@ def answer_choices(
     if not 0 <= rotations < fewest:
         raise ConfigError(f"rotations={rotations}: questions with {fewest} options have 0 to {fewest - 1}")
     letters = sorted({letter for row in rows for letter in row["options"]})
-    total = len(rows) * (2 + rotations)
+    both = isinstance(trainer.engine, Scores)
+    total = len(rows) * (1 + rotations + (not both))
 
     def told(before: int) -> Progress | None:
         return None if progress is None else lambda done, _: progress(before + done, total)
 
-    texts = _texts(trainer, None, told(0))
+    if both:
+        texts, probabilities = _texts_and_probabilities(trainer, letters, lead_in, told(0))
+    else:
+        texts = _texts(trainer, None, told(0))
     chosen = [task.chosen(text, row) for text, row in zip(texts, rows, strict=True)]
     rotated = []
     for shift in range(1, rotations + 1):
@@ -70,9 +100,9 @@ def answer_choices(
         written = [task.chosen(text, row) for text, row in zip(answers, turned, strict=True)]
         meant = [_turn_back(letter, row, shift) for letter, row in zip(written, rows, strict=True)]
         rotated.append((meant, written))
-    probabilities = letter_probabilities(
-        trainer, trainer.eval_prompts, letters, lead_in, told(len(rows) * (1 + rotations))
-    )
+    if not both:
+        left = told(len(rows) * (1 + rotations))
+        probabilities = letter_probabilities(trainer, trainer.eval_prompts, letters, lead_in, left)
     return Answered(name, texts, chosen, letters, rotated, probabilities)
 
 
@@ -85,10 +115,10 @@ def letter_probabilities(
 ) -> NDArray[np.float64]:
     """`[n, L]` probability that the model begins its answer with `lead_in` and the letter, at temperature 1.
 
-    Exact: the product of the probabilities of those tokens. NaN for letters that a question's options do not have.
+    The learner computes it, whatever samples. Exact: the product of the probabilities of those tokens. NaN for letters
+    that a question's options do not have.
     """
-    encode = trainer.policy.tokenizer
-    continuations = [np.array(encode(lead_in + x, add_special_tokens=False).input_ids, np.int64) for x in letters]
+    continuations = _continuations(trainer, letters, lead_in)
     found = np.full((len(prompts), len(letters)), np.nan)
     trainer.engine.release()
     for start in range(0, len(prompts), _QUESTIONS_AT_ONCE):
@@ -109,6 +139,29 @@ def letter_probabilities(
         if progress is not None:
             progress(part.stop, len(prompts))
     return found
+
+
+def _texts_and_probabilities(
+    trainer: GRPOTrainer, letters: Sequence[str], lead_in: str, progress: Progress | None
+) -> tuple[list[str], NDArray[np.float64]]:
+    """What `_texts` and `letter_probabilities` say, of prompts that are computed once for both."""
+    prompts, args = trainer.eval_prompts, trainer.args
+    requests = [Request(p.token_ids, (args.run.seed, EVALUATION_STREAM, n, 0)) for n, p in enumerate(prompts)]
+    assert isinstance(trainer.engine, Scores)
+    completions, logp = trainer.engine.sample_and_score(
+        requests,
+        sampling_settings(args, trainer.policy, args.evaluation.eval_temperature),
+        policy_version=trainer.state.policy_version,
+        continuations=_continuations(trainer, letters, lead_in),
+        progress=None if progress is None else lambda done, of: progress(done * len(prompts) // of, len(prompts)),
+    )
+    has = [[letter in prompt.columns["options"] for letter in letters] for prompt in prompts]
+    return [trainer.decode(c.token_ids.tolist()) for c in completions], np.where(has, np.exp(logp), np.nan)
+
+
+def _continuations(trainer: GRPOTrainer, letters: Sequence[str], lead_in: str) -> list[IntArray]:
+    encode = trainer.policy.tokenizer
+    return [np.array(encode(lead_in + x, add_special_tokens=False).input_ids, np.int64) for x in letters]
 
 
 def _texts(trainer: GRPOTrainer, rows: Sequence[Mapping[str, Any]] | None, progress: Progress | None) -> list[str]:

@@ -352,3 +352,26 @@ def test_bfloat16_copy_of_a_float32_model() -> None:
     for request, completion in zip(requests, completions, strict=True):
         difference = np.abs(completion.logprobs - plain_logprobs(model, request, completion))
         assert 1e-5 < difference.max() < 0.5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_continuations_are_as_likely_as_the_plain_model_says(family: str) -> None:
+    model = tiny_model(family)
+    requests = groups(2)
+    settings = SamplingSettings(temperature=0.7, top_k=5, max_tokens=3, eos_token_ids=(2, 9), keep_support=True)
+    continuations = [np.array(ids) for ids in ([7], [9], [4, 2, 9, 30, 31])]  # end tokens, and more than may be sampled
+    for room in (1 << 30, 40_000):  # all at once, and a few at a time
+        engine = Engine(model, kv_cache_bytes=room)
+        found, logp = engine.sample_and_score(requests, settings, policy_version=0, continuations=continuations)
+        alone = Engine(model)(requests, settings, policy_version=0)
+        assert texts(found) == texts(alone)
+        assert all(one.support is not None for one in found)
+        for row, request in enumerate(requests):
+            for column, ids in enumerate(continuations):
+                said = Completion(ids, np.zeros(len(ids), np.float32), "length", 0)
+                assert logp[row, column] == pytest.approx(plain_logprobs(model, request, said).sum(), abs=2e-4)
+    context = len(requests[0].token_ids) + 4
+    with pytest.raises(GenerationError, match=f"no room in the context of {context}"):
+        Engine(model, context_length=context).sample_and_score(
+            requests[:1], settings, policy_version=0, continuations=continuations
+        )

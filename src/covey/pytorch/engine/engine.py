@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from covey.errors import GenerationError, ModelError
@@ -23,7 +26,7 @@ from covey.pytorch.engine.merge import bare_model
 from covey.pytorch.out_of_memory import within_memory
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
-from covey.types import Completion, Progress, Request, SamplingSettings
+from covey.types import Completion, IntArray, Progress, Request, SamplingSettings
 
 _LOG = logging.getLogger(__name__)
 
@@ -150,6 +153,53 @@ class Engine:
             session = self._open(settings, policy_version)
             rows = [session.start(request) for request in requests]
             return session.run(rows, progress)
+
+        return within_memory(sample, self._halve)
+
+    def sample_and_score(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        continuations: Sequence[IntArray],
+        progress: Progress | None = None,
+    ) -> tuple[list[Completion], NDArray[np.float64]]:
+        """As a call, and how likely each prompt is continued by each of some sequences; it is computed once for both.
+
+        Args:
+            requests: as of a call.
+            settings: of what is sampled.
+            policy_version: as of a call.
+            continuations: C of them, each of one token or more.
+            progress: called with (finished, total) completions and continuations.
+
+        Returns:
+            The completions, and `[n, C]` log-probabilities at temperature 1 with nothing cut off, summed over the
+            tokens of a continuation.
+
+        Raises:
+            GenerationError: as of a call; or a prompt leaves a continuation no room in the context.
+        """
+        longest = max(map(len, continuations), default=1)
+        least = replace(settings, max_tokens=max(longest, settings.max_tokens))
+
+        def sample() -> tuple[list[Completion], NDArray[np.float64]]:
+            session = self._open(settings, policy_version)
+            rows, forced = [], []
+            for request in requests:
+                rows.append(session.start(request))
+                for ids in continuations:
+                    forced.append(session.start(Request(request.token_ids), settings=least))
+                    forced[-1].forced = ids
+                    if forced[-1].limit < len(ids):
+                        raise GenerationError(
+                            f"a prompt of {len(request.token_ids)} tokens leaves a continuation of {len(ids)} no room "
+                            f"in the context of {self.context_length}; shorten the prompt or set data.max_prompt_length"
+                        )
+            found = session.run([*rows, *forced], progress)
+            sums = [float(one.logprobs.sum(dtype=np.float64)) for one in found[len(rows) :]]
+            return found[: len(rows)], np.array(sums).reshape(len(requests), len(continuations))
 
         return within_memory(sample, self._halve)
 

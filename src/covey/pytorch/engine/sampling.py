@@ -169,7 +169,8 @@ def _support(mass: Tensor, ids: Tensor | None) -> list[IntArray]:
 
 
 def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
-    """Draw from `logits` `[B, V]`, which may be overwritten; rows of equal settings are drawn together.
+    """Draw from `logits` `[B, V]`, which may be overwritten; rows of equal settings are drawn together, and what is
+    forced is said.
 
     A row whose choices leave no token of the vocabulary has its `error` set, and what is drawn for it means nothing; a
     row whose logits are not finite gets a log-probability that is not.
@@ -180,13 +181,23 @@ def draw_tokens(rows: Sequence[Row], logits: Tensor) -> Draw:
     drawn = np.array([row.sampled for row in rows], dtype=np.uint64)
     numbers = uniforms(keys, drawn)
     alike: dict[SamplingSettings, list[int]] = {}
+    forced = [place for place, row in enumerate(rows) if row.forced is not None]
     for place, row in enumerate(rows):
-        alike.setdefault(row.settings, []).append(place)
-    if len(alike) == 1:
+        if row.forced is None:
+            alike.setdefault(row.settings, []).append(place)
+    parts = [(forced, _said([rows[place] for place in forced], logits[forced]))] if forced else []
+    if len(alike) == 1 and not forced:
         parts = [(list(range(len(rows))), sample(logits, rows[0].settings, numbers))]
     else:
-        parts = [(places, sample(logits[places], s, numbers[places])) for s, places in alike.items()]
+        parts += [(places, sample(logits[places], s, numbers[places])) for s, places in alike.items()]
     return _joined(parts, allowed, logits.shape[1])
+
+
+def _said(rows: Sequence[Row], logits: Tensor) -> Draw:
+    """The forced tokens, with their log-probabilities at temperature 1."""
+    tokens = torch.tensor([int(row.forced[row.sampled]) for row in rows if row.forced is not None])
+    logp = logits.float().log_softmax(-1).gather(1, tokens.to(logits.device)[:, None])[:, 0]
+    return Draw(tokens.numpy(), logp.cpu().numpy(), None)
 
 
 def _allowed(row: Row, vocab: int) -> IntArray | None:
