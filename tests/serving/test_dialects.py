@@ -95,6 +95,8 @@ class FakeSGLang(Fake):
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/load_lora_adapter":
+            if body["lora_name"] in self.names:
+                return 400, {"success": False, "error_message": "already loaded"}
             self.names[body["lora_name"]] = Path(body["lora_path"])
             return 200, {"success": True, "loaded_adapters": {}}
         if path == "/unload_lora_adapter":
@@ -227,8 +229,11 @@ def test_sglang_adapters(tmp_path: Path) -> None:
             logprobs_are_of(model, found)
             assert {c.policy_version for c in found} == {version}
         assert len(fake.names) == 1  # the one before is gone
-        fake.names.clear()  # the server is restarted
-        logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=2))
+        there.dialect.per_request = 2  # six requests at once, which all find the adapter lost
+        for _ in range(3):
+            fake.names.clear()  # the server is restarted
+            logprobs_are_of(model, there(REQUESTS, SETTINGS, policy_version=2))
+        assert fake.paths.count("/load_lora_adapter") == 5
         with pytest.raises(GenerationError, match="SGLang cannot keep supports or choose"):
             there([Request(np.array([5]), (0,), ((5, 2),))], SETTINGS, policy_version=2)
 

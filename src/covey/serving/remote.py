@@ -7,6 +7,7 @@ was not sampled from the version that was asked for.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,6 +165,7 @@ class RemoteEngine:
         self.context_length, self._longest = limits.context, limits.completion
         self._trainer, self._url = trainer, client.url
         self._held: Upload | None = None
+        self._recovering, self._recoveries = threading.Lock(), 0
         self._version = NO_VERSION
         self._pool = ThreadPoolExecutor(max_workers=32, thread_name_prefix="covey-client")
         weakref.finalize(self, self._pool.shutdown, wait=False)
@@ -257,6 +259,14 @@ class RemoteEngine:
             path, body = self.dialect.request(requests, settings)
         return self.dialect.client.post(path, body)
 
+    def _recover(self, error: RefusedError, held: Upload, known: int) -> None:
+        """Give the server back what it has lost, unless another request has done so since `known` recoveries."""
+        with self._recovering:
+            if self._recoveries == known:
+                if not self.dialect.recover(error, held):
+                    raise GenerationError(str(error)) from error
+                self._recoveries += 1
+
     def _check(self, settings: SamplingSettings, policy_version: int) -> None:
         if policy_version != self._version:
             held = version_in_words(self._version)
@@ -275,11 +285,11 @@ class RemoteEngine:
                 f"{dialect.name} cannot keep supports or choose among sequences; set algorithm.keep_sampling_mask to "
                 "false, and environment.action_format to text or tags"
             )
+        recoveries = self._recoveries
         try:
             answer = self._ask(requests, settings)
         except RefusedError as error:
-            if not dialect.recover(error, held):
-                raise GenerationError(str(error)) from error
+            self._recover(error, held, recoveries)
             answer = self._ask(requests, settings)
         try:
             found = dialect.read(answer, len(requests))
