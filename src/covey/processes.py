@@ -32,11 +32,14 @@ def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     return process, ours
 
 
-def end_python(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
-    """Close the channel, kill the process and wait for its end."""
+def end_python(process: subprocess.Popen[bytes], channel: socket.socket, seconds: float = 0.0) -> None:
+    """Close the channel, which tells the process to end, and wait for its end; after `seconds` it is killed."""
     channel.close()
-    process.kill()
-    process.wait()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def total_memory() -> int:

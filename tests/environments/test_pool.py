@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def test_a_house_is_played(pool: EnvironmentPool) -> None:
     ("action", "message"),
     [
         ("raise", "the environment failed in step: RuntimeError: the world is broken at "),
-        ("raise", "worlds.py:46, in step"),
+        ("raise", "worlds.py:55, in step"),
         ("exit", "the environment's process ended in step"),
         ("nan", "the reward nan; it must be a finite number"),
         ("three", "it must return observation, reward, done and info"),
@@ -173,16 +174,15 @@ def test_a_question_can_be_forgotten(pool: EnvironmentPool) -> None:
     assert pool.wait() == []
 
 
-def test_resets_wait_for_their_turn_and_not_on_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.environments.pool._RESETS_AT_ONCE", 2)
-    with EnvironmentPool(Trouble(), places=7, reset_seconds=0.9) as pool:
+def test_resets_wait_for_their_turn_and_not_on_their_time() -> None:
+    with EnvironmentPool(Trouble(), places=7, reset_seconds=1.5, resets_at_once=2) as pool:
+        began = time.monotonic()
         for place, task in enumerate([{"uid": "t", "reset": "slow"}] * 5 + [{"uid": object()}]):
             pool.reset(place, task, 0)
         pool.reset(6, {"uid": "t"}, 0)
         pool.cancel(6)
         with pytest.raises(ValueError, match="place 4 has not answered yet"):
             pool.reset(4, {"uid": "t"}, 0)
-        began = time.monotonic()
         found = answers(pool, 6)
         assert time.monotonic() - began > 1.0  # three times 0.4 s: more than two at once would be quicker
         assert all(isinstance(found[place], Observation) for place in range(5))
@@ -192,19 +192,117 @@ def test_resets_wait_for_their_turn_and_not_on_their_time(monkeypatch: pytest.Mo
         pool.reset(1, {"uid": "t", "reset": "hang"}, 0)
         pool.reset(6, {"uid": "t"}, 0)  # its turn comes when theirs is over
         found = answers(pool, 3)
-        assert "longer than 0.9 s in reset" in str(found[0])
+        assert "longer than 1.5 s in reset" in str(found[0])
         assert isinstance(found[6], Observation)
         pool.reset(0, {"uid": "t", "reset": "hang"}, 0)
         pool.reset(1, {"uid": "t", "reset": "hang"}, 0)
         pool.reset(6, {"uid": "t"}, 0)
         pool.cancel(0)
-        ((place, _),) = pool.wait(0.5)
+        ((place, _),) = pool.wait()  # before it is over for 1
         assert place == 6
 
 
-def test_threads_wait_for_their_turn_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.environments.pool._RESETS_AT_ONCE", 2)
-    with EnvironmentPool(Trouble(), places=5, reset_seconds=0.9) as pool, ThreadPoolExecutor(5) as threads:
+def test_resets_begin_while_nobody_waits() -> None:
+    with EnvironmentPool(Trouble(), places=5, resets_at_once=2) as pool:
+        for place in range(5):
+            pool.reset(place, {"uid": "t", "reset": "slow"}, 0)
+        time.sleep(2.5)
+        began = time.monotonic()
+        assert len(answers(pool, 5)) == 5
+        assert time.monotonic() - began < 0.35  # less than one reset
+
+
+def until(true: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return true()
+
+
+def test_environments_give_back_what_they_hold(tmp_path: Path) -> None:
+    """In order at the end; what one leaves behind is ended, also where it was killed or ended itself."""
+    log = tmp_path / "log"
+    with EnvironmentPool(Trouble(), places=4, step_seconds=0.5) as pool:
+        for place in range(4):
+            pool.reset(place, {"uid": "t", "child": str(log)}, 0)
+        seen = answers(pool, 4)
+        children = [int(str(one.text).split(" with ")[1].split()[0]) for one in seen.values()]  # type: ignore[attr-defined]
+        assert all(map(exists, children))
+        pool.step(0, "hang")
+        pool.step(1, "exit")
+        answers(pool, 2)
+        assert until(lambda: not exists(children[0]) and not exists(children[1]))
+        assert exists(children[2])
+        assert exists(children[3])
+        assert not log.exists()
+    assert log.read_text() == "closed\nclosed\n"
+    assert until(lambda: not any(map(exists, children)))
+
+
+def test_an_environment_that_does_not_close_is_killed(tmp_path: Path) -> None:
+    pool = EnvironmentPool(Trouble(), places=1)
+    pool.reset(0, {"uid": "t", "child": "hang"}, 0)
+    ((_, seen),) = pool.wait()
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 10
+    assert not exists(process_of(seen))
+
+
+def test_a_process_that_ends_between_episodes_costs_none(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": "a"}, 0)
+    ((_, seen),) = pool.wait()
+    os.kill(process_of(seen), signal.SIGKILL)
+    assert until(lambda: not exists(process_of(seen)))
+    pool.reset(0, {"uid": "b"}, 0)
+    ((_, again),) = pool.wait()
+    assert "episode 1 of b" in again.text  # type: ignore[union-attr]
+    os.kill(process_of(again), signal.SIGKILL)
+    assert until(lambda: not exists(process_of(again)))
+    with pytest.raises(EpisodeError, match="could not be asked for expert_action"):
+        pool.expert_action(0)
+    pool.reset(0, {"uid": "c"}, 0)
+    ((place, third),) = pool.wait()
+    assert (place, pool.wait()) == (0, [])
+    assert "episode 1 of c" in third.text  # type: ignore[union-attr]
+
+
+def test_a_template_that_has_ended_is_started_again(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": "a"}, 0)
+    ((_, seen),) = pool.wait()
+    template = pool._template._process
+    assert template is not None
+    template.kill()
+    template.wait()
+    assert until(lambda: not exists(process_of(seen)))  # its places end with it
+    for place in (0, 1):
+        pool.reset(place, {"uid": "b"}, 0)
+    assert all(isinstance(one, Observation) for one in answers(pool, 2).values())
+
+
+def test_more_places_than_select_can_take() -> None:
+    with EnvironmentPool(Trouble(), places=1) as pool:
+        held = [os.dup(2) for _ in range(1100)]
+        try:
+            pool.reset(0, {"uid": "t"}, 0)
+            ((_, seen),) = pool.wait()
+            assert isinstance(seen, Observation)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+
+
+def test_an_answer_that_is_too_long_says_so(pool: EnvironmentPool) -> None:
+    pool.reset(0, {"uid": "t", "reset": "long"}, 0)
+    ((_, found),) = pool.wait()
+    assert "its answer is a message of" in str(found)
+
+
+def test_threads_wait_for_their_turn_too() -> None:
+    with (
+        EnvironmentPool(Trouble(), places=5, reset_seconds=0.9, resets_at_once=2) as pool,
+        ThreadPoolExecutor(5) as threads,
+    ):
         asked = [
             threads.submit(pool.answer, n, {"task": {"uid": "t", "reset": "slow"}, "seed": 0}, "reset")
             for n in range(5)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from covey.environments import Environment, Observation, TaskInstance, World
@@ -28,9 +30,16 @@ class Trouble(World):
 class TroubleEnvironment(Environment):
     def __init__(self) -> None:
         self.resets = 0
+        self.told = ""
 
     def reset(self, task: TaskInstance, seed: int) -> Any:
         self.resets += 1
+        if "child" in task:
+            self.told = task["child"]
+            self.child = subprocess.Popen(["sleep", "600"])
+            return Observation(f"episode {self.resets} with {self.child.pid} in {os.getpid()}")
+        if task.get("reset") == "long":
+            return Observation("x" * (9 << 20))
         if task.get("reset") == "hang":
             time.sleep(60)
         if task.get("reset") == "slow":
@@ -61,6 +70,12 @@ class TroubleEnvironment(Environment):
         return action, 0.5, False, {}
 
     def close(self) -> None:
+        if self.told == "hang":
+            time.sleep(60)
+        if self.told:
+            with Path(self.told).open("a") as log:
+                log.write("closed\n")
+            return
         raise RuntimeError("closing is broken too")
 
 

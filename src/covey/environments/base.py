@@ -80,7 +80,12 @@ class Environment(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
-        """Gives back whatever the environment holds: processes, files, memory."""
+        """Gives back whatever the environment holds: processes, files, memory.
+
+        Called when the environment's process ends in order, at the end of a run, and given two seconds. A process that
+        hangs is killed. Processes that the environment has started are killed with it in any case, unless they have
+        left its process group.
+        """
 
     def expert_action(self) -> str | None:
         """What a perfect player would do now, where the world knows; None otherwise."""

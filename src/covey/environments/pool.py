@@ -8,21 +8,22 @@ with EnvironmentPool(world, places=16) as pool:
 from __future__ import annotations
 
 import base64
+import math
 import os
 import pickle
 import select
 import signal
 import socket
+import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, Self
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World
+from covey.environments.worker import GRACE_SECONDS
 from covey.errors import ConfigError, EpisodeError
 from covey.functions import USER_FILES
 from covey.processes import end_python, start_python
@@ -30,8 +31,7 @@ from covey.rewards.jail import frames
 
 _START_SECONDS = 120.0
 FEWEST_RESETS_AT_ONCE = 8
-_RESETS_AT_ONCE = max(FEWEST_RESETS_AT_ONCE, os.cpu_count() or 1)
-"""A reset may make a game for seconds: 64 of them on two cores would all be over their time limit."""
+RESETS_AT_ONCE = max(FEWEST_RESETS_AT_ONCE, os.cpu_count() or 1)
 _SERVE = "import sys; from covey.environments.worker import serve_template; serve_template(int(sys.argv[1]))"
 
 Found = Observation | Outcome | EpisodeError
@@ -73,26 +73,33 @@ def pickled_world(world: World) -> bytes:
 class EnvironmentPool:
     """Places in which instances of a world are played.
 
-    A place that takes too long or ends is killed, answers `EpisodeError`, and is a fresh process the next time. Eight
-    resets, or as many as there are processors, go on at once; the others wait for their turn.
+    A place that takes too long or ends is killed, answers `EpisodeError`, and is a fresh process the next time. One
+    that has ended between two episodes begins the next one in a fresh process.
 
     Args:
         world: makes the environments; it is pickled, so a class of a module or of a `file.py:World`, not of `__main__`.
         places: how many episodes can go on at once.
         reset_seconds: time limit of a reset, from its turn on.
         step_seconds: time limit of a step.
+        resets_at_once: how many resets go on at once; the others wait for their turn.
 
     Raises:
         ConfigError: the world cannot be sent to another process, or (at the first reset) not be imported there.
     """
 
-    def __init__(self, world: World, places: int, *, reset_seconds: float = 60.0, step_seconds: float = 20.0) -> None:
+    def __init__(
+        self,
+        world: World,
+        places: int,
+        *,
+        reset_seconds: float = 60.0,
+        step_seconds: float = 20.0,
+        resets_at_once: int = RESETS_AT_ONCE,
+    ) -> None:
         self._limits = {"reset": reset_seconds, "step": step_seconds}
-        self._template = _Template(world)
+        self._template = _Template(world, resets_at_once)
         self._places = [_Place(self._template) for _ in range(places)]
         self._early: list[tuple[int, Found]] = []
-        self._queued: dict[int, dict[str, Any]] = {}  # resets that wait for their turn
-        self._turns = threading.BoundedSemaphore(_RESETS_AT_ONCE)  # of those that threads ask for
         weakref.finalize(self, _close, self._places, self._template)
 
     def __len__(self) -> int:
@@ -101,9 +108,7 @@ class EnvironmentPool:
 
     def reset(self, place: int, task: TaskInstance, seed: int) -> None:
         """Begin an episode; `wait` tells when it has begun."""
-        self._check_idle(place)
-        self._queued[place] = {"task": task, "seed": seed}
-        self._begin_queued()
+        self._ask(place, {"task": task, "seed": seed}, "reset")
 
     def step(self, place: int, action: str) -> None:
         """Do something; `wait` tells what came of it."""
@@ -124,26 +129,23 @@ class EnvironmentPool:
                 return []
             now = time.monotonic()
             ends = [p.deadline for p in self._places if p.deadline] + ([until] if until is not None else [])
-            ready, _, _ = select.select(list(waiting), [], [], max(0.0, min(ends) - now))
-            found = [(waiting[channel], self._places[waiting[channel]].receive()) for channel in ready]
+            answered = [
+                (waiting[one], self._places[waiting[one]].receive()) for one in _ready(waiting, min(ends) - now)
+            ]
+            found = [(number, answer) for number, answer in answered if answer is not None]
             now = time.monotonic()
             for number, place in enumerate(self._places):
                 if place.deadline and place.deadline <= now:
                     found.append((number, place.give_up()))
-            self._begin_queued()
-            found += self._early
-            self._early = []
             if until is not None and now >= until:
                 break
         return sorted(found, key=lambda pair: pair[0])
 
     def cancel(self, place: int) -> None:
         """Forget an open question; what is working on it is killed."""
-        self._queued.pop(place, None)
         self._early = [(number, found) for number, found in self._early if number != place]
         if self._places[place].deadline:
             self._places[place].stop()
-        self._begin_queued()
 
     def expert_action(self, place: int) -> str | None:
         """What a perfect player would do there now, where the world knows. Waits for the answer.
@@ -151,8 +153,14 @@ class EnvironmentPool:
         Raises:
             EpisodeError: the environment fails, or what it answers is no action.
         """
-        self._ask(place, {"expert": True}, "step")
-        answer = self._places[place].receive_raw(self._limits["step"])
+        self._check_idle(place)
+        asked = self._places[place]
+        try:
+            asked.send({"expert": True}, "step", self._limits["step"])
+        except (OSError, ValueError) as error:
+            asked.stop()
+            raise EpisodeError(f"the environment could not be asked for expert_action: {error}") from error
+        answer = asked.receive_raw(self._limits["step"])
         if answer is None:
             raise EpisodeError(f"expert_action: no answer within {self._limits['step']:g} s, or its process has ended")
         if "error" in answer:
@@ -181,18 +189,20 @@ class EnvironmentPool:
             what: "reset" or "step", whose time limit holds.
         """
         asked = self._places[place]
-        with self._turns if what == "reset" else nullcontext():
-            try:
-                asked.send(message, what, self._limits[what])
-            except (OSError, ValueError, TypeError) as error:
-                asked.stop()
-                return EpisodeError(f"the environment could not be asked: {error}")
-            assert asked.channel is not None
-            return asked.receive() if select.select([asked.channel], [], [], asked.limit)[0] else asked.give_up()
+        try:
+            asked.send(message, what, self._limits[what])
+        except (OSError, ValueError, TypeError) as error:
+            asked.stop()
+            return EpisodeError(f"the environment could not be asked: {error}")
+        while asked.channel is not None and _ready([asked.channel.fileno()], asked.deadline - time.monotonic()):
+            found = asked.receive()
+            if found is not None:
+                return found
+        return asked.give_up()
 
     def close(self) -> None:
-        """End every process; those that are needed again start anew."""
-        self._queued.clear()
+        """End every process, and let environments give back what they hold; those that are needed again start anew."""
+        self._early = []
         _close(self._places, self._template)
 
     def __enter__(self) -> Self:
@@ -202,16 +212,8 @@ class EnvironmentPool:
         self.close()
 
     def _check_idle(self, number: int) -> None:
-        if self._places[number].deadline or number in self._queued:
+        if self._places[number].deadline:
             raise ValueError(f"place {number} has not answered yet")
-
-    def _begin_queued(self) -> None:
-        """Ask for the resets whose turn has come."""
-        going_on = sum(place.deadline > 0 and place.asked == "reset" for place in self._places)
-        while self._queued and going_on < _RESETS_AT_ONCE:
-            number = next(iter(self._queued))
-            self._ask(number, self._queued.pop(number), "reset")
-            going_on += self._places[number].deadline > 0
 
     def _ask(self, number: int, message: dict[str, Any], what: str) -> None:
         self._check_idle(number)
@@ -230,27 +232,51 @@ class _Place:
     """One process with one environment, and the question that it was asked.
 
     Attributes:
-        deadline: when the open question must be answered, 0 when none is open.
+        process: a handle of it, None where the system has none.
+        deadline: when the open question must be answered, 0 when none is open; infinite before a reset's turn.
     """
 
     template: _Template
     channel: socket.socket | None = None
+    pid: int = 0
+    process: int | None = None
     deadline: float = 0.0
     asked: str = ""
     limit: float = 0.0
-    kill: Callable[[], object] = lambda: None
 
     def send(self, message: dict[str, Any], what: str, limit: float) -> None:
-        if self.channel is None:
-            self.channel, self.kill = self.template.fork()
-        self.asked, self.limit = what, limit
-        frames.send(self.channel.fileno(), message)
-        self.deadline = time.monotonic() + limit
+        """Ask. A process that has ended since it last answered is replaced, unless an episode ends with it.
 
-    def receive(self) -> Found:
-        answer = self.receive_raw(0.0)
+        Raises:
+            OSError, ValueError, TypeError: it cannot be asked.
+            ConfigError: the world cannot be made.
+        """
+        self.asked, self.limit = what, limit
+        if self.channel is not None:
+            try:
+                self._send(message)
+            except OSError:
+                self.stop()
+                if what != "reset":
+                    raise
+        if self.channel is None:
+            self.channel, self.pid = self.template.fork()
+            self.process = _handle(self.pid)
+            self._send(message)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self.channel is not None
+        frames.send(self.channel.fileno(), message)
+        self.deadline = math.inf if self.asked == "reset" else time.monotonic() + self.limit
+
+    def receive(self) -> Found | None:
+        """What was answered; None = a reset's turn has come, and its time runs."""
+        waits, answer = self.deadline == math.inf, self.receive_raw(0.0)
         if answer is None:
             return EpisodeError(f"the environment's process ended in {self.asked}")
+        if waits and "begun" in answer:
+            self.deadline = time.monotonic() + self.limit
+            return None
         if "error" in answer:
             return EpisodeError(f"the environment failed in {self.asked}: {answer['error']}")
         seen = answer["observation"]
@@ -267,7 +293,7 @@ class _Place:
             return None
         answer = None
         try:
-            if not seconds or select.select([self.channel], [], [], seconds)[0]:
+            if not seconds or _ready([self.channel.fileno()], seconds):
                 answer = frames.receive(self.channel.fileno())
         except (OSError, ValueError):
             answer = None
@@ -279,30 +305,38 @@ class _Place:
         self.stop()
         return EpisodeError(f"the environment took longer than {self.limit:g} s in {self.asked}; it was stopped")
 
-    def stop(self) -> None:
+    def stop(self, *, gently: bool = False) -> None:
+        """End the process: kill it, or let it give back what it holds."""
         self.deadline = 0.0
         if self.channel is not None:
-            self.kill()
+            if not gently:
+                _kill(self.pid, self.process)
+            if self.process is not None:
+                os.close(self.process)
             self.channel.close()
-            self.channel = None
+            self.channel = self.process = None
 
 
 class _Template:
     """The process that is forked for each place."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, resets_at_once: int) -> None:
         self._world = base64.b64encode(pickled_world(world)).decode()
+        self._resets_at_once = resets_at_once
         self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._stop: Callable[[], object] = lambda: None
 
-    def fork(self) -> tuple[socket.socket, Callable[[], object]]:
-        """A new place: its channel, and what kills it.
+    def fork(self) -> tuple[socket.socket, int]:
+        """A new place: its channel, and its process.
 
         Raises:
-            OSError: the template has ended.
+            OSError: there is none.
+            ConfigError: the world cannot be made.
         """
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self.stop()  # it has ended by itself
             self.start()
             assert self._control is not None
             ours, theirs = socket.socketpair()
@@ -312,16 +346,21 @@ class _Template:
                 except OSError:
                     ours.close()
                     raise
-        hello = frames.receive(ours.fileno()) if select.select([ours], [], [], _START_SECONDS)[0] else None
+        hello = None
+        try:
+            if _ready([ours.fileno()], _START_SECONDS):
+                hello = frames.receive(ours.fileno())
+        finally:
+            if hello is None:
+                ours.close()
         if hello is None:
-            ours.close()
             raise OSError("no process came up")
-        return ours, partial(_kill, hello["pid"], _handle(hello["pid"]))
+        return ours, hello["pid"]
 
     def stop(self) -> None:
-        if self._control is not None:
-            self._stop()
-            self._control = None
+        if self._process is not None and self._control is not None:
+            end_python(self._process, self._control, GRACE_SECONDS + 1)
+        self._process = self._control = None
 
     def start(self) -> None:
         """Import and prepare the world, unless that is done.
@@ -331,13 +370,13 @@ class _Template:
         """
         if self._control is not None:
             return
-        process, ours = start_python(_SERVE)
+        self._process, ours = start_python(_SERVE)
         self._control = ours
-        self._stop = partial(end_python, process, ours)
+        first = {"world": self._world, "files": USER_FILES, "resets_at_once": self._resets_at_once}
         answer = None
         try:
-            frames.send(ours.fileno(), {"world": self._world, "files": USER_FILES})
-            if select.select([ours], [], [], _START_SECONDS)[0]:
+            frames.send(ours.fileno(), first)
+            if _ready([ours.fileno()], _START_SECONDS):
                 answer = frames.receive(ours.fileno())
         except OSError:
             answer = None
@@ -349,8 +388,17 @@ class _Template:
 
 def _close(places: list[_Place], template: _Template) -> None:
     for place in places:
-        place.stop()
+        place.stop(gently=True)
     template.stop()
+
+
+def _ready(channels: Iterable[int], seconds: float) -> list[int]:
+    """Those of these file descriptors that can be read, after `seconds` at most, which may be infinite."""
+    poll = select.poll()
+    for channel in channels:
+        poll.register(channel, select.POLLIN)
+    limit = None if seconds == math.inf else max(0, math.ceil(min(seconds, 1e6) * 1000))
+    return [channel for channel, _ in poll.poll(limit)]
 
 
 def _handle(pid: int) -> int | None:
@@ -362,10 +410,10 @@ def _handle(pid: int) -> int | None:
 
 
 def _kill(pid: int, handle: int | None) -> None:
+    """Kill a place; the template does so to what it has started."""
     try:
         if handle is not None:
             signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
         elif not hasattr(os, "pidfd_open"):
             os.kill(pid, signal.SIGKILL)
     except OSError:

@@ -4,19 +4,24 @@
                    |->   place ...
 
 Forking a process that has imported everything takes milliseconds and shares its memory; starting Python for each of
-dozens of environments would take many seconds. A place ends when its channel closes, and is killed when the template
-ends.
+dozens of environments would take many seconds. A place ends when its channel closes. The template ends when its own
+does: places that are left have two seconds, and whatever a place leaves behind in its process group is killed.
 """
 
 from __future__ import annotations
 
 import base64
 import ctypes
+import fcntl
 import os
 import pickle
 import signal
 import socket
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from covey.environments.base import Environment, Observation, checked_reset, checked_step
@@ -25,10 +30,15 @@ from covey.functions import USER_FILES
 from covey.rewards.jail import frames
 
 _PR_SET_PDEATHSIG = 1
+GRACE_SECONDS = 2.0
+"""That places have for giving back what they hold."""
+_LOOK_SECONDS = 0.03
+"""Between two looks whether it is a reset's turn."""
 
 
 def serve_template(control: int) -> None:
     """What the template does: import and prepare the world, then fork a place for each channel that arrives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
     with socket.socket(fileno=control) as ours:
         message = frames.receive(control)
         if message is None:
@@ -41,29 +51,124 @@ def serve_template(control: int) -> None:
             frames.send(control, {"error": _described(error)})
             return
         frames.send(control, {"ready": True})
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended places leave no zombies
+        turns, forks = _Turns(message["resets_at_once"]), _Forks()
+        signal.signal(signal.SIGCHLD, forks.reap)
         while True:
-            data, channels, _, _ = socket.recv_fds(ours, 1, 1)
+            try:
+                data, channels, _, _ = socket.recv_fds(ours, 1, 1)
+            except ConnectionError:
+                data = b""
             if not data:
-                return
-            if os.fork() == 0:
+                break
+            pid = os.fork()
+            if pid == 0:
                 status = 1
                 try:
                     ours.close()
-                    status = _serve_place(world, channels[0])
+                    status = _serve_place(world, channels[0], turns)
                 finally:
                     os._exit(status)
+            forks.add(pid)
             os.close(channels[0])
+    forks.end()
 
 
-def _serve_place(world: Any, channel: int) -> int:
+class _Forks:
+    """The places' processes, each the leader of a group."""
+
+    def __init__(self) -> None:
+        self._running: set[int] = set()
+
+    def add(self, pid: int) -> None:
+        """Note one that has just begun."""
+        self._running.add(pid)
+        self.reap()  # it may have ended before it was noted
+
+    def reap(self, *of_signal: object) -> None:
+        """Let ended ones go. What is left of their groups is killed first, while their numbers are still theirs."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid in self._running:
+                self._kill(ended.si_pid)
+                self._running.remove(ended.si_pid)
+            os.waitpid(ended.si_pid, 0)
+
+    def end(self) -> None:
+        """Wait for all of them a little, then kill."""
+        until = time.monotonic() + GRACE_SECONDS
+        while self._running and time.monotonic() < until:
+            time.sleep(0.005)  # the signal that one has ended interrupts it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for pid in self._running:
+            self._kill(pid)
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+    @staticmethod
+    def _kill(pid: int) -> None:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except OSError:
+            return  # it is gone, or was not yet a group
+
+
+class _Turns:
+    """How many resets go on at once: a reset may make a game for seconds, and dozens of them on two cores would all be
+    over their time limit. A turn is a lock on a byte of a file, which the system takes back from a process that ends.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._file = count, tempfile.TemporaryFile()  # noqa: SIM115 (as long as this process)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for a turn."""
+        while (taken := next(filter(self._take, range(self._count)), None)) is None:
+            time.sleep(_LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, taken)
+
+    def _take(self, number: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except (BlockingIOError, PermissionError):  # taken: systems differ in how they say it
+            return False
+        except OSError:  # somebody has closed every file of this process
+            return True
+        return True
+
+
+def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
+    os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    frames.send(channel, {"pid": os.getpid()})
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     place = _Place(world)
-    while (message := frames.receive(channel)) is not None:
-        frames.send(channel, place.answer(message))
+    try:
+        frames.send(channel, {"pid": os.getpid()})
+        while (message := frames.receive(channel)) is not None:
+            if "task" in message:
+                with turns.taken():
+                    frames.send(channel, {"begun": True})
+                    answer = place.answer(message)
+            else:
+                answer = place.answer(message)
+            try:
+                frames.send(channel, answer)
+            except ValueError as error:
+                place.close()
+                frames.send(channel, {"error": f"its answer is {error}"})
+    except ConnectionError:
+        pass  # nobody listens any more
     place.close()
     return 0
 
