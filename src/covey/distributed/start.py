@@ -93,16 +93,16 @@ def make_worlds(config: GRPOConfig, world: World) -> EnvironmentPool | WorldWork
         ConfigError: the world cannot be sent, or the cluster does not do.
     """
     chosen, wanted = config.environment, config.distributed
-    limits = {"reset_seconds": chosen.reset_seconds, "step_seconds": chosen.step_seconds}
+    reset_seconds, step_seconds = chosen.reset_seconds, chosen.step_seconds
     if not wanted.world_workers:
-        return EnvironmentPool(world, chosen.parallel_episodes, **limits)
+        return EnvironmentPool(world, chosen.parallel_episodes, reset_seconds=reset_seconds, step_seconds=step_seconds)
     with _needing_ray(f"distributed.world_workers={wanted.world_workers}"):
         from covey.distributed import ray_workers as on_ray
     count = min(wanted.world_workers, chosen.parallel_episodes)
     each = math.ceil(chosen.parallel_episodes / count)
     turns = math.ceil(each / FEWEST_RESETS_AT_ONCE)  # of resets that wait for one another
-    longest = turns * chosen.reset_seconds + chosen.step_seconds + _GRACE_SECONDS
-    sent = Worlds.of(world, each, **limits)
+    longest = turns * reset_seconds + step_seconds + _GRACE_SECONDS
+    sent = Worlds.of(world, each, reset_seconds=reset_seconds, step_seconds=step_seconds)
     workers = on_ray.Workers(config, "world_workers", WorldHost, [sent], on_ray.RayWorlds, calls=each)
     return WorldWorkers(
         Seats(workers.make, count),

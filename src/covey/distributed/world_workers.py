@@ -98,8 +98,9 @@ class WorldHost:
         require_files(sent.hashes)
         USER_FILES.update(sent.files)
         world = pickle.loads(sent.pickled)
-        limits = {"reset_seconds": sent.reset_seconds, "step_seconds": sent.step_seconds}
-        self._pool = EnvironmentPool(world, sent.places, **limits)
+        self._pool = EnvironmentPool(
+            world, sent.places, reset_seconds=sent.reset_seconds, step_seconds=sent.step_seconds
+        )
         self._pool.prepare()
         return {"pid": os.getpid(), "host": socket.gethostname(), "node": node(), "versions": installed()}
 
