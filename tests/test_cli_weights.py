@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from command import Command
 from covey.cli_weights import config_for
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
@@ -63,3 +65,24 @@ def test_what_is_not_there_is_not_replaced_by_the_bare_model(tmp_path: Path) -> 
     (cut.adapter / "weights").write_text("x")
     with pytest.raises(ConfigError, match="weights has 1 bytes, not the 7 that were written; `covey resume"):
         config_for(str(cut.path), None, None)
+
+
+def test_a_run_is_gone_on_with_and_looked_at_from_another_folder(
+    recipe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, covey: Command
+) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for folder in (here, other):
+        folder.mkdir()
+    for name in ("train.jsonl", "held_out.jsonl"):
+        shutil.copy(recipe_folder / name, here)
+    monkeypatch.chdir(here)
+    data = ("data.dataset=train.jsonl", "data.eval_dataset=held_out.jsonl", "schedule.max_steps=1")
+    status, _, said = covey("train", recipe_folder, *data, "run.output_dir=first")
+    assert status == 0, said
+    (here / "start").symlink_to(here / "first" / "adapter")
+    status, _, said = covey("train", recipe_folder, *data, "model.adapter=start", "run.output_dir=run")
+    assert status == 0, said
+    monkeypatch.chdir(other)
+    for command in (("resume", "schedule.max_steps=2"), ("eval",), ("replay",)):
+        status, _, said = covey(command[0], "../here/run", *command[1:])
+        assert status == 0, (command, said)

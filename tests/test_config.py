@@ -283,6 +283,32 @@ def test_from_toml_reads_sections_flat_names_and_phases(tmp_path: Path) -> None:
     assert [(phase.name, phase.steps, phase.temperature) for phase in config.schedule.phases] == [("warmup", 10, 0.7)]
 
 
+def test_files_are_found_and_named_in_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here / "adapter", beside / "adapter"):
+        folder.mkdir(parents=True)
+    (here / "rows.jsonl").touch()
+    (beside / "held_out.jsonl").touch()
+    (here / "own.py").touch()
+    (beside / "own.py").touch()
+    monkeypatch.chdir(here)
+    (beside / "recipe.toml").write_text(
+        'dataset = "rows.jsonl"\neval_dataset = "held_out.jsonl"\nadapter = "adapter"\nmodel = "an/id"\n'
+        'functions = ["own.py:a", "exact_match"]\ndown_sampling = "own.py:b"\n'
+    )
+    found = GRPOConfig.from_toml("../beside/recipe.toml", ["task=own.py:c"])
+    assert (found.data.dataset, found.data.eval_dataset) == (f"{here}/rows.jsonl", f"{beside}/held_out.jsonl")
+    assert (found.model.adapter, found.model.model) == (f"{here}/adapter", "an/id")  # a run's recipe has others beside
+    assert found.rewards.functions == (f"{beside}/own.py:a", "exact_match")
+    assert (found.algorithm.down_sampling, found.data.task) == (f"{beside}/own.py:b", f"{here}/own.py:c")
+    assert GRPOConfig.from_overrides(["dataset=rows.jsonl"]).data.dataset == f"{here}/rows.jsonl"
+    plain = GRPOConfig(dataset="rows.jsonl", model="adapter", eval_dataset="not/here")
+    assert plain.data.dataset == "rows.jsonl"
+    whole = plain.with_whole_paths()
+    assert (whole.data.dataset, whole.model.model) == (f"{here}/rows.jsonl", f"{here}/adapter")
+    assert whole.data.eval_dataset == "not/here"
+
+
 def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> None:
     path = recipe(tmp_path, "kl_coef = 0.01\n[sampling]\nnum_generations = 4\n[algorithm]\ndelta = 4.0")
     config = GRPOConfig.from_toml(

@@ -60,8 +60,14 @@ def doctor(
 
 
 def _of_run(path: Path, *, as_json: bool) -> bool:
-    records = RunFolder.read(path).read_metrics()
+    folder = RunFolder.read(path)
+    records = folder.read_metrics()
     steps = [record["step"] for record in records if any(not name.startswith(("eval/", "step")) for name in record)]
+    if not steps and (kept := sorted(folder.checkpoints.glob("step_*"))):
+        raise ConfigError(
+            f"{path}: there is a checkpoint {kept[-1].name}, but no line of a step in its metrics.jsonl: restore that "
+            "from a backup"
+        )
     found = findings(records)
     present = [one for one in found if one.present]
     if as_json:

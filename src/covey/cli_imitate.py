@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,8 @@ from rich.console import Console
 from covey.cli_ending import said_by_signals
 from covey.cli_weights import recipe_file
 from covey.config import GRPOConfig
+from covey.config_names import canonical_names
+from covey.config_text import parse_overrides
 from covey.observe.console import visible
 
 out = Console()
@@ -56,7 +59,9 @@ def imitate(
         if when:
             low, high = when["eval/accuracy_low"], when["eval/accuracy_high"]
             lines += [f"held out, {name}: {when['eval/accuracy']:.1%} (95 %: {low:.1%} to {high:.1%})"]
-    setting = "model.adapter" if config.model.use_peft else "model.model"
-    lines += [f"continue: covey train {recipe} {setting}={found.folder / 'adapter'}"]
+    field = "adapter" if config.model.use_peft else "model"
+    kept = [setting for setting in overrides or [] if field not in canonical_names(parse_overrides([setting]))]
+    again = ["covey", "train", str(recipe), *kept, f"model.{field}={found.folder / 'adapter'}"]
+    lines += [f"continue: {shlex.join(again)}"]
     for line in lines:
         out.print(visible(line, 2000), markup=False, highlight=False, soft_wrap=True)

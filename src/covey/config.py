@@ -157,9 +157,10 @@ class GRPOConfig(BaseModel):
         `sampling.num_generations=8`.
 
         An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The
-        section may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` is looked for
-        beside the TOML file and then in the working directory, one of an override there only; what is found has its
-        whole path from then on, so that a run can be resumed from anywhere.
+        section may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked
+        for beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an
+        override names, there only. What is found has its whole path from then on, so that a run can be resumed from
+        anywhere.
 
         Raises:
             ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
@@ -184,7 +185,7 @@ class GRPOConfig(BaseModel):
         Raises:
             ConfigError: unknown names or bad values.
         """
-        return cls(**canonical_names(parse_overrides(overrides)))
+        return cls(**_whole_paths(canonical_names(parse_overrides(overrides)), Path()))
 
     def with_overrides(self, overrides: Iterable[str]) -> Self:
         """A copy with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
@@ -202,6 +203,13 @@ class GRPOConfig(BaseModel):
         }
         changes = canonical_names(parse_overrides(overrides), base=written)
         return type(self)(**(written | _whole_paths(changes, Path())))
+
+    def with_whole_paths(self) -> Self:
+        """A copy in which the files and folders that it names have their whole paths, as in `from_toml`."""
+        named = {field: getattr(getattr(self, FIELDS[field]), field) for field in (*_CODE, *_DATA, *_WEIGHTS)}
+        whole = _whole_paths(named, Path())
+        changed = {field: value for field, value in whole.items() if value != named[field]}
+        return self.replace(**changed) if changed else self
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) ==
@@ -243,20 +251,34 @@ GRPOTrainingArgs = GRPOConfig
 _PATHS = ("model", "adapter", "adv_estimator", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
 """Fields that name files, or may."""
 
-_CODE = ("functions", "task", "world", "loss_type", "adv_estimator", "inference_server_kind")
+_CODE = ("functions", "task", "world", "loss_type", "adv_estimator", "down_sampling", "inference_server_kind")
 """Fields that may name something in a file of the user's."""
 
 
+_DATA = ("dataset", "eval_dataset")
+"""Fields that may name a file of data."""
+
+_WEIGHTS = ("model", "adapter")
+"""Fields that may name a folder of weights, or a file."""
+
+
 def _whole_paths(values: Mapping[str, Any], *folders: Path) -> dict[str, Any]:
-    """Fields -> values, where each `FILE.py:NAME` of a file in one of the folders has its whole path."""
+    """Fields -> values, where what names a file in one of the folders has its whole path: a folder of weights in the
+    last one, since a recipe that is a run's has folders of weights beside it.
+    """
 
-    def found(value: Any) -> Any:
-        return whole_path(value, folders) if isinstance(value, str) else value
+    def whole(field: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(whole(field, item) for item in value)
+        if not isinstance(value, str) or no_path(value):
+            return value
+        if field in _CODE:
+            return whole_path(value, folders)
+        places = folders if field in _DATA else folders[-1:] if field in _WEIGHTS else ()
+        found = (folder / value for folder in places if os.path.exists(folder / value))
+        return next(map(os.path.abspath, found), value)
 
-    return {
-        field: value if field not in _CODE else tuple(map(found, value)) if isinstance(value, tuple) else found(value)
-        for field, value in values.items()
-    }
+    return {field: whole(field, value) for field, value in values.items()}
 
 
 def _build_sections(values: Mapping[str, Any]) -> dict[str, BaseModel]:

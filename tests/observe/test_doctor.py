@@ -57,6 +57,8 @@ CASES = [
     ("groups_all_right", {"frac_reward_zero_std": 0.9}, "90%", "harder prompts"),
     ("groups_tied", {"frac_reward_zero_std": 0.8}, "80%", "dynamic_sampling"),
     ("rewards_none", {"frac_reward_none": 0.5}, "50%", "0.0 for a wrong"),
+    ("episodes_failed", {"agent/failed_ratio": 0.35, "frac_reward_none": 0.4}, "35%", "environment.step_seconds"),
+    ("episodes_failed", {"agent/failed_ratio": 0.6, "mask/failed_episodes": 0.6}, "60%", "column error"),
     ("completions_truncated", {"completions/clipped_ratio": 0.45}, "45%", "max_completion_length"),
     ("completions_short", {"completions/mean_length": 1.2}, "1.2 tokens", "chat template"),
     ("no_answer", {"completions/no_answer_ratio": 0.25}, "25%", "format"),

@@ -186,6 +186,15 @@ def test_an_adapter_for_another_model_is_refused_before_anything_changes(tmp_pat
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
+def test_an_adapter_of_a_shallower_model_is_put_on_with_a_word(tmp_path: Path) -> None:
+    save_adapter(attach_lora(tiny_model("llama"), r=4, alpha=8), tmp_path / "shallow")
+    with pytest.warns(UserWarning, match=r"layers up to model\.layers\.1, the model up to model\.layers\.2"):
+        attach_adapter(tiny_model("llama", num_layers=3), tmp_path / "shallow")
+    wanted = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], layers_to_transform=[0])
+    save_adapter(attach_lora(tiny_model("llama"), config=wanted), tmp_path / "first")
+    attach_adapter(tiny_model("llama"), tmp_path / "first")  # warnings are errors
+
+
 def test_damaged_and_pickled_adapters_are_refused(tmp_path: Path) -> None:
     model = adapted()
     with pytest.raises(ModelError, match=CONFIG_FILE):

@@ -183,5 +183,6 @@ def test_command(playing: dict[str, Any], tmp_path: Path, covey: Command) -> Non
     assert "learnt from 4 episodes of the expert" in said
     assert "held out, after" in said
     told = said.split("continue: covey ")[1].split()
-    status, _, problem = covey(*told, "schedule.max_steps=1")
+    assert "schedule.max_steps=1" in told  # what was asked for of the episodes holds for the training after it
+    status, _, problem = covey(*told)
     assert status == 0, problem

@@ -57,6 +57,7 @@ class Thresholds:
     logp_difference: float = 0.05
     none_rewards: float = 0.2
     masked_tokens: float = 0.5
+    failed_episodes: float = 0.05
     idle_samplers: float = 0.5
     """Share of the sampling time in which a sampler has nothing to do, mean over samplers."""
     slow_scoring: float = 0.1
@@ -84,6 +85,7 @@ _SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true
 
 # This one is asked for as a share: masking most tokens is what it is there to do.
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
+_EXPLAINED_MASKS = {"mask/failed_episodes"}  # `_worlds` says what is the matter
 
 
 _MOST = 1e100
@@ -140,10 +142,10 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
     limits = thresholds or Thresholds()
     steps = [step for step in history if is_step(step)]
     recent = _Window(steps[-limits.window :])
-    found = list(_broken_numbers(recent))
+    found = [*_broken_numbers(recent), *_worlds(recent, limits)]
     if len(recent.steps) >= limits.min_steps:
-        found += _rewards(recent, limits, of_one=_of_one(_Window(steps)))
-        found += _gradient(recent, steps, limits, explained=bool(found))
+        found += (rewards := list(_rewards(recent, limits, of_one=_of_one(_Window(steps)))))
+        found += _gradient(recent, steps, limits, explained=bool(rewards))
         found += _completions(recent, limits)
         found += _policy(recent, _Window(steps[: limits.min_steps]), limits)
         found += _habits(recent, limits)
@@ -178,10 +180,22 @@ def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
             return
 
 
+def _worlds(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
+    failed = recent.above("agent/failed_ratio", limits.failed_episodes)
+    if failed is not None:
+        yield Diagnosis(
+            "episodes_failed",
+            f"the environment failed in {failed:.0%} of the episodes (last {len(recent.steps)} steps); these teach "
+            "nothing",
+            "See how in events.jsonl and in the column error of completions/, and mend the environment; if it is only "
+            "slow, raise environment.reset_seconds or environment.step_seconds",
+        )
+
+
 def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[Diagnosis]:
     total = len(recent.steps)
     unscored = recent.above("frac_reward_none", limits.none_rewards)
-    if unscored is not None:
+    if unscored is not None and unscored - (recent.mean("agent/failed_ratio") or 0.0) > limits.none_rewards:
         yield Diagnosis(
             "rewards_none",
             f"no reward function could score {unscored:.0%} of the completions (last {total} steps); these "
@@ -336,7 +350,7 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "the samples are good, and the masks do little",
             "Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off",
         )
-    for name in sorted(masks - _WANTED_MASKS):
+    for name in sorted(masks - _WANTED_MASKS - _EXPLAINED_MASKS):
         share = recent.above(name, limits.masked_tokens)
         if share is not None:
             reason = name.removeprefix("mask/")

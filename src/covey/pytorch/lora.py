@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -209,6 +209,9 @@ def attach_adapter(model: nn.Module, path: str | Path) -> PeftModel:
     problem = _misfit(model, adapter)
     if problem:
         raise ModelError(f"{path}: is an adapter for another model ({problem}); give the adapter's own base model")
+    if left := _blocks_left(model, adapter):
+        base = adapter.config.get("base_model_name_or_path")
+        warnings.warn(f"{path}: {left}; is {base!s:.200} this model?", UserWarning, stacklevel=2)
     config.inference_mode = False
     peft_model = attach_lora(model, config=config)
     _fill(peft_model, adapter, path)
@@ -321,6 +324,28 @@ def _misfit(model: nn.Module, adapter: Adapter) -> str:
     except AdapterError as error:
         return str(error)
     return ""
+
+
+def _blocks_left(model: nn.Module, adapter: Adapter) -> str:
+    """That an adapter ends before the model does, which one of a smaller model with the same widths does, or ""."""
+    if adapter.config.get("layers_to_transform") is not None:
+        return ""
+    names = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in adapter.tensors}
+    mine, theirs = _last_blocks(name for name, _ in model.named_modules()), _last_blocks(names)
+    for stack, last in theirs.items():
+        if last < mine.get(stack, last):
+            return f"the adapter has the layers up to {stack}.{last}, the model up to {stack}.{mine[stack]}"
+    return ""
+
+
+def _last_blocks(names: Iterable[str]) -> dict[str, int]:
+    """Of each stack of numbered blocks, such as `model.layers`, the last one that a name is in."""
+    found: dict[str, int] = {}
+    for name in names:
+        if block := re.match(r"(.+?)\.(\d+)(\.|$)", name):
+            stack = block[1]
+            found[stack] = max(found.get(stack, 0), int(block[2]))
+    return found
 
 
 def _fill(model: PeftModel, adapter: Adapter, path: str | Path) -> None:

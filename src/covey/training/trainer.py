@@ -142,7 +142,7 @@ class GRPOTrainer(StepByStep):
         self.world = world = agents.load_world(args) if world is None else world
         named = reward_funcs is None and task is None
         task = setup.load_task(args) if task is None else task
-        self.args = args = setup.with_defaults(args, world or task)
+        self.args = args = setup.with_defaults(args, world or task).with_whole_paths()
         args.algorithm.objective()  # a loss in a file is found and tried
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
