@@ -221,7 +221,7 @@ def make_named(
             f"{kind}={name!r}: {base} is a {type(factory).__name__}, no {kind} and nothing that makes one"
         )
     if inspect.isabstract(factory):
-        raise ConfigError(f"{kind}={name!r}: {base} lacks {', '.join(sorted(factory.__abstractmethods__))}; define it")
+        raise ConfigError(f"{kind}={name!r}: {base} lacks {', '.join(sorted(factory.__abstractmethods__))}; add it")
     parameters = inspect.signature(factory).parameters
     for option, value in options.items():
         if option not in parameters:

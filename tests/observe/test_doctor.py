@@ -58,7 +58,12 @@ CASES = [
     ("groups_tied", {"frac_reward_zero_std": 0.8}, "80%", "dynamic_sampling"),
     ("rewards_none", {"frac_reward_none": 0.5}, "50%", "0.0 for a wrong"),
     ("episodes_failed", {"agent/failed_ratio": 0.35, "frac_reward_none": 0.4}, "35%", "environment.step_seconds"),
-    ("episodes_failed", {"agent/failed_ratio": 0.6, "mask/failed_episodes": 0.6}, "60%", "column error"),
+    (
+        "episodes_failed",
+        {"agent/failed_ratio": 0.6, "mask/failed_episodes": 0.6, "mask/off_policy": 0.0, "mask_ratio": 0.4},
+        "60%",
+        "column error",
+    ),
     ("completions_truncated", {"completions/clipped_ratio": 0.45}, "45%", "max_completion_length"),
     ("completions_short", {"completions/mean_length": 1.2}, "1.2 tokens", "chat template"),
     ("no_answer", {"completions/no_answer_ratio": 0.25}, "25%", "format"),
@@ -93,6 +98,10 @@ def test_each_trouble_is_named_with_its_number_and_a_fix(code, changes, number, 
     assert number in diagnosis.message
     assert fix in diagnosis.fix
     assert str(diagnosis) == f"{diagnosis.message}. {diagnosis.fix}."
+
+
+def test_an_action_may_be_short():
+    assert codes(history(**{"completions/mean_length": 1.2, "agent/turns": 2.5})) == []
 
 
 def test_what_down_sampling_leaves_out_is_no_trouble():

@@ -368,7 +368,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(ConfigError, match=r"own.py:helper'.* no class derived from covey.serving.dialect.Dialect"):
         find_dialect(f"{tmp_path}/own.py:helper")
-    with pytest.raises(ConfigError, match=r"own.py:Unfinished'.* lacks publish, read; define it"):
+    with pytest.raises(ConfigError, match=r"own.py:Unfinished'.* lacks publish, read; add it"):
         find_dialect(f"{tmp_path}/own.py:Unfinished")
     with fake_server(lambda path, body: (200, {})) as url:
         own = find_dialect(f"{tmp_path}/own.py:Erring")

@@ -85,7 +85,7 @@ _SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true
 
 # This one is asked for as a share: masking most tokens is what it is there to do.
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
-_EXPLAINED_MASKS = {"mask/failed_episodes"}  # `_worlds` says what is the matter
+_EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
 
 
 _MOST = 1e100
@@ -310,7 +310,8 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             + ("" if clipped > 0.5 or masked else "; or set algorithm.mask_truncated_completions=true"),
         )
     length = recent.mean("completions/mean_length")
-    if length is not None and length < limits.short_completion:
+    acts = bool(recent.values("agent/turns"))  # an action may well be a word
+    if length is not None and length < limits.short_completion and not acts:
         yield Diagnosis(
             "completions_short",
             f"completions have {length:.1f} tokens on average (last {total} steps): nearly empty",
@@ -334,7 +335,7 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     kept, (least, most) = recent.mean("mask_ratio"), limits.mask_ratio
     masks = {name for step in recent.steps for name in step if name.startswith("mask/")}
     acting = sorted(name.removeprefix("mask/") for name in masks if (recent.mean(name) or 0.0) > 0)
-    if kept is not None and kept < least:
+    if kept is not None and kept < least and acting != ["failed_episodes"]:
         yield Diagnosis(
             "mask_ratio_low",
             f"the masks leave {kept:.0%} of the completions in the loss (last {total} steps), less than {least:.0%}; "

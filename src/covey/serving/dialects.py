@@ -27,5 +27,5 @@ def find_dialect(kind: str) -> type[Dialect]:
         )
     missing = [name for name in ("publish", "request", "read") if getattr(found, name) is getattr(Dialect, name)]
     if missing:
-        raise ConfigError(f"server.inference_server_kind={kind!r}: it lacks {', '.join(missing)}; define it")
+        raise ConfigError(f"server.inference_server_kind={kind!r}: it lacks {', '.join(missing)}; add it")
     return found
