@@ -86,3 +86,31 @@ def test_a_run_is_gone_on_with_and_looked_at_from_another_folder(
     for command in (("resume", "schedule.max_steps=2"), ("eval",), ("replay",)):
         status, _, said = covey(command[0], "../here/run", *command[1:])
         assert status == 0, (command, said)
+
+
+def test_a_model_is_known_by_its_files_and_not_by_its_place(
+    model_folder: Path, recipe_folder: Path, tmp_path: Path, covey: Command
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(model_folder, first)
+    data = tmp_path / "rows.jsonl"
+    shutil.copy(recipe_folder / "train.jsonl", data)
+    run = tmp_path / "run"
+    status, _, said = covey(
+        *("train", recipe_folder, f"model.model={first}", f"data.dataset={data}"),
+        *(f"run.output_dir={run}", "schedule.max_steps=1"),
+    )
+    assert status == 0, said
+    first.rename(second)
+    data.write_text(data.read_text().replace("say two", "say too"))
+    resume = ("resume", run, f"model.model={second}")
+    status, _, said = covey(*resume, "schedule.max_steps=2")
+    assert status == 0, said
+    assert "data.dataset: not the files that step_000001 was made with" in (run / "log.txt").read_text()
+    weights = second / "model.safetensors"
+    held = bytearray(weights.read_bytes())
+    held[-2] ^= 1
+    weights.write_bytes(held)
+    status, _, said = covey(*resume, "schedule.max_steps=3")
+    assert status == 2
+    assert "its files are not those that the checkpoint" in " ".join(said.split())

@@ -76,7 +76,9 @@ def compare(
     notes: list[str] = []
     compared = [_read(folder, label, notes) for folder, label in zip(folders, run_labels(runs), strict=True)]
     if not any(run.records or run.evaluations for run in compared):
-        raise DataError(f"{runs[0]}: nothing is recorded yet, so there is nothing to compare")
+        lost = any(any(folder.checkpoints.glob("step_*")) for folder in folders)
+        why = "metrics.jsonl is gone or empty; restore it from a backup" if lost else "nothing is recorded yet"
+        raise DataError(f"{runs[0]}: {why}, so there is nothing to compare")
     found: dict[str, Any] = {"runs": [run.label for run in compared], "paths": [str(place) for place in places]}
     if len(compared) > 1:
         found["settings"] = differing_settings(compared) if all(run.settings for run in compared) else {}

@@ -54,6 +54,7 @@ def imitate(
         )
     left_out = f", {found.failed} in which it failed left out" if found.failed else ""
     lines = [f"learnt from {found.episodes} {'episode' if found.episodes == 1 else 'episodes'} of the expert{left_out}"]
+    lines += [f"left out: {ending}" for ending in found.why[:5]]
     lines += [f"-log p of a token: {found.losses[0]:.3f} nats at first, {found.losses[-1]:.3f} in the last step"]
     for name, when in (("before", found.before), ("after", found.after)):
         if when:

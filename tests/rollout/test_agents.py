@@ -407,3 +407,25 @@ def test_choices_that_are_too_long_for_a_turn(caplog: pytest.LogCaptureFixture) 
     LongWords.actions = ("b" * 40,)
     with pytest.raises(ConfigError, match="and so are all others; raise it"):
         play(Recording(lambda _: "x"), FakePool(LongWords, 1), action_format="choice")
+
+
+class Mute(Environment):
+    """Begins well, and then says nothing that can be done, or nothing that is text."""
+
+    def __init__(self, text: str = "Go on.") -> None:
+        self.text = text
+
+    def reset(self, task: Any, seed: int) -> Observation:
+        return Observation("Go.", ("a",))
+
+    def step(self, action: str) -> tuple[Observation, float, bool, dict[str, Any]]:
+        return Observation(self.text, ()), 0.5, False, {}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(Mute, "after 1 turns the world says of no action"), (lambda: Mute("\ud800"), "surrogate pair")]
+)
+def test_what_cannot_be_gone_on_with_costs_its_own_episode(make: Callable[[], Environment], why: str) -> None:
+    ((episode, *_), *_), _ = play(FakeGenerator(lambda _: "a"), FakePool(make, 2), action_format="choice")
+    assert (episode.ended, len(episode.turns)) == ("failed", 1)
+    assert why in episode.error

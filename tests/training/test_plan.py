@@ -64,6 +64,18 @@ def test_the_steps_are_those_of_the_run(settings: dict[str, Any]) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_evaluations_are_those_that_will_be_made(settings: dict[str, Any]) -> None:
+    for changes, wanted in (
+        ({"eval_steps": 2}, 4),  # after steps 2, 4 and 5, and before the first
+        ({"eval_steps": 2, "eval_at_end": False}, 3),
+        ({"eval_on_start": False, "eval_at_end": False}, 0),
+        ({"eval_on_start": False}, 1),
+    ):
+        trainer = trainer_of(settings, max_steps=5, **changes)
+        trainer.eval_prompts = trainer.prompts[:1]
+        assert measure(trainer).num_evaluations == wanted, changes
+
+
 def test_the_reference_costs_only_where_it_is_used(settings: dict[str, Any]) -> None:
     parts = {part.name: part for part in plan_of(settings, beta=0.04).seconds}
     assert parts["reference log-probabilities"].amount > 1e-4

@@ -195,6 +195,11 @@ def _observation(value: Any, method: str) -> Observation:
     if not isinstance(value, Observation) or not isinstance(value.text, str):
         raise EpisodeError(f"{method} returned {value!r:.80} as observation; it must be text or an Observation")
     actions = value.actions
+    for said in (value.text, *(actions if isinstance(actions, list | tuple) else ())):
+        try:
+            said.encode() if isinstance(said, str) else None
+        except UnicodeEncodeError:
+            raise EpisodeError(f"{method} returned {said!r:.80}: half a surrogate pair is no text") from None
     if actions is None:
         return value
     if not isinstance(actions, Sequence) or isinstance(actions, str) or not all(isinstance(a, str) for a in actions):

@@ -138,24 +138,30 @@ def _elsewhere(source: str) -> str:
 def _data(settings: Mapping[str, Any]) -> str:
     data, world = settings.get("data", {}), settings.get("environment", {}).get("world")
     source = data.get("dataset")
-    return str(world or data.get("task") or (source and _elsewhere(str(source))) or "rows that were given in Python")
+    return _elsewhere(str(world or data.get("task") or source or "rows that were given in Python"))
 
 
 def _rewards(settings: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
     """Names under which rewards were logged; without any, those of the settings."""
     logged = [re.fullmatch(r"rewards/(.+)/mean", name) for record in records for name in record]
     names = list(dict.fromkeys(match[1] for match in logged if match))
-    return names or [str(name) for name in settings.get("rewards", {}).get("functions", ())]
+    return names or [_elsewhere(str(name)) for name in settings.get("rewards", {}).get("functions", ())]
 
 
 def _chosen(settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
     lora = settings.get("model", {}).get("use_peft", True)
     return [
-        (f"{section}.{name}", settings[section][name])
+        (f"{section}.{name}", _shown(settings[section][name]))
         for section, names in _SETTINGS.items()
         for name in names
         if name in settings.get(section, {}) and (lora or section != "model")
     ]
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_shown(each) for each in value]
+    return _elsewhere(value) if isinstance(value, str) else value
 
 
 def _list(pairs: Mapping[str, str]) -> str:

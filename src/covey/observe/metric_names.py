@@ -50,7 +50,8 @@ policy_loss | | the surrogate's part of the loss, without KL and entropy terms
 learning_rate | | learning rate of this step
 grad_norm | | L2 norm of the gradient before clipping to optim.max_grad_norm, mean over the passes over the step
 reward | | mean over completions of the weighted sum of rewards, without those that no function scored
-reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards), mean over groups
+reward_std | | standard deviation of the reward within a group (0 with fewer than two rewards; added completions
+    count), mean over groups
 accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world (of the episodes
     that no failure of the environment ended), or by the reward that rewards.correctness names; absent where nothing
     says so

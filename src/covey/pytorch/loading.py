@@ -261,7 +261,10 @@ def _only_gguf(folder: Path, source: str) -> str:
     if len(files) == 1:
         return files[0]
     if not files:
-        raise ModelError(f"{source}: holds neither config.json nor a .gguf file; give a folder with a saved model")
+        fix = "give a folder with a saved model"
+        if (folder / "versions.json").is_file():
+            fix = f"it is a run: write its model with `covey export {source}`, and give that"
+        raise ModelError(f"{source}: holds neither config.json nor a .gguf file; {fix}")
     raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
 
 

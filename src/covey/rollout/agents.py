@@ -221,14 +221,15 @@ class Player:
         Actions that are too long for a turn are left out, which is warned of once.
 
         Raises:
-            ConfigError: the world does not say what is admissible, or nothing of it fits into a turn.
+            EpisodeError: the world does not say what is admissible here.
+            ConfigError: nothing of it fits into a turn.
         """
         if self.settings.action_format != "choice":
             return None
         if not live.seen.actions:
-            raise ConfigError(
-                "environment.action_format='choice': the world does not say which actions are admissible; use text or "
-                "tags"
+            raise EpisodeError(
+                f"environment.action_format='choice': after {len(live.turns)} turns the world says of no action that "
+                "it is admissible; let it, or use text or tags"
             )
         encoded = {action: (*self.tokens_of(action), *self.ends_turn) for action in live.seen.actions}
         fitting = tuple(ids for ids in encoded.values() if len(ids) <= self.longest_turn)

@@ -44,6 +44,7 @@ class Imitation:
         folder: where everything is.
         episodes: of the expert that were learnt from.
         failed: episodes in which the expert did not succeed, which were left out.
+        why: how these ended, each way once.
         losses: of each optimiser step: mean `-log p` of the tokens, in nats, before the step.
         before: `eval/...` metrics of the policy on held-out tasks before, empty where there are none.
         after: the same afterwards.
@@ -52,6 +53,7 @@ class Imitation:
     folder: Path
     episodes: int
     failed: int
+    why: tuple[str, ...]
     losses: tuple[float, ...]
     before: dict[str, float]
     after: dict[str, float]
@@ -117,7 +119,7 @@ def _imitate(
         played = _play(trainer, episodes, told)
         good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
         if not good:
-            endings = "; ".join(sorted({trajectory.error or trajectory.ended for trajectory in played}))
+            endings = "; ".join(_endings(played))
             raise DataError(
                 f"the expert succeeded in none of {len(played)} episodes ({endings:.500}); look at what it does with "
                 "covey play --expert, and whether environment.max_turns and max_conversation_tokens leave it room"
@@ -132,7 +134,12 @@ def _imitate(
             write_atomically(folder / "imitation.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         trainer.save_model(folder / "adapter")
     losses = tuple(float(line["loss"]) for line in lines)
-    return Imitation(folder, len(good), len(played) - len(good), losses, before, after)
+    lost = [trajectory for trajectory in played if not (trajectory.success and trajectory.episodes)]
+    return Imitation(folder, len(good), len(lost), _endings(lost), losses, before, after)
+
+
+def _endings(played: Sequence[Trajectory]) -> tuple[str, ...]:
+    return tuple(sorted({trajectory.error or trajectory.ended for trajectory in played}))
 
 
 def _play(trainer: GRPOTrainer, episodes: int, told: Told) -> list[Trajectory]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from covey.observe.memory import forget_peak, peak_cuda_bytes, peak_rss_bytes
+from covey.rollout.agents import PlayStats
 from covey.rollout.collect import Rollout
 from covey.training.evaluate import no_answer_ratio, rollout_metrics
 from covey.training.schedule import Elapsed
@@ -102,11 +103,13 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
     state, args = trainer.state, trainer.args
     phase = trainer.phases.at(Elapsed())
     groups: list[Group] = [] if seen is None else seen
+    played: list[PlayStats] = []
     try:
         for _ in range(2):
             sampled = trainer.sample_step(phase, state.data_position, state.policy_version, lambda done, total: None)
             state.data_position = sampled.position
             groups += sampled.rollout.whole.groups
+            played += [sampled.rollout.played] if sampled.rollout.played else []
             sampled_peak = max(sampled_peak, _peak() if state.global_step == 0 else 0)
             trainer.engine.release()
             done = trainer.learn(trainer.make_batch(sampled.rollout.groups, phase), phase)
@@ -146,7 +149,10 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
         mean_length=float(np.mean(lengths)),
         mixed_share=float(np.mean([trainer.estimator.teaches(group) for group in groups])),
         probe_seconds=time.perf_counter() - began,
-        metrics=_metrics(trainer, replace(rollout, groups=tuple(groups), discarded=())),
+        metrics=_metrics(
+            trainer,
+            replace(rollout, groups=tuple(groups), discarded=(), played=sum(played, PlayStats()) if played else None),
+        ),
     )
 
 
@@ -159,7 +165,7 @@ def _count_evaluations(trainer: GRPOTrainer) -> int:
     if not trainer.eval_prompts or trainer.length.total_steps is None:
         return 0
     evaluation, steps = trainer.args.evaluation, trainer.length.total_steps
-    due = {steps}
+    due = {steps} if evaluation.eval_at_end else set()
     if evaluation.eval_steps > 0:
         due |= set(range(evaluation.eval_steps, steps + 1, evaluation.eval_steps))
     return len(due) + (1 if evaluation.eval_on_start else 0)

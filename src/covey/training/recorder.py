@@ -33,7 +33,14 @@ from covey.training.checkpoint import (
     save_checkpoint,
 )
 from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory
-from covey.training.restoring import changed_settings, checked_state, damage_explained, find_checkpoint, lost_lines
+from covey.training.restoring import (
+    changed_settings,
+    checked_state,
+    damage_explained,
+    find_checkpoint,
+    lost_lines,
+    source_hashes,
+)
 from covey.training.rows import completion_rows
 from covey.training.schedule import PhasePlan
 from covey.training.setup import Data, RunLength, require_measured
@@ -85,6 +92,7 @@ class Recorder:
         self._phase = -1
         self._notes: list[str] = []
         self._failures: set[tuple[str, str]] = set()
+        self._sources = source_hashes(run.args)
         self._fleet = run.engine if isinstance(run.engine, Fleet) else None
         parts = (run.engine, run.data.scorer.elsewhere, getattr(run.collect, "worlds", None))
         self._pools = [each for each in parts if isinstance(each, Pool)]
@@ -314,6 +322,7 @@ class Recorder:
                 "tokens_per_micro_batch": run.learner.tokens_per_micro_batch,
                 "settings": run.args.to_dict(),
                 "files": user_file_hashes(),
+                "sources": self._sources,
             },
             run_id=folder.run_id,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -10,7 +11,7 @@ from typing import Any
 
 from covey.config import GRPOConfig
 from covey.errors import CheckpointError, ConfigError, CoveyError
-from covey.files import NAMES_NOTHING
+from covey.files import NAMES_NOTHING, sampled_hash
 from covey.functions import user_file_hashes
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import Checkpoint, latest_checkpoint
@@ -159,14 +160,25 @@ _SHAPE = {
 """Settings that say what the weights and moments of a checkpoint are those of."""
 
 
+def source_hashes(config: GRPOConfig) -> dict[str, str]:
+    """Setting -> a hash of the files of weights or rows that it names, of which large ones are read in places only."""
+    named = {"model.model": config.model.model, "model.adapter": config.model.adapter}
+    named |= {"data.dataset": config.data.dataset, "data.eval_dataset": config.data.eval_dataset}
+    return {setting: sampled_hash(Path(path)) for setting, path in named.items() if path and os.path.exists(path)}
+
+
 def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
-    """Says in a sentence which settings differ from those that the checkpoint was made with, if any, and in another
+    """Says in a sentence which settings differ from those that the checkpoint was made with, if any, and in others
     which files of the user's.
 
     Raises:
         ConfigError: its weights would mean something else under those of today.
     """
     before, changed = checkpoint.state.get("settings", {}), []
+    with damage_explained(checkpoint):
+        sources, present = dict(checkpoint.state.get("sources", {})), source_hashes(config)
+        moved = {name for name in sources.keys() & present.keys() if sources[name] == present[name]}
+        other = sorted((sources.keys() & present.keys()) - moved)
     with damage_explained(checkpoint):
         for section, fields in config.to_dict().items() if before else ():
             for name, value in fields.items():
@@ -175,16 +187,22 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
                 if was == value or name in free:
                     continue
                 changed.append(f"{section}.{name} {was!r:.60} -> {value!r:.60}")
-                if name in _SHAPE.get(section, ()):
+                if name in _SHAPE.get(section, ()) and f"{section}.{name}" not in moved:
                     raise ConfigError(
                         f"{section}.{name}={value!r:.80}: the checkpoint {checkpoint.path} was made with {was!r:.80}; "
                         f"resume with that, or start a new run in another run.output_dir"
                     )
+    if "model.model" in other:
+        raise ConfigError(
+            f"model.model={config.model.model!r:.200}: its files are not those that the checkpoint "
+            f"{checkpoint.path} was made with; put that model back, or start a new run in another run.output_dir"
+        )
     with damage_explained(checkpoint):
         known, now = dict(checkpoint.state.get("files", {})), user_file_hashes()
         files = sorted(path for path in known.keys() & now.keys() if known[path] != now[path])
     made = f"that {checkpoint.path.name} was made with"
     said = [f"settings differ from those {made}: {', '.join(changed)}"] if changed else []
+    said += [f"{', '.join(other)}: not the files {made}; the numbers may be others"] if other else []
     return said + ([f"{', '.join(files)}: not the code {made}; the numbers may be others"] if files else [])
 
 
