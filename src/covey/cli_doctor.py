@@ -99,11 +99,14 @@ def _of_recipe(config: GRPOConfig) -> bool:
     groups: list[Group] = []
     trainer = GRPOTrainer(args=alone(config))
     prompts = prompts_of(trainer)
-    _say(
-        f"data: {prompts.kept} of {prompts.rows} rows are prompts of {prompts.mean:.0f} tokens on average, at most "
-        f"{prompts.longest}; the context has room for {prompts.room} beside the longest completion; "
-        f"{prompts.held_out or 'no'} held-out prompts"
-    )
+    if trainer.world is not None:
+        _say(f"world: {prompts.rows} tasks, {prompts.held_out or 'no'} held out")
+    else:
+        _say(
+            f"data: {prompts.kept} of {prompts.rows} rows are prompts of {prompts.mean:.0f} tokens on average, at most "
+            f"{prompts.longest}; the context has room for {prompts.room} beside the longest completion; "
+            f"{prompts.held_out or 'no'} held-out prompts"
+        )
     known, where = forecast(trainer, config), layout(config)
     print_forecast(known, where)
     plan = measure(trainer, groups)
