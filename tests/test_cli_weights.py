@@ -102,6 +102,7 @@ def test_a_model_is_known_by_its_files_and_not_by_its_place(
     )
     assert status == 0, said
     first.rename(second)
+    (second / "README.md").write_text("Not of the model.")
     data.write_text(data.read_text().replace("say two", "say too"))
     resume = ("resume", run, f"model.model={second}")
     status, _, said = covey(*resume, "schedule.max_steps=2")

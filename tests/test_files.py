@@ -172,3 +172,19 @@ def test_free_space_is_checked_with_both_numbers(tmp_path):
 def test_text_that_is_no_unicode_does_not_stop_a_write(tmp_path):
     files.write_atomically(tmp_path / "a.txt", "a\ud800b")
     assert (tmp_path / "a.txt").read_text() == "a?b"
+
+
+@pytest.mark.parametrize("length", [0, 1, 1 << 20, (1 << 20) + 1, 3 << 20, 40 << 20])
+def test_a_sampled_hash_sees_both_ends_and_the_length(tmp_path, length):
+    file = tmp_path / "weights"
+    held = bytearray(length)
+    file.write_bytes(held)
+    first = files.sampled_hash([file])
+    assert files.sampled_hash([file]) == first
+    for place in {0, length - 1} if length else ():
+        held[place] ^= 1
+        file.write_bytes(held)
+        assert files.sampled_hash([file]) != first
+        held[place] ^= 1
+    file.write_bytes(bytes(length + 1))
+    assert files.sampled_hash([file]) != first

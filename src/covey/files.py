@@ -17,7 +17,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -333,28 +333,27 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
         _remove(aside)
 
 
-def sampled_hash(path: Path, *, places: int = 16, size: int = 1 << 16) -> str:
-    """SHA-256 that tells other contents of a file, or of a folder's files, without reading all of large ones.
+_HEAD_BYTES, _PLACES, _PLACE_BYTES = 1 << 20, 16, 1 << 16
 
-    Args:
-        path: the file, or the folder, whose own files count by their names.
-        places: at even distances in a file that are read; smaller files are read whole.
-        size: bytes that are read at each of them.
+
+def sampled_hash(files: Iterable[Path]) -> str:
+    """SHA-256 of the names, lengths and contents of files; of large ones the first MiB (of weights: names and shapes)
+    and sixteen places at even distances, to the end, stand for the whole.
+
+    Raises:
+        OSError: one cannot be read.
     """
     digest = hashlib.sha256()
-    found = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-    for file in found:
-        with explained(file, "read"), file.open("rb") as opened:
-            length = opened.seek(0, os.SEEK_END)
-            digest.update(f"{file.name if path.is_dir() else ''} {length}\n".encode())
-            last = max(length - size, 0)
-            for start in (
-                range(0, length, size)
-                if length <= places * size
-                else (last * place // (places - 1) for place in range(places))
-            ):
-                opened.seek(start)
-                digest.update(opened.read(size))
+    for path in sorted(files):
+        with path.open("rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            digest.update(f"{path.name} {length}\n".encode())
+            file.seek(0)
+            digest.update(file.read(_HEAD_BYTES))
+            rest = max(length - _HEAD_BYTES - _PLACE_BYTES, 0)
+            for place in range(_PLACES) if length > _HEAD_BYTES else ():
+                file.seek(_HEAD_BYTES + rest * place // (_PLACES - 1))
+                digest.update(file.read(_PLACE_BYTES))
     return digest.hexdigest()
 
 

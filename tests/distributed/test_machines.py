@@ -36,7 +36,7 @@ from covey.errors import ConfigError, ModelError
 H100 = Facts(gpus=("H100",) * 8, driver="560", model="a")
 
 
-def test_a_model_is_known_by_its_config_index_and_sizes(model_folder: Path, tmp_path: Path) -> None:
+def test_a_model_is_known_by_its_config_index_and_weights(model_folder: Path, tmp_path: Path) -> None:
     digest, size = model_hash(str(model_folder))
     assert size == sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
     copy = tmp_path / "elsewhere"
@@ -46,6 +46,13 @@ def test_a_model_is_known_by_its_config_index_and_sizes(model_folder: Path, tmp_
     assert model_hash(str(copy)) == (digest, size)
     told = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(told | {"rope_theta": 7.0}))
+    assert model_hash(str(copy))[0] != digest
+    (copy / "config.json").write_bytes((model_folder / "config.json").read_bytes())
+    (copy / "README.md").write_text("Not of the model.")
+    assert model_hash(str(copy)) == (digest, size)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
     assert model_hash(str(copy))[0] != digest
     (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-4])
     assert model_hash(str(copy))[1] == size - 4

@@ -168,6 +168,7 @@ def test_an_expert_that_fails_costs_its_own_episode(playing: dict[str, Any], tmp
     config = GRPOConfig(**playing | {"world": f"{tmp_path}/moody.py:Moody"})
     found = imitate(config, tmp_path / "first", episodes=6, epochs=1)
     assert (found.episodes, found.failed) == (1, 5)
+    assert any("I do not know" in ending for ending in found.why)
     trainer = GRPOTrainer(args=config)
     said = [trajectory.error for trajectory in by_the_expert(trainer, 6)]
     trainer.close()

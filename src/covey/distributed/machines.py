@@ -5,7 +5,6 @@ A node of a cluster is asked by a function that runs there, a rank tells the oth
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import shutil
@@ -16,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import ConfigError
+from covey.files import sampled_hash
 
 MIXTURE = ("torch", "numpy")
 """Packages whose versions are part of the numbers alone, and of nothing that processes say to each other."""
 LOUDEST_CLOCK = 5.0
 """Seconds that clocks may differ without a word."""
-_HEAD_BYTES = 1 << 20
 _SMI_SECONDS = 5.0
 
 
@@ -32,7 +31,7 @@ class Facts:
     Attributes:
         gpus: their names, in order.
         driver: of the GPUs.
-        model: hash of the model's config, index and sizes, "" where it is not on its disk.
+        model: `model_hash`, "" where it is not on its disk.
         model_bytes: of its weight files.
         model_problem: why it cannot be read, "" if it can.
         clock: seconds that it was ahead of this process's when it was asked, at the least; negative = behind.
@@ -76,7 +75,7 @@ def facts_here(model: str, vllm_python: str | None = None) -> dict[str, Any]:
 
 
 def model_hash(model: str) -> tuple[str, int]:
-    """SHA-256 of a model's config, index and the sizes of its weight files, and the sum of these.
+    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights.
 
     Args:
         model: a folder, a .gguf file, pkg:NAME, or a hub id, which is looked for in the hub's cache only.
@@ -87,16 +86,9 @@ def model_hash(model: str) -> tuple[str, int]:
     Raises:
         OSError: it is not there, or cannot be read.
     """
-    files = _files(model)
-    digest, total = hashlib.sha256(), 0
-    for path in files:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(_HEAD_BYTES)  # of weights: names and shapes; of config and index: all
-        digest.update(f"{path.name} {size} ".encode())
-        digest.update(head)
-        total += size if path.suffix in (".safetensors", ".gguf", ".bin") else 0
-    return (digest.hexdigest() if files else ""), total
+    files = model_files(model)
+    total = sum(path.stat().st_size for path in files if path.suffix in (".safetensors", ".gguf", ".bin"))
+    return (sampled_hash(files) if files else ""), total
 
 
 def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
@@ -118,8 +110,8 @@ def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
             )
         if own.model and facts.model and facts.model != own.model:
             raise ConfigError(
-                f"model.model={model!r:.200}: on {name} it is another one than here (its config, index or the sizes of "
-                "its files differ); give every machine the same files"
+                f"model.model={model!r:.200}: on {name} it is another one than here (its config, index or weights "
+                "differ); give every machine the same files"
             )
 
 
@@ -212,8 +204,12 @@ def _named(gpus: Sequence[str]) -> str:
     return " and ".join(sorted(set(gpus))) or "no GPU"
 
 
-def _files(model: str) -> list[Path]:
-    """Config, index and weights of a model."""
+def model_files(model: str) -> list[Path]:
+    """Config, index and weights of a model; none for a hub id that is not in the cache.
+
+    Raises:
+        OSError: it is not there.
+    """
     if model.startswith("pkg:"):
         name, _, file = model.removeprefix("pkg:").partition("/")
         spec = importlib.util.find_spec(name.replace("-", "_")) if name.replace("-", "_").isidentifier() else None

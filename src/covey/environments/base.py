@@ -195,13 +195,13 @@ def _observation(value: Any, method: str) -> Observation:
     if not isinstance(value, Observation) or not isinstance(value.text, str):
         raise EpisodeError(f"{method} returned {value!r:.80} as observation; it must be text or an Observation")
     actions = value.actions
-    for said in (value.text, *(actions if isinstance(actions, list | tuple) else ())):
-        try:
-            said.encode() if isinstance(said, str) else None
-        except UnicodeEncodeError:
-            raise EpisodeError(f"{method} returned {said!r:.80}: half a surrogate pair is no text") from None
-    if actions is None:
-        return value
-    if not isinstance(actions, Sequence) or isinstance(actions, str) or not all(isinstance(a, str) for a in actions):
+    if actions is not None and (
+        not isinstance(actions, Sequence) or isinstance(actions, str) or not all(isinstance(a, str) for a in actions)
+    ):
         raise EpisodeError(f"{method} returned the actions {actions!r:.80}; they must be texts")
-    return Observation(value.text, tuple(actions))
+    for text in (value.text, *(actions or ())):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is no text") from error
+    return Observation(value.text, None if actions is None else tuple(actions))

@@ -142,15 +142,16 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
     limits = thresholds or Thresholds()
     steps = [step for step in history if is_step(step)]
     recent = _Window(steps[-limits.window :])
-    found = [*_broken_numbers(recent), *_worlds(recent, limits)]
+    found = list(_broken_numbers(recent))
     if len(recent.steps) >= limits.min_steps:
-        found += (rewards := list(_rewards(recent, limits, of_one=_of_one(_Window(steps)))))
-        found += _gradient(recent, steps, limits, explained=bool(rewards))
+        found += _rewards(recent, limits, of_one=_of_one(_Window(steps)))
+        found += _gradient(recent, steps, limits, explained=bool(found))
         found += _completions(recent, limits)
         found += _policy(recent, _Window(steps[: limits.min_steps]), limits)
         found += _habits(recent, limits)
         found += _samplers(recent, limits)
         found += _scoring(recent, limits)
+        found = [*_worlds(recent, limits), *found]
         found += _falling(_Window(steps[-limits.still_steps :]), limits)
         if not found:
             found += _flat(_Window(steps[-limits.flat_steps :]), limits)

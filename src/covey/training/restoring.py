@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.config import GRPOConfig
+from covey.distributed.machines import model_files
 from covey.errors import CheckpointError, ConfigError, CoveyError
-from covey.files import NAMES_NOTHING, sampled_hash
+from covey.files import NAMES_NOTHING, explained, sampled_hash
 from covey.functions import user_file_hashes
 from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import Checkpoint, latest_checkpoint
@@ -161,10 +162,18 @@ _SHAPE = {
 
 
 def source_hashes(config: GRPOConfig) -> dict[str, str]:
-    """Setting -> a hash of the files of weights or rows that it names, of which large ones are read in places only."""
-    named = {"model.model": config.model.model, "model.adapter": config.model.adapter}
-    named |= {"data.dataset": config.data.dataset, "data.eval_dataset": config.data.eval_dataset}
-    return {setting: sampled_hash(Path(path)) for setting, path in named.items() if path and os.path.exists(path)}
+    """Setting -> `sampled_hash` of the files of weights or rows on this machine's disk that it names."""
+    found: dict[str, list[Path]] = {}
+    if (model := Path(config.model.model).expanduser()).exists():
+        with suppress(OSError):  # a model that was passed loaded may have the name of something else
+            found["model.model"] = model_files(str(model))
+    if config.model.adapter is not None:
+        adapter = Path(config.model.adapter).expanduser()
+        found["model.adapter"] = [path for name in (CONFIG_FILE, WEIGHTS_FILE) if (path := adapter / name).is_file()]
+    for name, rows in (("data.dataset", config.data.dataset), ("data.eval_dataset", config.data.eval_dataset)):
+        found[name] = [Path(rows)] if rows is not None and Path(rows).is_file() else []
+    with explained("the files of model and data", "read"):
+        return {setting: sampled_hash(files) for setting, files in found.items() if files}
 
 
 def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
