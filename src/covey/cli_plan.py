@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.config import GRPOConfig
-from covey.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from covey.training.device_memory import Fit, Recipe
-    from covey.training.forecast import Change, Forecast
+    from covey.training.forecast import Forecast
     from covey.training.plan import Plan
 
 out = Console()
@@ -31,14 +29,6 @@ def plan(
         typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Measure what this machine does of decoding, training and sending, and write the constants that "
-            "benchmarks/cluster_model.py reads.",
-        ),
-    ] = None,
     device_memory: Annotated[
         list[float] | None,
         typer.Option(
@@ -52,25 +42,16 @@ def plan(
 ) -> None:
     """Tell memory, seconds of a step and bytes of a sync, from formulas and from two real steps. Nothing is written.
 
-    Says what dominates, and which setting would about halve it. With `[distributed]`: the layout, memory of each kind
-    of process, and what other numbers of samplers and learners would change; what is measured is one process.
+    Says what dominates, and which setting would about halve it. With `[distributed]`: the layout and the memory of each
+    kind of process; what is measured is one process.
     """
     from covey.distributed.start import layout
-    from covey.training.forecast import alone, changes, forecast
+    from covey.training.forecast import alone, forecast
     from covey.training.plan import measure
     from covey.training.trainer import GRPOTrainer
 
     file = recipe / "recipe.toml" if recipe.is_dir() else recipe
     config = GRPOConfig.from_toml(file, overrides=overrides or [])
-    if calibrate is not None and device_memory:
-        raise ConfigError("--calibrate and --device-memory: one measures this machine, the other computes; give one")
-    if calibrate is not None:
-        parent = calibrate.absolute().parent
-        if calibrate.is_dir() or not parent.is_dir():
-            what = "it is a folder" if calibrate.is_dir() else f"the folder {parent} does not exist"
-            raise ConfigError(f"--calibrate {calibrate}: {what}; name a file in a folder that is there")
-        write_constants(config, calibrate)
-        return
     if device_memory:
         tell_device_memory(config, device_memory, as_json=as_json)
         return
@@ -79,16 +60,13 @@ def plan(
     if not as_json:
         print_forecast(known, where)
     found = measure(trainer)
-    estimated = changes(found, config)
     if as_json:
         from dataclasses import asdict
 
         more = {"layout": where, "forecast": None if known is None else asdict(known)}
-        out.print_json(data=found.to_dict() | more | {"changes": [asdict(change) for change in estimated]})
+        out.print_json(data=found.to_dict() | more)
         return
     print_plan(found, alone=not where)
-    if where:
-        print_changes(found, estimated)
 
 
 def print_forecast(known: Forecast | None, where: str) -> None:
@@ -185,53 +163,6 @@ def print_plan(found: Plan, *, alone: bool = True) -> None:
             f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
             f"(finding out took {found.probe_seconds:.0f} s)"
         )
-
-
-def print_changes(found: Plan, estimated: Sequence[Change]) -> None:
-    """What other numbers of processes would change."""
-    table = Table("estimated, s", "samplers", "learners", "sampling", "learning", "step")
-    for index, change in enumerate(estimated):
-        table.add_row(
-            "this layout" if index == 0 else "",
-            str(change.samplers or "-"),
-            str(change.learners),
-            *(f"{seconds:.1f}" for seconds in (change.sampling, change.learning, change.step)),
-        )
-    out.print(table)
-    if found.steps is not None:
-        seconds = found.steps * estimated[0].step
-        _say(f"the run as it is laid out: {found.steps} steps, about {seconds / 60:.1f} minutes, evaluations aside")
-    _say(
-        "These are shares of what one process took here, were each to have as many cores, or a device, of its own. "
-        "Longest completions, gradients that are added up and the network come on top."
-    )
-
-
-def write_constants(config: GRPOConfig, file: Path) -> None:
-    """Measure this machine and write the file; with several learners their ranks add up gradients too."""
-    from covey.distributed import launch
-    from covey.distributed.ranks import Ranks
-    from covey.training import calibrate
-    from covey.training.forecast import alone
-    from covey.training.trainer import GRPOTrainer
-
-    calibrate.check(config)
-    if launch.start_ranks(config, sys.argv[1:]):
-        return
-    ranks, rate = Ranks.of_torchrun(config.distributed.timeout_seconds), None
-    if ranks is not None:
-        rate = calibrate.all_reduce_rate(ranks)
-        ranks.close()
-        if ranks.rank > 0:
-            return
-    trainer = GRPOTrainer(args=alone(config))
-    try:
-        found = calibrate.calibrate(trainer, rate)
-    finally:
-        trainer.close()
-    found.write(file)
-    _say(f"wrote {file}: {found.name}")
-    _say(f"use it: python benchmarks/cluster_model.py --constants {file}")
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,7 @@
-"""What is known of a run before it takes a step, and what two steps of one process say of several.
+"""The memory of a run's processes, by formula, before it takes a step.
 
-Memory is by formula: weights, gradients, moments and keys and values are counted, activations are about right. Seconds
-with other numbers of samplers and learners are those of one process, shared out as units and packs are; each process is
-taken to have what this one has, its cores or its device.
+Weights, gradients, moments and keys and values are counted, activations are about right. Each process is taken to have
+what this one has, its memory or its device.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from typing import Any
 import torch
 
 from covey.config import GRPOConfig
-from covey.distributed.cost import share_of_units
 from covey.distributed.preflight import PROCESS_BYTES
 from covey.processes import total_memory
 from covey.pytorch.dequantise import held_bytes, num_parameters, quantised_layers
 from covey.pytorch.footprint import Choices, Shape, activation_bytes
 from covey.pytorch.optimizers import moment_bytes
-from covey.training.plan import Part, Plan
+from covey.training.plan import Part
 from covey.training.trainer import GRPOTrainer
 
 
@@ -88,25 +86,6 @@ class Forecast:
                 f"all {count} processes on this machine would need about {together / 1e9:.1f} GB of its "
                 f"{room / 1e9:.1f}: put them on several, or use fewer"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A step with other numbers of processes, estimated.
-
-    Attributes:
-        samplers: that only sample, or servers; 0 = the learners sample.
-        learners: that train.
-        sampling: seconds of the busiest sampler.
-        learning: seconds of an update.
-        step: seconds of the step.
-    """
-
-    samplers: int
-    learners: int
-    sampling: float
-    learning: float
-    step: float
 
 
 def alone(config: GRPOConfig) -> GRPOConfig:
@@ -176,26 +155,6 @@ def _savings(policy: Any, config: GRPOConfig, moments: int) -> Iterator[str]:
     if config.optim.optimizer != "adamw":
         plain = moment_bytes("adamw", trained)
         yield f"AdamW's moments take {moments / 1e6:,.1f} MB ({config.optim.optimizer}) in place of {plain / 1e6:,.1f}"
-
-
-def changes(plan: Plan, config: GRPOConfig) -> list[Change]:
-    """Seconds of a step as the run is laid out, then with twice the samplers, twice the learners, and twice both."""
-    chosen = config.distributed
-    servers = len(config.server.urls) if config.server.upload_adapters_to_server else 0
-    samplers, learners = servers or chosen.samplers or 0, chosen.learners
-    seconds = {part.name: part.amount for part in plan.seconds}
-    units = math.ceil(config.data.prompts_per_step / chosen.groups_per_unit)
-    measured_with = servers or 1
-    choices = [(samplers, learners), (2 * samplers, learners), (samplers, 2 * learners), (2 * samplers, 2 * learners)]
-    found = []
-    for sample, learn in dict.fromkeys(choices):
-        share = share_of_units(units, sample or learn) / share_of_units(units, measured_with)
-        sampling = seconds["sampling"] * share
-        learning = (seconds["update"] + seconds["reference log-probabilities"]) / learn
-        before, after = sampling + seconds["rewards"], learning + seconds["new weights to the sampler"]
-        ahead = sample and config.schedule.max_staleness > 0
-        found.append(Change(sample, learn, sampling, learning, max(before, after) if ahead else before + after))
-    return found
 
 
 def _engine(trainer: GRPOTrainer, config: GRPOConfig, weights: int) -> tuple[Part, ...]:
