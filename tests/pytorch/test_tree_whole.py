@@ -1,6 +1,6 @@
-"""Which kernel attends to whole packs: right ones are taken in each precision, wrong ones in none, and it is said why.
+"""What attends to whole packs: a right kernel is taken in each precision, a wrong one in none, and it is said why.
 
-On a CPU: `flex_attention` as it is traced, and attention one sequence at a time in the place of a GPU's kernel.
+On a CPU: `flex_attention` as it is traced.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +15,10 @@ import pytest
 import torch
 from test_policy import fill, gradients
 from test_tree_attention import float64_policy, tree_pack
-from test_tree_unrolled import one_by_one
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from covey.pytorch import Policy, tree_attention, tree_flex, tree_parts, tree_unrolled, tree_whole
+from covey.pytorch import Policy, tree_attention, tree_flex, tree_parts, tree_whole
 from covey.pytorch.tree_layout import TreeLayout
 from covey.pytorch.tree_path import TreePath
 from covey.pytorch.tree_whole import Case, choose, draw, obstacle, unexplained
@@ -32,17 +30,10 @@ CASE = Case(torch.device("cpu"), torch.float32, 4, 2, 16, 16, 0.25, windowed=Tru
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-UNROLLED: Any = SimpleNamespace(
-    attend=partial(tree_unrolled.attend, kernel=one_by_one),
-    differentiate=partial(tree_unrolled.differentiate, kernel=one_by_one),
-)
-
-
 @pytest.fixture(autouse=True)
 def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(tree_flex, "BACKEND", "eager")
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr(tree_whole, "KERNELS", (("flex_attention", tree_flex), ("flash", UNROLLED)))
     choose.cache_clear()
     yield
     choose.cache_clear()
@@ -54,7 +45,6 @@ def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_right_kernels_are_taken_in_each_precision(dtype: torch.dtype, windowed: bool, softcap: float | None) -> None:
     case = replace(CASE, dtype=dtype, windowed=windowed, softcap=softcap)
     assert obstacle(tree_flex, case) == ""
-    assert obstacle(UNROLLED, case) == ("" if softcap is None else "NotImplementedError: it has no soft cap")
 
 
 Change = Callable[[Any], Any]
@@ -122,22 +112,14 @@ def test_the_choice_is_said(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     assert not caplog.records
 
     wrong = changed(2, one_head_for_another)
-    monkeypatch.setattr(tree_whole, "KERNELS", (("flex_attention", wrong), ("flash", UNROLLED)))
-    case = replace(CASE, windowed=False)
-    assert choose(case) is UNROLLED
+    monkeypatch.setattr(tree_whole, "KERNEL", wrong)
+    assert choose(replace(CASE, windowed=False)) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.message.startswith(
-        "attention of packs on cpu (4 heads of 16, float32) by flash; not by flex_attention:"
+        "attention of packs on cpu (4 heads of 16, float32) part by part, which is slower; not by flex_attention: "
+        "its gradient of the values differs"
     )
-    assert "its gradient of the values differs" in record.message
-    caplog.clear()
-
-    assert choose(replace(case, softcap=2.0)) is None
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert " part by part, which is slower; not by flex_attention: its gradient of" in record.message
-    assert record.message.endswith("; not by flash: NotImplementedError: it has no soft cap")
 
 
 def test_a_kernel_that_does_not_run_is_passed_over() -> None:
@@ -147,8 +129,6 @@ def test_a_kernel_that_does_not_run_is_passed_over() -> None:
     assert (
         obstacle(SimpleNamespace(attend=fails, differentiate=fails), CASE) == "RuntimeError: No valid triton configs."
     )
-    reason = obstacle(tree_unrolled, CASE)  # PyTorch's kernel, on a CPU
-    assert "NotImplementedError" in reason or "RuntimeError" in reason
 
 
 def test_what_rounding_explains_by_hand() -> None:
@@ -189,14 +169,9 @@ def test_a_cpu_goes_part_by_part() -> None:
 
 # ---------------------------------------------------------------------- in models
 
-KERNELS = {"flex": tree_flex, "unrolled": UNROLLED}
 
-
-@pytest.mark.parametrize(
-    ("family", "kernel"),
-    [("fused", "flex"), ("fused", "unrolled"), ("mistral", "unrolled"), ("gemma2", "flex")],
-)
-def test_models_compute_the_same_by_a_whole_kernel(family: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["fused", "mistral", "gemma2"])
+def test_models_compute_the_same_by_a_whole_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one go, where `flex_attention` runs under autograd itself, and along a walk."""
     policy = float64_policy("llama" if family == "fused" else family)
     pack = tree_pack()
@@ -210,7 +185,7 @@ def test_models_compute_the_same_by_a_whole_kernel(family: str, kernel: str, mon
 
     by_parts = hidden(pack, TreeLayout.of(pack.branches))
     expected = gradients(policy, (by_parts * weights).sum())
-    monkeypatch.setattr(tree_attention, "kernel_for", lambda *_, **__: KERNELS[kernel])
+    monkeypatch.setattr(tree_attention, "kernel_for", lambda *_, **__: tree_flex)
     monkeypatch.setattr(tree_parts, "forward", None)
 
     found = hidden(pack, TreeLayout.of(pack.branches))
@@ -261,8 +236,7 @@ def test_from_the_probe_to_a_models_gradients(
     same(found[1], found[0], tolerance=1e-4)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_models_own_code_under_autocast(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_own_code_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel is given the precision of autocast, which does not reach into it."""
     policy = Policy.load(tiny_model("llama"), tiny_tokenizer(), lora_r=4, autocast="bfloat16")
     fill(policy, 1)
@@ -273,10 +247,10 @@ def test_a_models_own_code_under_autocast(kernel: str, monkeypatch: pytest.Monke
 
     def attend(layout: TreeLayout, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **rule: Any) -> Tensor:
         seen.append((q.dtype, k.dtype, v.dtype, torch.is_autocast_enabled("cpu")))
-        out: Tensor = KERNELS[kernel].attend(layout, q, k, v, *rest, **rule)
+        out: Tensor = tree_flex.attend(layout, q, k, v, *rest, **rule)
         return out
 
-    recorded = SimpleNamespace(attend=attend, differentiate=KERNELS[kernel].differentiate)
+    recorded = SimpleNamespace(attend=attend, differentiate=tree_flex.differentiate)
     monkeypatch.setattr(tree_attention, "kernel_for", lambda *_, **__: recorded)
     found = policy._hidden(pack)
     found.float().square().sum().backward()

@@ -1,8 +1,7 @@
-"""Which kernel attends to a whole pack on an accelerator; a probe decides, of numbers, before it is used.
+"""Whether `flex_attention` attends to a whole pack on an accelerator; a probe decides, of numbers, before it is used.
 
-In this order: PyTorch's `flex_attention` (`tree_flex`), its flash attention for sequences of different lengths
-(`tree_unrolled`), and if neither serves, part by part (`tree_parts`). A kernel serves where on a small pack with a past
-its output and its gradients of queries, keys, values and the past are those of the parts in float64, up to what
+Where `tree_flex` does not serve, attention goes part by part (`tree_parts`). It serves where on a small pack with a
+past its output and its gradients of queries, keys, values and the past are those of the parts in float64, up to what
 rounding explains: on average over the tokens three times the error that the parts have in the model's precision, and
 eight times at the worst token, plus some units of rounding. What is tried is what will run: the device, the precision,
 numbers and widths of heads, scale, soft cap, and whether there is a window. The mask itself is proven elsewhere; a
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from covey.pytorch import tree_flex, tree_parts, tree_unrolled
+from covey.pytorch import tree_flex, tree_parts
 from covey.pytorch.tree_layout import TreeLayout
 from covey.pytorch.tree_parts import Past
 from covey.rollout.packing import Branch
@@ -61,13 +60,9 @@ class Kernel(Protocol):
         """The gradients of q, k, v, and of the past's two if there is one."""
 
 
-KERNELS: Sequence[tuple[str, Kernel]] = (
-    ("flex_attention", tree_flex),
-    ("flash attention with repeated keys", tree_unrolled),
-)
-"""By the order in which they are tried."""
+KERNEL: Kernel = tree_flex
 DEVICES = ("cuda",)
-"""Where they are tried."""
+"""Where it is tried."""
 
 PROBE = (Branch(0, 300, -1, 150), Branch(300, 90, 0, 260), Branch(390, 70, 0, 140), Branch(460, 120, -1, 60))
 """Two branches that leave a past of 150 tokens, and two that leave the first of these: five blocks of 128 tokens, of
@@ -118,17 +113,13 @@ def kernel_for(
 
 @cache
 def choose(case: Case) -> Kernel | None:
-    """The first kernel that serves, or None."""
-    passed_over: list[str] = []
-    for name, kernel in KERNELS:
-        problem = obstacle(kernel, case)
-        if not problem:
-            level = logging.WARNING if passed_over else logging.INFO
-            logger.log(level, "%s by %s%s", _described(case), name, "".join(f"; {reason}" for reason in passed_over))
-            return kernel
-        passed_over.append(f"not by {name}: {problem}")
-    logger.warning("%s part by part, which is slower; %s", _described(case), "; ".join(passed_over))
-    return None
+    """The kernel if it serves, or None."""
+    problem = obstacle(KERNEL, case)
+    if problem:
+        logger.warning("%s part by part, which is slower; not by flex_attention: %s", _described(case), problem)
+        return None
+    logger.info("%s by flex_attention", _described(case))
+    return KERNEL
 
 
 def obstacle(kernel: Kernel, case: Case) -> str:
