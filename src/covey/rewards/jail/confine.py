@@ -53,28 +53,20 @@ def end_with_parent() -> None:
 
 
 def system_paths() -> tuple[list[str], list[str]]:
-    """What Python needs to import its standard library; and what lies therein that it does not need.
+    """What Python needs to import its standard library, and the folders in it that it does not need.
 
-    That is where packages are installed, and all folders beside the shared libraries but those of this machine's kind.
+    These are installed packages, and what lies beside shared libraries but for those of this machine's kind.
     """
     libraries = (sys.base_prefix + "/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64")
-    standard = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")}
-    tops = {os.path.realpath(path) for path in libraries if os.path.isdir(path)}
-    hidden = {path for top in standard for path in _folders(top) if path.endswith("-packages")}
-    for path in (path for top in tops - standard for path in _folders(top)):
-        kept = path.endswith("/locale") or "-linux-" in os.path.basename(path)
-        if not kept and not any(f"{other}/".startswith(path + "/") for other in standard | tops):
-            hidden.add(path)
-    tops |= {path for path in ("/usr/share/zoneinfo",) if os.path.isdir(path)}
-    return sorted(path for path in standard | tops if not _within(path, standard | tops)), sorted(hidden)
-
-
-def _folders(place: str) -> list[str]:
-    return [entry.path for entry in os.scandir(place) if entry.is_dir(follow_symlinks=False)]
-
-
-def _within(path: str, others: Iterable[str]) -> bool:
-    return any(path.startswith(other + "/") for other in others)
+    whole = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")} | {"/usr/share/zoneinfo"}
+    tops = {os.path.realpath(path) for path in (*whole, *libraries) if os.path.isdir(path)}
+    hidden = []
+    for folder in (entry for top in tops for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)):
+        kept = os.path.dirname(folder.path) in whole or "-linux-" in folder.name or folder.name == "locale"
+        kept = kept or any(f"{top}/".startswith(folder.path + "/") for top in tops)
+        if not kept or folder.name in ("site-packages", "dist-packages"):
+            hidden.append(folder.path)
+    return sorted(path for path in tops if not any(path.startswith(other + "/") for other in tops)), sorted(hidden)
 
 
 def without(path: str, hidden: list[str]) -> list[str]:

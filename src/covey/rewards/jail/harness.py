@@ -45,7 +45,8 @@ _LONGEST_PROGRAM = 500_000
 _MOST_OF_ANSWER = 16 << 10
 _TIMES_EXPECTED = 8
 """A right answer's text is at most this many times as long as the expected one: 1.0000001 for 1."""
-_WRONG = (None, "\0 a text that no test expects")
+_WRONG = (b'{"value": null}', b'{"value": "\\u0000 a text that no test expects"}')
+_NO_TEST = "none of these is a test: whatever a program's functions return, it passes them all"
 _REMEMBERED = 4096
 
 
@@ -141,15 +142,16 @@ class TestResult:
 
     @property
     def score(self) -> float:
-        """1.0 if every test passed and a wrong answer fails one of them, else 0.0; see `fraction`."""
-        return float(self.passed == len(self.outcomes) and any(outcome.counts for outcome in self.outcomes))
+        """1.0 if every test passed, else 0.0; see `fraction`."""
+        return float(bool(self.outcomes) and self.passed == len(self.outcomes))
 
     @property
     def fraction(self) -> float:
-        """Share of tests that passed, without those that any program passes; 0 for one that tried to cheat."""
-        earned = sum(outcome.status == "passed" and outcome.counts for outcome in self.outcomes)
+        """Share of tests that passed, without those that pass and do not count; 0 for a program that tried to cheat."""
         cheated = any(outcome.status == "cheat" for outcome in self.outcomes)
-        return earned / (earned + len(self.outcomes) - self.passed) if earned and not cheated else 0.0
+        earned = sum(outcome.status == "passed" and outcome.counts for outcome in self.outcomes)
+        failed = len(self.outcomes) - self.passed
+        return self.score if cheated or not failed else earned / (earned + failed)
 
     def __str__(self) -> str:
         failed = [f"test {i + 1}: {o.status}: {o.text}" for i, o in enumerate(self.outcomes) if o.status != "passed"]
@@ -273,7 +275,8 @@ class TestHarness:
                 failed = _outcome(ended)
             found, printed = _filled(outcomes, len(tests.tests), failed), candidate.printed
         if any(outcome.status == "passed" for outcome in found):
-            found = _weighed(found, self._passed_by_wrong(sandbox, order), always=True)
+            idle = self._passed_by_wrong(sandbox, order)
+            found = (Outcome("error", _NO_TEST),) * len(found) if all(idle) else _weighed(found, idle)
         return TestResult(found, printed)
 
     def _passed_by_wrong(self, sandbox: Sandbox, order: dict[str, Any]) -> list[bool]:
@@ -283,7 +286,7 @@ class TestHarness:
         for answer in _WRONG if not passed else ():
             outcomes: list[Outcome] = []
             with sandbox.spawn(self._limits) as tester, suppress(ProcessEndedError):
-                _relay(tester, _Constant(answer), order, outcomes)
+                _relay(tester, answer, order, outcomes)
             passed = [o.status == "passed" for o in _filled(outcomes, len(order["tests"]), None)]
             if not all(passed):
                 break
@@ -370,9 +373,9 @@ def _load(process: Confined, code: str) -> Outcome | None:
 
 
 def _relay(
-    tester: Confined, candidate: Confined | _Constant, order: dict[str, Any], outcomes: list[Outcome]
+    tester: Confined, candidate: Confined | bytes, order: dict[str, Any], outcomes: list[Outcome]
 ) -> Outcome | None:
-    """Pass the tests' calls to the candidate and its answers back, until the tests are done."""
+    """Pass the tests' calls to the candidate and its answers, or one answer, back, until the tests are done."""
     try:
         tester.send(order)
     except ValueError as error:
@@ -387,8 +390,9 @@ def _relay(
             raise JailError(f"the test code does not run: {tester.printed[-300:] or ended}") from None
         kind, body = message[:1], message[1:]
         if kind == b"C":
-            candidate.send_bytes(body)
-            tester.send_bytes(candidate.receive_bytes())
+            if isinstance(candidate, Confined):
+                candidate.send_bytes(body)
+            tester.send_bytes(candidate.receive_bytes() if isinstance(candidate, Confined) else candidate)
         elif kind == b"R":
             result = parse_message(body)
             outcomes.append(Outcome(result["result"], _clean(result["text"])))
@@ -443,25 +447,9 @@ def _filled(outcomes: list[Outcome], count: int, failed: Outcome | None) -> tupl
     return (*outcomes, *([failed or Outcome("error", "not run")] * missing))
 
 
-def _weighed(outcomes: tuple[Outcome, ...], idle: list[bool], *, always: bool = False) -> tuple[Outcome, ...]:
-    """The outcomes, where those of the tests that an idle program passes do not count, unless it passes them all."""
-    if all(idle) and not always:
-        return outcomes
+def _weighed(outcomes: tuple[Outcome, ...], idle: Sequence[bool]) -> tuple[Outcome, ...]:
+    """The outcomes, where those of tests that an idle program passes do not count."""
     return tuple(replace(outcome, counts=not passes) for outcome, passes in zip(outcomes, idle, strict=True))
-
-
-class _Constant:
-    """In a candidate's place: answers every call with one value."""
-
-    def __init__(self, value: str | None) -> None:
-        self._answer = json.dumps({"value": value}).encode()
-
-    def send_bytes(self, body: bytes) -> None:
-        """Asks for nothing."""
-
-    def receive_bytes(self) -> bytes:
-        """The answer."""
-        return self._answer
 
 
 class _Handle:

@@ -11,8 +11,9 @@ from functools import lru_cache
 
 from .errors import JailError
 
-_LIBRARY = "collections copy decimal fractions functools itertools math random re statistics"
+_LIBRARY = "collections copy datetime decimal fractions functools itertools json math random re statistics unittest"
 _HELPERS = {name for module in _LIBRARY.split() for name in dir(__import__(module)) if not name.startswith("_")}
+_HELPERS |= {"allclose", "approx", "raises"}
 
 
 @lru_cache(maxsize=4096)
@@ -28,6 +29,7 @@ def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tu
         JailError: the tests are no Python, or use a name that a program could define to suit itself.
     """
     bound, parts, calls = {*dir(builtins), *named}, list[set[str]](), Counter[str]()
+    judges: list[tuple[str, set[str]]] = []
     for source in (setup, *tests):
         try:
             tree = ast.parse(source)
@@ -37,18 +39,34 @@ def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tu
         for name, uses in _names(tree):
             (bound if uses is None else parts[-1]).add(name)
             calls[name] += uses or 0
+        judges += _judges(tree)
     free = set().union(*parts) - bound
     modules = {name for name in free & sys.stdlib_module_names if not calls[name]}
-    unknown = free - modules if named else {name for name in free - modules if name.islower() and not calls[name]}
-    for part in () if named else parts:  # a helper beside what can only be the program's
-        own = (part | parts[0]) & free - modules
-        unknown |= own & _HELPERS if own - _HELPERS else set()
+    unknown = free - modules
+    if not named:  # a helper beside what can only be the program's, or one that judges it
+        unknown = {name for name in unknown if name.islower() and not calls[name]}
+        unknown |= {name for name, judged in judges if name in free and judged & free - {name}}
+        for own in ((part | parts[0]) & free - modules for part in parts):
+            unknown |= own & _HELPERS if own - _HELPERS else set()
     if unknown and "*" not in bound:  # else the process of the tests sees what is unknown when it has run the setup
         raise JailError(
             f"the tests use {', '.join(sorted(unknown))}, which neither they nor their setup define or import, so that "
             "a program could; import or define it in setup, or name it in entry_points with all that is the program's"
         )
     return sorted(free), sorted(modules)
+
+
+def _judges(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+    """Functions whose word is all that an assertion wants, as in `assert close(f(1), 1)`, and those that they judge."""
+    for node in ast.walk(tree):
+        said = node.test if isinstance(node, ast.Assert) else None
+        said = said.operand if isinstance(said, ast.UnaryOp) else said
+        if isinstance(said, ast.Call) and isinstance(said.func, ast.Name):
+            inner = (part.func for value in said.args for part in ast.walk(value) if isinstance(part, ast.Call))
+            yield (
+                said.func.id,
+                {called.id for called in inner if isinstance(called, ast.Name) and not called.id[0].isupper()},
+            )
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, int | None]]:

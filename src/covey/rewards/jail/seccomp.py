@@ -28,10 +28,10 @@ _ALLOWED = (
     "readlink readlinkat open openat creat umask getrlimit getrusage getpriority sysinfo uname futex set_robust_list "
     "rseq set_tid_address exit exit_group getrandom pipe pipe2 eventfd eventfd2 "
     "epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 restart_syscall arch_prctl membarrier "
-    "getcpu statfs fstatfs copy_file_range sendfile msync alarm getitimer setitimer pause rt_sigpending "
+    "getcpu copy_file_range sendfile msync alarm getitimer setitimer pause rt_sigpending "
     "rt_sigtimedwait rt_sigsuspend recvfrom shutdown getsockname getpeername"
 )
-_ATTRIBUTES = "truncate chmod fchmod fchmodat utime utimes futimesat utimensat chdir fchdir"
+_ATTRIBUTES = "truncate chmod fchmod fchmodat utime utimes futimesat utimensat chdir fchdir statfs fstatfs"
 """Landlock does not keep these away from files of the same user; in a file system of its own they do no harm."""
 _FATAL = "ptrace process_vm_readv process_vm_writev kexec_load init_module finit_module bpf reboot"
 _MAKES = "creat mkdir mkdirat link linkat symlink symlinkat"
