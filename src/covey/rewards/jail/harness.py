@@ -282,17 +282,19 @@ class TestHarness:
     def _passed_by_wrong(self, sandbox: Sandbox, order: dict[str, Any]) -> list[bool]:
         """Which tests None for every call passes, or, where that may be right since all pass, another wrong answer."""
         key = hashlib.sha256(repr(order).encode("utf-8", "surrogatepass")).digest()
-        passed = self._idle.get(key, [])
-        for answer in _WRONG if not passed else ():
+        if key in self._idle:
+            return self._idle[key]
+        for answer in _WRONG:
             outcomes: list[Outcome] = []
             with sandbox.spawn(self._limits) as tester, suppress(ProcessEndedError):
                 _relay(tester, answer, order, outcomes)
             passed = [o.status == "passed" for o in _filled(outcomes, len(order["tests"]), None)]
             if not all(passed):
                 break
-        if len(self._idle) >= _REMEMBERED:
-            self._idle.clear()
-        self._idle[key] = passed
+        if len(outcomes) == len(passed):  # else the machine may have been too busy
+            if len(self._idle) >= _REMEMBERED:
+                self._idle.clear()
+            self._idle[key] = passed
         return passed
 
     def _run_program(self, sandbox: Sandbox, code: str, tests: ProgramTests) -> TestResult:
@@ -327,12 +329,11 @@ def tester_order(tests: AssertTests) -> dict[str, Any]:
     Raises:
         JailError: the tests are no Python, or use a name that a program could define to suit itself.
     """
-    named = [*tests.entry_points, *tests.aliases]
+    named = {name: name for name in tests.entry_points} | dict(tests.aliases)
     free, modules = free_names(tests.setup, tests.tests, tuple(named))
-    own = {name: name for name in tests.entry_points} | dict(tests.aliases)
-    remote = own or {name: name for name in free if name not in modules}
-    told = {"remote": remote, "named": named, "modules": modules, "used": free}
-    return {"role": "tester", "setup": tests.setup, "tests": list(tests.tests)} | told
+    remote = named or {name: name for name in free if name not in modules}
+    names = {"remote": remote, "named": list(named), "modules": modules, "used": free}
+    return {"role": "tester", "setup": tests.setup, "tests": list(tests.tests)} | names
 
 
 def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, ...], str]:

@@ -20,10 +20,7 @@ _HELPERS |= {"allclose", "approx", "raises"}
 def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """Names that the tests use and nothing trusted defines: all, and those of the standard library's modules.
 
-    Args:
-        setup: code that runs before the tests.
-        tests: of which each is a piece of code.
-        named: what is said to be the program's; where nothing is, all are that cannot be a helper.
+    `named` are said to be the program's; where none are, all are that cannot be a helper.
 
     Raises:
         JailError: the tests are no Python, or use a name that a program could define to suit itself.
@@ -59,14 +56,14 @@ def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tu
 def _judges(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
     """Functions whose word is all that an assertion wants, as in `assert close(f(1), 1)`, and those that they judge."""
     for node in ast.walk(tree):
-        said = node.test if isinstance(node, ast.Assert) else None
-        said = said.operand if isinstance(said, ast.UnaryOp) else said
-        if isinstance(said, ast.Call) and isinstance(said.func, ast.Name):
-            inner = (part.func for value in said.args for part in ast.walk(value) if isinstance(part, ast.Call))
-            yield (
-                said.func.id,
-                {called.id for called in inner if isinstance(called, ast.Name) and not called.id[0].isupper()},
-            )
+        match node:
+            case ast.Assert(test=ast.Call() as said) | ast.Assert(test=ast.UnaryOp(operand=ast.Call() as said)):
+                judge, *judged = [call.func for call in ast.walk(said) if isinstance(call, ast.Call)]
+                if isinstance(judge, ast.Name):
+                    yield (
+                        judge.id,
+                        {name.id for name in judged if isinstance(name, ast.Name) and not name.id[0].isupper()},
+                    )
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, int | None]]:
