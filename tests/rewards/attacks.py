@@ -277,8 +277,9 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
     "which pages are in memory": (
         "import ctypes, os\nl = ctypes.CDLL(None)\nl.mmap.restype = ctypes.c_void_p\n"
         "place = l.mmap(None, 4096, 1, 1, os.open(os.__file__, 0), 0)\n"
-        "if l.mincore(ctypes.c_void_p(place), ctypes.c_size_t(4096), bytes(8)): raise OSError",
-        {"error"},
+        "if l.mincore(ctypes.c_void_p(place), ctypes.c_size_t(4096), bytes(8)) == 0: print('THROUGH')\n"
+        "def f(x): return None",
+        {"wrong_answer"},
     ),
     "installed packages": (
         "import itertools, os, sys\nhere = os.path.dirname(os.__file__)\n"
