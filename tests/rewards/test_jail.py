@@ -18,7 +18,7 @@ import pytest
 from attacks import HONEST, SECRET
 
 from covey.rewards.harness import TestHarness
-from covey.rewards.jail import sandbox
+from covey.rewards.jail import confine, sandbox
 from covey.rewards.jail.errors import JailError
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult
 from covey.rewards.jail.sandbox import Limits, Protections, Sandbox
@@ -119,6 +119,24 @@ def test_a_program_does_not_see_its_neighbours_locks(harness: TestHarness, lock:
     assert [result.score for result in harness.run_all(jobs)] == [1.0, 1.0]
     own = "import fcntl\ndef f(x):\n    with open('mine', 'w') as file: fcntl.flock(file, fcntl.LOCK_EX)\n    return 1"
     assert harness.run(own, CallTests("f", (((1,), 1),))).score == 1.0
+
+
+def test_what_is_readable_by_name_leads_nowhere_else(tmp_path: Path) -> None:
+    """Landlock allows what a link leads to: a link beside what is hidden is none of what is allowed."""
+    for folder in ("lib/python3/dist-packages", "lib/kept", "outside"):
+        (tmp_path / folder).mkdir(parents=True)
+    top, hidden = str(tmp_path / "lib"), str(tmp_path / "lib/python3")
+    (tmp_path / "lib/a.so").touch()
+    for name, target in (("link", hidden), ("out", str(tmp_path / "outside"))):
+        (tmp_path / "lib" / name).symlink_to(target)
+    assert sorted(confine.without(top, [hidden])) == [f"{top}/a.so", f"{top}/kept"]
+    assert confine.without(top, ["/elsewhere"]) == [top]
+    assert confine.without(hidden, [hidden]) == []
+    readable, hidden_now = confine.system_paths()
+    assert not any(name.endswith(("site-packages", "dist-packages")) for name in readable)
+    inner = [path for top in readable for path in confine.without(top, hidden_now)]
+    assert not any("/site-packages" in path or "/dist-packages" in path or "node_modules" in path for path in inner)
+    assert any(path.endswith("/json") for path in inner)
 
 
 FORGERS = ("[1]", "3", "{{{")

@@ -70,10 +70,15 @@ def system_paths() -> tuple[list[str], list[str]]:
 
 
 def without(path: str, hidden: list[str]) -> list[str]:
-    """A path, or what it holds where something in it is hidden, in as few paths as may be."""
+    """A path, or what it holds where something in it is hidden, in few paths and without links, which may lead out."""
     if not any(f"{other}/".startswith(path + "/") for other in hidden):
         return [path]
-    return [inner for entry in os.scandir(path) if path not in hidden for inner in without(entry.path, hidden)]
+    return [
+        inner
+        for entry in os.scandir(path)
+        if path not in hidden and not entry.is_symlink()
+        for inner in without(entry.path, hidden)
+    ]
 
 
 def enter_namespaces() -> str | None:
