@@ -113,7 +113,8 @@ def test_a_program_does_not_see_its_neighbours_locks(harness: TestHarness, lock:
     code = (
         "import fcntl, os, struct, time\ndef f(first):\n    fd = os.open(os.__file__, os.O_RDONLY)\n"
         f"    if first:\n        {lock}\n        time.sleep(0.6)\n        return 'held'\n    time.sleep(0.3)\n"
-        f"    try:\n        {lock}\n        found = fcntl.fcntl(fd, 5, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))\n        if found[0] == 0: return 'seen'\n"
+        f"    try:\n        {lock}\n        found = fcntl.fcntl(fd, 5, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))\n"
+        "        if not found[0]: return 'seen'\n"
         "    except BlockingIOError: return 'seen'\n    except OSError: pass\n    return 'not seen'"
     )
     jobs = [(code, CallTests("f", (((True,), "held"),))), (code, CallTests("f", (((False,), "not seen"),)))]
