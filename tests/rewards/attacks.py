@@ -253,6 +253,56 @@ EVERYWHERE: dict[str, tuple[str, set[str]]] = {
         _FRAME + "b = b'{{\"value\": [' + b'[[]],' * 1500000 + b'0]}}'\ndef f(x): say(b)",
         {"wrong_answer", "timeout", "memory", "cheat", "error"},
     ),
+    "who made the channel": (
+        "import socket, os\ns = socket.socket(fileno=os.dup(3))\n"
+        "for kind, size in ((17, 12), (59, 64), (77, 4)):\n"
+        "    try: print('THROUGH' if any(s.getsockopt(1, kind, size)[:4]) else '')\n    except OSError: pass\n"
+        "def f(x): return None",
+        {"wrong_answer"},
+    ),
+    "which processes there are": (
+        "import os, time\ncalls = [os.getpgid, os.getsid, os.sched_getaffinity, lambda p: os.getpriority(0, p)]\n"
+        "calls += [lambda p: time.clock_gettime(~p << 3 | 2), lambda p: time.clock_getres(~p << 3 | 2)]\n"
+        "for call in calls:\n    for p in (1, {pid}, os.getppid() or 1):\n"
+        "        try: print('THROUGH', call(p))\n        except OSError: pass\n"
+        "def f(x): return None",
+        {"wrong_answer"},
+    ),
+    "who holds a lock": (
+        "import fcntl, os, struct\nfd = os.open(os.__file__, os.O_RDONLY)\nfor call in (5, 36):\n"
+        "    try: print('THROUGH', fcntl.fcntl(fd, call, struct.pack('hhqqi4x', 1, 0, 0, 0, 0)))\n"
+        "    except OSError: pass\ndef f(x): return None",
+        {"wrong_answer"},
+    ),
+    "which pages are in memory": (
+        "import ctypes, os\nl = ctypes.CDLL(None)\nl.mmap.restype = ctypes.c_void_p\n"
+        "place = l.mmap(None, 4096, 1, 1, os.open(os.__file__, 0), 0)\n"
+        "if l.mincore(ctypes.c_void_p(place), ctypes.c_size_t(4096), bytes(8)) == 0: print('THROUGH')\n"
+        "def f(x): return None",
+        {"wrong_answer"},
+    ),
+    "installed packages": (
+        "import itertools, os, sys\nhere = os.path.dirname(os.__file__)\n"
+        "for top in (here + '/site-packages', here + '/dist-packages', '/usr/lib/python3', '/usr/lib/node_modules'):\n"
+        "    paths = (os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names)\n"
+        "    for path in itertools.islice(paths, 200):\n"
+        "        try: open(path, 'rb').read(1); print('THROUGH', path)\n        except OSError: pass\n"
+        "    sys.path.insert(0, top)\ntry:\n    import pip\n    print('THROUGH')\nexcept (ImportError, OSError): pass\n"
+        "def f(x): return None",
+        {"wrong_answer"},
+    ),
+    "a directory outside": (
+        "import os\nfor place in ('/etc', '/home', '/var/tmp'):\n"
+        "    try:\n        os.chdir(place)\n        print('THROUGH')\n    except OSError: pass\n"
+        "    try:\n        os.fchdir(os.open(place, os.O_PATH))\n        print('THROUGH')\n    except OSError: pass\n"
+        "    try:\n        os.statvfs(place)\n        print('THROUGH')\n    except OSError: pass\n"
+        "def f(x): return None",
+        {"wrong_answer"},
+    ),
+    "a channel that is shut": (
+        "import os, socket\nsocket.socket(fileno=os.dup(3)).shutdown(0)\ndef f(x): return None",
+        {"error"},
+    ),
     "a text that is no message": (_FRAME + "say({'failed': ['x'] * 100000, 'text': {}})", set()),
 }
 

@@ -139,6 +139,102 @@ def test_a_program_cannot_replace_what_tests_use(harness: TestHarness) -> None:
     assert harness.run("def sum(a, b): return a + b", named).score == 1.0
 
 
+MATH = "class math:\n    @staticmethod\n    def isclose(*a, **k): return True\n"
+
+
+@pytest.mark.parametrize("named", [(), ("f",)])
+@pytest.mark.parametrize(
+    ("code", "test", "setup"),
+    [
+        (MATH, "assert math.isclose(f(2), 1.5)", ""),
+        (MATH, "assert near(f(2), 1.5)", "def near(a, b): return math.isclose(a, b)"),
+        ("import sys\nsys.modules['math'] = None\n" + MATH, "import math\nassert math.isclose(f(2), 1.5)", ""),
+        ("_compare_ = print\n", "assert f(2) == 1.5", ""),
+        ("abs = round = lambda *a: 0\nimport builtins\nbuiltins.abs = abs\n", "assert abs(f(2) - 1.5) < 1e-6", ""),
+    ],
+)
+def test_helpers_of_tests_are_not_the_programs(
+    harness: TestHarness, named: tuple[str, ...], code: str, test: str, setup: str
+) -> None:
+    """The standard library's modules are, whether imported or not; and a right program passes."""
+    tests = AssertTests((test,), setup=setup, entry_points=named)
+    assert harness.run(code + "def f(x): return 0", tests).score == 0.0
+    assert harness.run("def f(x): return x - 0.5", tests).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("test", "unknown"),
+    [
+        ("assert Counter(f('aa')) == Counter('aa')", "Counter"),
+        ("assert isclose(f(2), 1.5)", "isclose"),
+        ("assert np.allclose(f(2), 1.5)", "np"),
+        ("assert f(2) == approx(1.5)", "approx"),
+    ],
+)
+def test_helpers_that_nobody_defines_are_refused(harness: TestHarness, test: str, unknown: str) -> None:
+    for tests in (
+        AssertTests((test,)),
+        AssertTests((test,), entry_points=("f",)),
+        AssertTests((test,), aliases={"f": "g"}),
+    ):
+        with pytest.raises(RewardError, match=f"the tests use {unknown}, .*import or define it in setup, or name it"):
+            harness.run("def f(x): return 0", tests)
+    own = AssertTests((test,), entry_points=("f", unknown))
+    assert harness.run(f"{unknown} = None\ndef f(x): return 0", own).status == "error"
+    with pytest.raises(RewardError, match="the tests use close"):
+        harness.run(ADD, AssertTests(("assert close(add(1, 2), 3)",), entry_points=("add",)))
+    for test in ("assert close(add(1, 2), 3)", "assert not differ(1, add(1, 2)), 'far'"):  # and without entry points
+        with pytest.raises(RewardError, match=r"the tests use (close|differ)"):
+            harness.run(ADD, AssertTests((test,)))
+    with pytest.raises(RewardError, match="the tests use close"):  # seen when the star is imported
+        harness.run(
+            ADD, AssertTests(("assert close(add(1, 2), 3)",), setup="from math import *", entry_points=("add",))
+        )
+
+
+def test_a_name_of_the_standard_library_can_be_the_programs(harness: TestHarness) -> None:
+    gcd = "def gcd(a, b):\n    return gcd(b, a % b) if b else a"
+    assert harness.run(gcd, AssertTests(("assert gcd(4, 6) == 2", "assert gcd(9, 6) == 3"))).score == 1.0
+    counter = "class Counter:\n    def __init__(self): self.n = 7"
+    assert harness.run(counter, AssertTests(("assert Counter().n == 7",))).score == 1.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "fraction"),
+    [
+        (("assert True", "assert f(1) == 2"), 0.0),
+        (("import math", "x = math.pi", "x = f(x)", "assert f(1) == 2"), 0.0),
+        (("for x in []:\n    assert f(x) == 1", "assert f(2) == 3"), 0.0),
+        (("try:\n    assert f(1) == 2\nexcept Exception: pass", "assert f(2) == 3"), 0.0),
+        (("assert f(1) != 2", "assert not f(1)", "assert f(1) == f(2)", "assert f(2) == 3"), 0.0),
+        (("assert f(1) is None", "assert f(2) == 3"), 0.0),  # right, and nothing that one must do something for
+        (("assert f(1) is None", "assert f(2) is None"), 1.0),  # but where it is right everywhere
+        (("assert True", "f(1)"), 0.0),
+    ],
+)
+def test_what_a_program_that_does_nothing_passes_earns_nothing(
+    harness: TestHarness, tests: tuple[str, ...], fraction: float
+) -> None:
+    result = harness.run("def f(x): pass", AssertTests(tests))
+    assert (result.fraction, result.score) == (fraction, fraction)
+
+
+def test_tests_that_any_program_passes_are_not_in_the_share(harness: TestHarness) -> None:
+    tests = AssertTests(("assert True", "import math", "assert f(0) is None", "assert f(1) == 1", "assert f(2) == 3"))
+    right = "def f(x): return {0: None, 1: 1, 2: 3}[x]"
+    half = harness.run(right.replace("3}", "2}"), tests)
+    assert (half.passed, half.fraction) == (4, 0.5)  # of f(1) and f(2)
+    assert harness.run(right.replace("None", "0").replace("3}", "2}"), tests).fraction == pytest.approx(1 / 3)
+    assert harness.run(right, tests).fraction == 1.0
+    nothing = harness.run("def f(x): return 7", AssertTests(("assert True", "f(1)")))
+    assert nothing.score == 0.0
+    assert "none of these is a test" in str(nothing)
+    for others in (CallTests("f", (((1,), None), ((2,), 3))), ProgramTests((("1", ""), ("2", "3")))):
+        assert harness.run("def f(x): pass", others).fraction == 0.0
+        assert harness.run("f = lambda x: 3\nprint(3)", others).fraction == 0.5
+    assert harness.run("def f(x): pass", CallTests("f", (((1,), None),))).fraction == 1.0
+
+
 def test_humaneval_style(harness: TestHarness) -> None:
     body = "    assert candidate(1) == 2\n    x = LIMIT\n    assert candidate(x) == x + 1\n"
     source = "LIMIT = 3\n\ndef check(candidate):\n" + body

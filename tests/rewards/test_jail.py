@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from attacks import HONEST, SECRET
 
 from covey.rewards.harness import TestHarness
-from covey.rewards.jail import sandbox
+from covey.rewards.jail import confine, sandbox
 from covey.rewards.jail.errors import JailError
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult
 from covey.rewards.jail.sandbox import Limits, Protections, Sandbox
@@ -85,6 +86,72 @@ def test_an_attack_scores_nothing(
     assert (still.st_mode, still.st_mtime) == (null.st_mode, null.st_mtime)
     for result in both(harness, HONEST):  # and the next program is not disturbed
         assert result.score == 1.0, result
+
+
+def test_a_host_that_pipes_kill_outlives_a_closed_channel() -> None:
+    """`SIGPIPE` as a shell's filters have it: the channel's end is an error here, for the jail and for frames."""
+    script = (
+        "import signal, socket\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+        "from covey.rewards.harness import TestHarness\n"
+        "from covey.rewards.jail import frames\nfrom covey.rewards.jail.harness import AssertTests, CallTests\n"
+        "code = 'import os, socket\\ns = socket.socket(fileno=os.dup(3))\\ns.shutdown(0)\\ndef f(x): return x'\n"
+        "with TestHarness() as harness:\n"
+        "    for tests in (CallTests('f', (((1,), 1), ((2,), 2))), AssertTests(('assert f(1) == 1',) * 2)):\n"
+        "        print(harness.run(code, tests).score)\n"
+        "    harness._sandbox._process.kill()\n    harness._sandbox._process.wait()\n"
+        "    print(harness.run('def f(x): return 1', CallTests('f', (((1,), 1),))).score)\n"
+        "ours, theirs = socket.socketpair()\ntheirs.close()\n"
+        "try:\n    frames.send(ours.fileno(), {})\nexcept BrokenPipeError:\n    print(signal.sigpending())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["0.0", "0.0", "1.0", "set()"]), done
+
+
+@pytest.mark.parametrize("lock", ["fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)", "fcntl.lockf(fd, fcntl.LOCK_SH)"])
+def test_a_program_does_not_see_its_neighbours_locks(harness: TestHarness, lock: str) -> None:
+    """A library is the same file for all of them. Locks of a program's own files work."""
+    code = (
+        "import fcntl, os, struct, time\ndef f(first):\n    fd = os.open(os.__file__, os.O_RDONLY)\n"
+        f"    if first:\n        {lock}\n        time.sleep(0.6)\n        return 'held'\n    time.sleep(0.3)\n"
+        f"    try:\n        {lock}\n        found = fcntl.fcntl(fd, 5, struct.pack('hhqqi4x', 1, 0, 0, 0, 0))\n"
+        "        if not found[0]: return 'seen'\n"
+        "    except BlockingIOError: return 'seen'\n    except OSError: pass\n    return 'not seen'"
+    )
+    jobs = [(code, CallTests("f", (((True,), "held"),))), (code, CallTests("f", (((False,), "not seen"),)))]
+    assert [result.score for result in harness.run_all(jobs)] == [1.0, 1.0]
+    own = "import fcntl\ndef f(x):\n    with open('mine', 'w') as file: fcntl.flock(file, fcntl.LOCK_EX)\n    return 1"
+    assert harness.run(own, CallTests("f", (((1,), 1),))).score == 1.0
+
+
+def test_what_is_readable_by_name_leads_nowhere_else(tmp_path: Path) -> None:
+    """Landlock allows what a link leads to: a link beside what is hidden is none of what is allowed."""
+    for folder in ("lib/python3/dist-packages", "lib/kept", "outside"):
+        (tmp_path / folder).mkdir(parents=True)
+    top, hidden = str(tmp_path / "lib"), str(tmp_path / "lib/python3")
+    (tmp_path / "lib/a.so").touch()
+    for name, target in (("link", hidden), ("out", str(tmp_path / "outside"))):
+        (tmp_path / "lib" / name).symlink_to(target)
+    assert sorted(confine.without(top, [hidden])) == [f"{top}/a.so", f"{top}/kept"]
+    assert confine.without(top, ["/elsewhere"]) == [top]
+    assert confine.without(hidden, [hidden]) == []
+    readable, hidden_now = confine.system_paths()
+    assert not any(name.endswith(("site-packages", "dist-packages")) for name in readable)
+    inner = [path for top in readable for path in confine.without(top, hidden_now)]
+    assert not any("/site-packages" in path or "/dist-packages" in path or "node_modules" in path for path in inner)
+    assert any(Path(os.path.realpath(json.__file__)).is_relative_to(path) for path in inner)
+
+
+FORGERS = ("[1]", "3", "{{{")
+
+
+@pytest.mark.parametrize("noise", FORGERS)
+def test_a_test_that_catches_all_does_not_hide_a_cheat(harness: TestHarness, noise: str) -> None:
+    forger = f"import os, struct\ndef f(x):\n    os.write(3, struct.pack('!I', {len(noise)}) + {noise.encode()!r})"
+    caught = "try:\n    y = f(1)\nexcept:\n    y = 1\nassert y == 1"
+    left = "def t():\n    try: return f(1)\n    finally: return 1\nassert t() == 1"
+    for test in (caught, left):
+        result = harness.run(forger, AssertTests((test, "assert f(2) == 2")))
+        assert (result.status, result.fraction) == ("cheat", 0.0)
 
 
 def test_a_program_that_speaks_and_does_not_listen_costs_nothing(harness: TestHarness) -> None:

@@ -84,6 +84,29 @@ def test_humaneval_rows(reward: CodeReward) -> None:
     assert passed(reward, "def twice(x): return 3\ndef total(xs): return 3", tests) == 0.0
 
 
+STUBS = ("return None", "raise ValueError", "raise NotImplementedError", "return object()", "return ''")
+
+
+@needs_jail
+def test_stubs_earn_nothing_of_humanevals_check() -> None:
+    body = (
+        "import math\nassert True, 'good for debugging'\nrng = [1, 2]\nfor n in rng:\n    assert candidate([n]) == n\n"
+    )
+    body += "assert candidate([]) == 0\nassert tuple([candidate([3])]) == tuple([total([3])])\nassert True"
+    row = HUMANEVAL | {"test": "def check(candidate):\n" + "".join(f"    {line}\n" for line in body.split("\n"))}
+    partial = CodeReward(partial_credit=True)
+    try:
+        _, tests = read_problem(row)
+        for stub in STUBS:
+            assert passed(partial, f"def total(xs): {stub}", tests) == 0.0, stub
+        # a call by the function's own name is the reference's: a program is not compared with itself
+        assert passed(partial, "def total(xs): return len(xs) and 1", tests) == pytest.approx(1 / 3)
+        assert passed(partial, row["prompt"] + row["canonical_solution"], tests) == 1.0
+        assert "sum(xs)" not in tests["prefix"]
+    finally:
+        partial.close()
+
+
 def test_mbpp_rows(reward: CodeReward) -> None:
     question, tests = read_problem(MBPP)
     assert question.endswith("assert sum(1, 2) == 3")
@@ -122,6 +145,10 @@ def test_rows_of_a_file(tmp_path: Path, reward: CodeReward) -> None:
         ({"prompt": "x", "tests": {"kind": "call", "entry_point": "f", "cases": [1]}}, "tests="),
         ({"prompt": "x", "tests": {"kind": "assert", "tests": "assert True"}}, "list of texts"),
         (HUMANEVAL | {"test": "assert True"}, "check"),
+        (HUMANEVAL | {"test": "def check(candidate):\n    assert near(candidate([1]), 1)"}, "the tests use near"),
+        (MBPP | {"test_list": ["assert near(sum(1, 2), 3)"]}, "use near"),
+        ({"prompt": "x", "tests": ["assert Counter(f(1)) == Counter([1])"]}, "the tests use Counter"),
+        ({"prompt": "x", "tests": ["assert f(:"]}, "the test code is no Python"),
         (MBPP | {"code": "def f(:"}, "invalid syntax"),
     ],
 )

@@ -18,7 +18,8 @@ from typing import Any
 from covey.errors import RewardError
 from covey.rewards.extract import completion_text
 from covey.rewards.harness import TestHarness
-from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult, Tests
+from covey.rewards.jail.errors import JailError
+from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult, Tests, tester_order
 from covey.rewards.jail.sandbox import Limits
 from covey.rewards.text import column_of, say
 from covey.types import Message
@@ -137,11 +138,12 @@ def read_tests(spec: Any) -> Tests:
         elif kind == "assert":
             texts = {name: _texts(name, values.pop(name)) for name in ("tests", "entry_points") if name in values}
             tests = AssertTests(**texts, **values)  # type: ignore[arg-type]
+            tester_order(tests)  # so that names which a program could supply are refused here
         else:
             tests = ProgramTests(
                 cases=tuple((str(given), str(wanted)) for given, wanted in values.pop("cases")), **values
             )
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, JailError) as error:
         raise ValueError(f"tests={spec!r:.200}: {error}") from None
     if not (tests.tests if isinstance(tests, AssertTests) else tests.cases):
         raise ValueError(f"tests={spec!r:.200}: there is no test, so every program would pass")

@@ -135,10 +135,13 @@ def _humaneval(entry: Mapping[str, Any]) -> tuple[str, Any]:
     body = ast.parse(prompt + "    pass\n").body
     helpers = [ast.unparse(node) for node in body if not (isinstance(node, ast.FunctionDef) and node.name == name)]
     imports = [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    # a test that calls the function by its own name compares it with itself: there the name is the reference's
+    itself = name in {node.id for node in ast.walk(ast.parse(entry["test"])) if isinstance(node, ast.Name)}
+    reference = [prompt + str(entry["canonical_solution"])] if itself and "canonical_solution" in entry else []
     spec = {
         "kind": "assert",
         "tests": list(tests),
-        "setup": "\n".join([*helpers, setup]),
+        "setup": "\n".join([*helpers, *reference, setup]),
         "aliases": {argument: name},
         # a program that repeats only the function still needs the prompt's imports and helpers
         "prefix": "\n".join([*imports, *(text for text in helpers if text not in imports)]) + "\n",

@@ -52,20 +52,33 @@ def end_with_parent() -> None:
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def system_paths() -> list[str]:
-    """What Python needs to import its standard library."""
-    paths = [
-        sysconfig.get_path("stdlib"),
-        sysconfig.get_path("platstdlib"),
-        sys.base_prefix + "/lib",
-        "/lib",
-        "/lib64",
-        "/usr/lib",
-        "/usr/lib64",
-        "/usr/share/zoneinfo",
+def system_paths() -> tuple[list[str], list[str]]:
+    """What Python needs to import its standard library, and the folders in it that it does not need.
+
+    These are installed packages, and what lies beside shared libraries but for those of this machine's kind.
+    """
+    libraries = (sys.base_prefix + "/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64")
+    whole = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib")} | {"/usr/share/zoneinfo"}
+    tops = {os.path.realpath(path) for path in (*whole, *libraries) if os.path.isdir(path)}
+    hidden = []
+    for folder in (entry for top in tops for entry in os.scandir(top) if entry.is_dir(follow_symlinks=False)):
+        kept = os.path.dirname(folder.path) in whole or "-linux-" in folder.name or folder.name == "locale"
+        kept = kept or any(f"{top}/".startswith(folder.path + "/") for top in tops)
+        if not kept or folder.name in ("site-packages", "dist-packages"):
+            hidden.append(folder.path)
+    return sorted(path for path in tops if not any(path.startswith(other + "/") for other in tops)), sorted(hidden)
+
+
+def without(path: str, hidden: list[str]) -> list[str]:
+    """A path, or what it holds where something in it is hidden, in few paths and without links, which may lead out."""
+    if not any(f"{other}/".startswith(path + "/") for other in hidden):
+        return [path]
+    return [
+        inner
+        for entry in os.scandir(path)
+        if path not in hidden and not entry.is_symlink()
+        for inner in without(entry.path, hidden)
     ]
-    real = {os.path.realpath(path) for path in paths if path and os.path.isdir(path)}
-    return sorted(path for path in real if not any(path != other and path.startswith(other + "/") for other in real))
 
 
 def enter_namespaces() -> str | None:
@@ -86,11 +99,12 @@ def enter_namespaces() -> str | None:
     return None
 
 
-def build_root(readable: list[str]) -> str | None:
+def build_root(readable: list[str], hidden: list[str]) -> str | None:
     """Give this process, which is in namespaces of its own, a file system of its own.
 
     Args:
         readable: what can be read there, at the same paths.
+        hidden: directories in it that are empty, but for what is readable in them by name.
 
     Returns:
         None, or why it was not possible; then nothing has changed that matters.
@@ -99,8 +113,13 @@ def build_root(readable: list[str]) -> str | None:
     try:
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
         _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
-        for path in readable:
-            _bind(path, place + path)
+        for path in sorted({*readable, *hidden}):  # a directory before what is in it
+            if path in hidden:
+                _mount("tmpfs", place + path, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+            else:
+                _bind(path, place + path)
+        for path in hidden:
+            _mount(None, place + path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
         for name in ("null", "zero", "random", "urandom"):
             _bind(f"/dev/{name}", f"{place}/dev/{name}")
         for name, target in (("/dev/stdin", "/solution/.stdin"), ("/dev/shm", "/solution"), ("/tmp", "/solution")):
@@ -207,7 +226,8 @@ def _landlock(readable: Iterable[str], writable: Iterable[str]) -> None:
         return
     ruleset = _syscall(_LANDLOCK["create"], attribute, len(attribute), 0)
     devices = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom") if writable else ()
-    for paths, access in ((readable, _READ_ACCESS), (devices, 1 << 1 | 1 << 2), (writable, every)):
+    listed = [path for path in sys.path if writable and os.path.isdir(path)]  # or nothing is found to import
+    for paths, access in ((readable, _READ_ACCESS), (listed, 1 << 3), (devices, 1 << 1 | 1 << 2), (writable, every)):
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
                 fd = os.open(path, os.O_PATH | os.O_CLOEXEC)

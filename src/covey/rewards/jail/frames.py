@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
 from typing import Any
 
@@ -26,8 +27,16 @@ def send_bytes(channel: int, body: bytes) -> None:
         ValueError: it is too long.
     """
     data = memoryview(framed(body))
-    while data:
-        data = data[os.write(channel, data) :]
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGPIPE}
+    )  # the other side may close, a host not ignore it
+    try:
+        while data:
+            data = data[os.write(channel, data) :]
+    finally:
+        if signal.SIGPIPE in signal.sigpending() and signal.SIGPIPE not in before:
+            signal.sigwait({signal.SIGPIPE})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def framed(body: bytes) -> bytes:

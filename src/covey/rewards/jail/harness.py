@@ -16,19 +16,20 @@ longer than the expected one; longer ones are wrong unread.
 from __future__ import annotations
 
 import ast
-import builtins
+import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
 from . import codec, frames
 from .errors import JailEndedError, JailError, ProcessEndedError
+from .names import free_names
 from .programs import extract_code, same_output, same_value
 from .sandbox import Confined, Limits, Sandbox, parse_message
 
@@ -44,6 +45,9 @@ _LONGEST_PROGRAM = 500_000
 _MOST_OF_ANSWER = 16 << 10
 _TIMES_EXPECTED = 8
 """A right answer's text is at most this many times as long as the expected one: 1.0000001 for 1."""
+_WRONG = (b'{"value": null}', b'{"value": "\\u0000 a text that no test expects"}')
+_NO_TEST = "none of these is a test: whatever a program's functions return, it passes them all"
+_REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,8 @@ class AssertTests:
     Attributes:
         tests: statements; each counts as one test.
         setup: trusted code that runs first, in the process of the tests: imports, helper functions.
-        entry_points: names that are the program's even where a builtin has the same one. Other names that nothing
-            trusted defines are looked for in the program too.
+        entry_points: names that are the program's even where a builtin has the same one. Without these and `aliases`
+            all names that nothing trusted defines are, modules of the standard library aside.
         aliases: further names for what the program defines, e.g. `{"candidate": "add"}`.
         prefix: put before the program, e.g. HumanEval's prompt.
     """
@@ -104,10 +108,12 @@ class Outcome:
     Attributes:
         status: what happened.
         text: in words, "" where it passed.
+        counts: False where a program that returns None for everything passes too, so that this one earns nothing.
     """
 
     status: Status
     text: str = ""
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +147,11 @@ class TestResult:
 
     @property
     def fraction(self) -> float:
-        """Share of tests that passed; 0 for a program that tried to cheat."""
+        """Share of tests that passed, without those that pass and do not count; 0 for a program that tried to cheat."""
         cheated = any(outcome.status == "cheat" for outcome in self.outcomes)
-        return 0.0 if cheated or not self.outcomes else self.passed / len(self.outcomes)
+        earned = sum(outcome.status == "passed" and outcome.counts for outcome in self.outcomes)
+        failed = len(self.outcomes) - self.passed
+        return self.score if cheated or not failed else earned / (earned + failed)
 
     def __str__(self) -> str:
         failed = [f"test {i + 1}: {o.status}: {o.text}" for i, o in enumerate(self.outcomes) if o.status != "passed"]
@@ -178,6 +186,7 @@ class TestHarness:
         self._start = partial(Sandbox, unprotected=unprotected, packages=packages)
         self._sandbox = self._start()
         self._lock = threading.Lock()
+        self._idle: dict[bytes, list[bool]] = {}
         self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="covey-harness")
 
     @property
@@ -249,11 +258,11 @@ class TestHarness:
                     outcomes.append(_judge(process.receive_bytes(), expected, tests.tolerance))
             except ProcessEndedError as ended:
                 failed = _outcome(ended)
-            return TestResult(_filled(outcomes, len(tests.cases), failed), process.printed)
+            idle = [expected is None for _, expected in tests.cases]
+            return TestResult(_weighed(_filled(outcomes, len(tests.cases), failed), idle), process.printed)
 
     def _run_asserts(self, sandbox: Sandbox, code: str, tests: AssertTests) -> TestResult:
-        names = (*_free_names(tests.setup, tests.tests), *tests.entry_points)
-        remote = {name: name for name in names} | dict(tests.aliases)
+        order = tester_order(tests)
         with ExitStack() as stack:
             candidate = stack.enter_context(sandbox.spawn(self._limits))
             outcomes: list[Outcome] = []
@@ -261,10 +270,32 @@ class TestHarness:
                 failed = _load(candidate, tests.prefix + code)
                 if failed is None:
                     tester = stack.enter_context(sandbox.spawn(self._limits))
-                    failed = _relay(tester, candidate, tests, remote, outcomes)
+                    failed = _relay(tester, candidate, order, outcomes)
             except ProcessEndedError as ended:
                 failed = _outcome(ended)
-            return TestResult(_filled(outcomes, len(tests.tests), failed), candidate.printed)
+            found, printed = _filled(outcomes, len(tests.tests), failed), candidate.printed
+        if any(outcome.status == "passed" for outcome in found):
+            idle = self._passed_by_wrong(sandbox, order)
+            found = (Outcome("error", _NO_TEST),) * len(found) if all(idle) else _weighed(found, idle)
+        return TestResult(found, printed)
+
+    def _passed_by_wrong(self, sandbox: Sandbox, order: dict[str, Any]) -> list[bool]:
+        """Which tests None for every call passes, or, where that may be right since all pass, another wrong answer."""
+        key = hashlib.sha256(repr(order).encode("utf-8", "surrogatepass")).digest()
+        if key in self._idle:
+            return self._idle[key]
+        for answer in _WRONG:
+            outcomes: list[Outcome] = []
+            with sandbox.spawn(self._limits) as tester, suppress(ProcessEndedError):
+                _relay(tester, answer, order, outcomes)
+            passed = [o.status == "passed" for o in _filled(outcomes, len(order["tests"]), None)]
+            if not all(passed):
+                break
+        if len(outcomes) == len(passed):  # else the machine may have been too busy
+            if len(self._idle) >= _REMEMBERED:
+                self._idle.clear()
+            self._idle[key] = passed
+        return passed
 
     def _run_program(self, sandbox: Sandbox, code: str, tests: ProgramTests) -> TestResult:
         outcomes: list[Outcome] = []
@@ -288,7 +319,21 @@ class TestHarness:
             outcomes.append(failed or Outcome("passed"))
             if failed is not None and failed.status == "timeout":
                 break
-        return TestResult(_filled(outcomes, len(tests.cases), failed), printed)
+        idle = [not expected.strip() for _, expected in tests.cases]
+        return TestResult(_weighed(_filled(outcomes, len(tests.cases), failed), idle), printed)
+
+
+def tester_order(tests: AssertTests) -> dict[str, Any]:
+    """What the process of the tests is told, among others which names are the program's.
+
+    Raises:
+        JailError: the tests are no Python, or use a name that a program could define to suit itself.
+    """
+    named = {name: name for name in tests.entry_points} | dict(tests.aliases)
+    free, modules = free_names(tests.setup, tests.tests, tuple(named))
+    remote = named or {name: name for name in free if name not in modules}
+    names = {"remote": remote, "named": list(named), "modules": modules, "used": free}
+    return {"role": "tester", "setup": tests.setup, "tests": list(tests.tests)} | names
 
 
 def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, ...], str]:
@@ -329,11 +374,9 @@ def _load(process: Confined, code: str) -> Outcome | None:
 
 
 def _relay(
-    tester: Confined, candidate: Confined, tests: AssertTests, remote: Mapping[str, str], outcomes: list[Outcome]
+    tester: Confined, candidate: Confined | bytes, order: dict[str, Any], outcomes: list[Outcome]
 ) -> Outcome | None:
-    """Pass the tests' calls to the candidate and its answers back, until the tests are done."""
-    named = [*tests.entry_points, *tests.aliases]
-    order = {"role": "tester", "setup": tests.setup, "tests": list(tests.tests), "remote": dict(remote), "named": named}
+    """Pass the tests' calls to the candidate and its answers, or one answer, back, until the tests are done."""
     try:
         tester.send(order)
     except ValueError as error:
@@ -348,8 +391,9 @@ def _relay(
             raise JailError(f"the test code does not run: {tester.printed[-300:] or ended}") from None
         kind, body = message[:1], message[1:]
         if kind == b"C":
-            candidate.send_bytes(body)
-            tester.send_bytes(candidate.receive_bytes())
+            if isinstance(candidate, Confined):
+                candidate.send_bytes(body)
+            tester.send_bytes(candidate.receive_bytes() if isinstance(candidate, Confined) else candidate)
         elif kind == b"R":
             result = parse_message(body)
             outcomes.append(Outcome(result["result"], _clean(result["text"])))
@@ -404,6 +448,11 @@ def _filled(outcomes: list[Outcome], count: int, failed: Outcome | None) -> tupl
     return (*outcomes, *([failed or Outcome("error", "not run")] * missing))
 
 
+def _weighed(outcomes: tuple[Outcome, ...], idle: Sequence[bool]) -> tuple[Outcome, ...]:
+    """The outcomes, where those of tests that an idle program passes do not count."""
+    return tuple(replace(outcome, counts=not passes) for outcome, passes in zip(outcomes, idle, strict=True))
+
+
 class _Handle:
     """Something that stayed in the jail; equal to nothing."""
 
@@ -416,31 +465,3 @@ class _Handle:
 
 def _no_handle(value: Any) -> int:
     raise JailError(f"an argument of type {type(value).__name__} is no plain value")
-
-
-@lru_cache(maxsize=4096)
-def _free_names(setup: str, tests: tuple[str, ...]) -> frozenset[str]:
-    """Names that the tests use and nothing trusted defines: these are the candidate's."""
-    used: set[str] = set()
-    bound: set[str] = set(dir(builtins))
-    for source in (setup, *tests):
-        try:
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise JailError(f"the test code is no Python: {error}: {source!r:.200}") from None
-        for name, is_use in _names(tree):
-            (used if is_use else bound).add(name)
-    return frozenset(used - bound)
-
-
-def _names(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=context):
-                yield name, isinstance(context, ast.Load)
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
-                yield name, False
-            case ast.alias(name=name, asname=other):
-                yield (other or name).split(".")[0], False
-            case ast.ExceptHandler(name=str(name)):
-                yield name, False

@@ -224,6 +224,7 @@ class _Caller:
 
     Attributes:
         failure: the exception raised last for a call that failed, how that is told, and in which words.
+        forged: the candidate wrote what is no message; a test may catch what that raises.
     """
 
     def __init__(self, channel: int) -> None:
@@ -231,6 +232,7 @@ class _Caller:
         self._encode = codec.Encoder(self._known)
         self._decode = codec.Decoder(lambda number: _Remote(self, {"on": number}, number))
         self.failure: tuple[BaseException | None, str, str] = (None, "", "")
+        self.forged = False
 
     def ask(self, request: dict[str, Any], positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         answer = self._exchange(request | {"arguments": self._encode((list(positional), named))})
@@ -248,12 +250,13 @@ class _Caller:
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
         frames.send_bytes(self._channel, b"C" + json.dumps(request).encode("utf-8", "surrogatepass"))
         try:
-            answer = frames.receive(self._channel)
+            answer: Any = frames.receive(self._channel)
         except (ValueError, RecursionError):
-            raise _Forged from None
+            answer = []
         if answer is None:
             raise _Ended
         if not isinstance(answer, dict):
+            self.forged = True
             raise _Forged
         if "failed" in answer:
             text = str(answer.get("text"))[:_MAX_TEXT]
@@ -305,12 +308,15 @@ def _overwrite(old: Any, new: Any) -> None:
 def _tester(channel: int, message: dict[str, Any]) -> None:
     names: dict[str, Any] = {"__name__": "tests", "_compare_": _compare}
     caller = _Caller(channel)
+    names |= {name: __import__(name) for name in message["modules"]}
     exec(compile(message["setup"], "setup.py", "exec", dont_inherit=True), names)
     for alias, name in message["remote"].items():
         if (
             alias not in names or alias in message["named"]
         ):  # never what the setup has defined, by a star import or else
             names[alias] = _Remote(caller, {"name": name})
+    if unknown := [name for name in message["used"] if name not in names]:
+        raise NameError(f"the tests use {', '.join(unknown)}, which neither they nor their setup define")
     frames.send_bytes(channel, b"S")
     for test in message["tests"]:
         try:
@@ -320,13 +326,13 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
             status, text = "wrong_answer", str(error) or test
         except _Ended:
             return
-        except _Forged:
-            status, text = "cheat", "a message that is none"
         except MemoryError:
             status, text = "memory", "out of memory"
         except BaseException as error:
             failed, told, told_text = caller.failure
             status, text = (told, told_text) if error is failed else ("error", f"{type(error).__name__}: {error}")
+        if caller.forged:
+            status, text = "cheat", "a message that is none"
         result = {"result": status, "text": text[:_MAX_TEXT]}
         frames.send_bytes(channel, b"R" + json.dumps(result).encode())
     frames.send_bytes(channel, b"D")

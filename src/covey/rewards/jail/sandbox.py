@@ -47,6 +47,7 @@ from jail import zygote
 zygote.main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 _START_SECONDS = 30.0
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # whatever this process does about SIGPIPE
 _OUTPUT_KEPT = 64 << 10
 _MOST_TEXT = 64 << 10
 """Bytes of a message that is read here; longer ones are only passed on."""
@@ -204,7 +205,7 @@ class Sandbox:
     ) -> dict[str, Any]:
         with self._lock:
             try:
-                self._control.sendmsg([json.dumps(request).encode()], ancillary)
+                self._control.sendmsg([json.dumps(request).encode()], ancillary, _NO_SIGNAL)
             except OSError as error:
                 raise JailEndedError(f"the jail has ended: {error}") from None
             return self._reply()
@@ -269,7 +270,7 @@ class Confined:
         data = memoryview(frames.framed(body))
         while data:
             try:
-                data = data[self._channel.send(data) :]
+                data = data[self._channel.send(data, _NO_SIGNAL) :]
             except BlockingIOError:
                 self._wait(selectors.EVENT_WRITE)  # not when there is something to read: that would not let it be sent
             except OSError:

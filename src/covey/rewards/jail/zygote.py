@@ -61,15 +61,16 @@ def main(fd: int, order: dict[str, Any]) -> None:
     for name in ("exit", "quit"):  # as the module site provides them
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
     del sys.path[len(sys.path) - len(order["paths"]) :]
-    readable = sorted({*confine.system_paths(), *order["readable"]})
+    system, hidden = confine.system_paths()
     refused = confine.enter_namespaces()
     if refused is None:
         _become_first(control)
-        refused = confine.build_root(readable)
+        refused = confine.build_root([*system, *order["readable"]], hidden)
     filtered = seccomp.supported()
     if filtered:
         seccomp.prepare(rooted=refused is None)
     landlock = confine.landlock_version() > 0
+    readable = [*order["readable"], *(inner for path in system for inner in confine.without(path, hidden))]
     scratch = "" if refused is None else _folder(order["temporary"])
     _send(control, {"protections": {"root": refused or True, "syscalls": filtered, "landlock": landlock}})
     gc.collect()

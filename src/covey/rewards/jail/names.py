@@ -1,0 +1,84 @@
+"""Which names of a test are the program's, so that no program supplies what a test judges it with."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+
+from .errors import JailError
+
+_LIBRARY = "collections copy datetime decimal fractions functools itertools json math random re statistics unittest"
+_HELPERS = {name for module in _LIBRARY.split() for name in dir(__import__(module)) if not name.startswith("_")}
+_HELPERS |= {"allclose", "approx", "raises"}
+
+
+@lru_cache(maxsize=4096)
+def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Names that the tests use and nothing trusted defines: all, and those of the standard library's modules.
+
+    `named` are said to be the program's; where none are, all are that cannot be a helper.
+
+    Raises:
+        JailError: the tests are no Python, or use a name that a program could define to suit itself.
+    """
+    bound, parts, calls = {*dir(builtins), *named}, list[set[str]](), Counter[str]()
+    judges: list[tuple[str, set[str]]] = []
+    for source in (setup, *tests):
+        try:
+            tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise JailError(f"the test code is no Python: {error}: {source!r:.200}") from None
+        parts.append(set())
+        for name, uses in _names(tree):
+            (bound if uses is None else parts[-1]).add(name)
+            calls[name] += uses or 0
+        judges += _judges(tree)
+    free = set().union(*parts) - bound
+    modules = {name for name in free & sys.stdlib_module_names if not calls[name]}
+    unknown = free - modules
+    if not named:  # a helper beside what can only be the program's, or one that judges it
+        unknown = {name for name in unknown if name.islower() and not calls[name]}
+        unknown |= {name for name, judged in judges if name in free and judged & free - {name}}
+        for own in ((part | parts[0]) & free - modules for part in parts):
+            unknown |= own & _HELPERS if own - _HELPERS else set()
+    if unknown and "*" not in bound:  # else the process of the tests sees what is unknown when it has run the setup
+        raise JailError(
+            f"the tests use {', '.join(sorted(unknown))}, which neither they nor their setup define or import, so that "
+            "a program could; import or define it in setup, or name it in entry_points with all that is the program's"
+        )
+    return sorted(free), sorted(modules)
+
+
+def _judges(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+    """Functions whose word is all that an assertion wants, as in `assert close(f(1), 1)`, and those that they judge."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assert(test=ast.Call() as said) | ast.Assert(test=ast.UnaryOp(operand=ast.Call() as said)):
+                judge, *judged = [call.func for call in ast.walk(said) if isinstance(call, ast.Call)]
+                if isinstance(judge, ast.Name):
+                    yield (
+                        judge.id,
+                        {name.id for name in judged if isinstance(name, ast.Name) and not name.id[0].isupper()},
+                    )
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[str, int | None]]:
+    """Names that are bound (None) or used (1; the use in `name.attribute` is taken back by a -1)."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=context):
+                yield name, 1 if isinstance(context, ast.Load) else None
+            case ast.Attribute(value=ast.Name(id=name)):
+                yield name, -1
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name, None
+            case ast.alias(name=name, asname=other):
+                yield (other or name).split(".")[0], None
+            case ast.arg(arg=str(name)) | ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+                yield name, None
+            case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield name, None
