@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -9,22 +10,29 @@ from typing import Any
 
 from covey.algorithms import soft_overlong_punishment
 from covey.rewards.extract import completion_text
-from covey.rewards.maths import MathReward
+from covey.rewards.maths import MathReward, expression_of, is_words
+
+log = logging.getLogger(__name__)
 
 _THOUGHT = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
 
 
+class _AsTRL(MathReward):
+    _as_trl = True
+
+
 @cache
 def _equal() -> MathReward:
-    return MathReward("solution")
+    return _AsTRL("solution")
 
 
-def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **columns: Any) -> list[float | None]:
     r"""1.0 where the final answer equals the row's `solution` symbolically, else 0.0, by math-verify.
 
     Args:
-        completions: N completions.
-        solution: N references: expressions, or texts with `\boxed{}`; one without an answer in it is not scored.
+        completions: N completions; an answer is in `\boxed{}`, or LaTeX after words such as "the answer is".
+        solution: N references: text as `covey.rewards.MathReward` reads it. As in TRL, one that is no text (a number
+            too), is words only or holds no answer is not scored (None); of the first kind a warning tells.
         columns: not used.
 
     Raises:
@@ -34,9 +42,20 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     return _equal()(list(completions), solution=known)
 
 
+def _has_answer(reference: Any) -> bool:
+    if reference is not None and not isinstance(reference, str):
+        _warn_of_type(type(reference).__name__, f"{reference!r:.80}")
+    try:
+        return isinstance(reference, str) and not is_words(expression_of(reference))
+    except ValueError:
+        return False
+
+
 @cache
-def _has_answer(reference: str) -> bool:
-    return bool(re.search(r"\w", reference)) and (len(reference.split()) <= 12 or bool(re.search(r"\$|\\", reference)))
+def _warn_of_type(kind: str, first: str) -> None:
+    log.warning(
+        "solution=%s: TRL scores no %s, so the row has no verdict; give the answer as text: str(x)", first, kind
+    )
 
 
 def reasoning_accuracy_reward(
@@ -56,7 +75,7 @@ def reasoning_accuracy_reward(
         ended.append(end is not None)
         answers.append("" if end is None else text.split(end)[-1])
     scores = accuracy_reward(answers, solution)
-    return [score if done or score is None else 0.0 for score, done in zip(scores, ended, strict=True)]
+    return [score if done else 0.0 for score, done in zip(scores, ended, strict=True)]
 
 
 def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
