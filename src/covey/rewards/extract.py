@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral
@@ -28,6 +28,8 @@ Marker = Literal["####", "boxed", "answer", "="]
 
 MAX_NUMBER_LENGTH = 64
 MAX_TAIL = 10_000
+_OPENED = re.compile(r"(<[A-Za-z][\w-]*>)\s*\Z")
+_MAX_END = 100
 _MAX_DIGITS = 400
 """Of a reference; the largest float has 309."""
 
@@ -68,6 +70,24 @@ def prompt_text(prompt: str | list[Message]) -> str:
         if message.get("role") == "user" and isinstance(message.get("content"), str):
             return str(message["content"])
     return completion_text(prompt)
+
+
+def opened_tags(columns: Mapping[str, Any]) -> list[str]:
+    """For each row the tag with which its prompt ends, as where a chat template opens `<think>`; "" for none.
+
+    Args:
+        columns: what a reward function was called with; `prompt_ends`, or the text of `prompts`, tells.
+    """
+    ends = columns.get("prompt_ends") or [
+        prompt if isinstance(prompt, str) else completion_text(prompt) for prompt in columns.get("prompts") or ()
+    ]
+    return [found[1] if (found := _OPENED.search(str(end)[-_MAX_END:])) else "" for end in ends]
+
+
+def opened_texts(completions: Sequence[str | list[Message]], columns: Mapping[str, Any], tag: str) -> list[str]:
+    """The texts of completions, with the tag before those whose prompt already opened it."""
+    tags = opened_tags(columns) or [""] * len(completions)
+    return [tag * (tag == own) + completion_text(text) for text, own in zip(completions, tags, strict=True)]
 
 
 def parse_number(text: str) -> Fraction | None:

@@ -151,7 +151,7 @@ def load_medical_vocabulary(source: Iterable[str] | str | Path | None = None) ->
     source = _OWN_TERMS if source is None else source
     if isinstance(source, str | Path):
         try:
-            source = Path(source).read_text(encoding="utf-8").splitlines()
+            source = Path(source).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"vocabulary={str(source)!r}: {error}; give a text file with one word on each line"

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from covey.algorithms import soft_overlong_punishment
-from covey.rewards.extract import completion_text
+from covey.rewards.extract import completion_text, opened_texts
 from covey.rewards.maths import MathReward, expression_of, is_words
 
 log = logging.getLogger(__name__)
@@ -79,8 +79,12 @@ def reasoning_accuracy_reward(
 
 
 def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1.0 where a completion begins with one `<think>...</think>`, else 0.0."""
-    return [1.0 if _THOUGHT.fullmatch(completion_text(completion)) else 0.0 for completion in completions]
+    """1.0 where a completion begins with one `<think>...</think>`, else 0.0.
+
+    Where the prompt ends in `<think>` (the trainer tells of chat templates in `prompt_ends`), the completion only
+    closes it, and a second `<think>` is wrong.
+    """
+    return [1.0 if _THOUGHT.fullmatch(text) else 0.0 for text in opened_texts(completions, columns, "<think>")]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
