@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 _READ_AGAIN = 1000
 """Rows, evenly spread, whose rendered conversation is searched for what the user says."""
-_END_TOKENS = 8
+_END_TOKENS = 16
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
 
 
@@ -341,10 +341,10 @@ def _left_out(content: list[Message], index: int, tokenizer: Any, kwargs: dict[s
         rendered = tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **kwargs)
     except Exception:  # without the marks it was rendered
         return set()
-    there, missing = _squeezed(str(rendered)), set()
+    there, missing = _squeezed(f"{rendered} {html.unescape(str(rendered))}"), set()
     for message in (m for m in told if m not in content and isinstance(rendered, str)):
         text = message["content"]
-        forms = (text, html.escape(text), json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+        forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
         if not any(_squeezed(form) in there for form in forms):
             missing.add(message["role"])
     if "user" in missing:
