@@ -2,8 +2,7 @@ r"""Find the final answer in text that nobody vouches for.
 
 Everything here is linear in the text (no pattern can backtrack over it twice), reads ASCII digits only, never
 evaluates exponents, and refuses numbers of more than `MAX_NUMBER_LENGTH` characters: a megabyte of digits is
-not an answer. What cannot be read is None, i.e. a wrong answer, never an exception. References, which come from a
-dataset, are read by `as_number` and `number_text`.
+not an answer. What cannot be read is None, i.e. a wrong answer, never an exception.
 
 Limits: an answer is looked for in the last `MAX_TAIL` characters; a comma between digit groups of three is a thousands
 separator; fractions are read where they are the whole answer (`1/2`, `\frac{1}{2}`), not within running text.
@@ -16,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Rational
 from typing import Any, Literal
 
 import numpy as np
@@ -28,10 +27,8 @@ Marker = Literal["####", "boxed", "answer", "="]
 
 MAX_NUMBER_LENGTH = 64
 MAX_TAIL = 10_000
+_MAX_DIGITS = 400  # of a reference; the largest float has 309
 _OPENED = re.compile(r"(<[A-Za-z][\w-]*>)\s*\Z")
-_MAX_END = 100
-_MAX_DIGITS = 400
-"""Of a reference; the largest float has 309."""
 
 # A number in running text. A sign counts only where no operand precedes it ("10-3" ends in 3); "1e9" and "x2"
 # are no numbers. The atomic group (?>...) keeps the match from giving digits back, so a rejected number is
@@ -73,15 +70,9 @@ def prompt_text(prompt: str | list[Message]) -> str:
 
 
 def opened_tags(columns: Mapping[str, Any]) -> list[str]:
-    """For each row the tag with which its prompt ends, as where a chat template opens `<think>`; "" for none.
-
-    Args:
-        columns: what a reward function was called with; `prompt_ends`, or the text of `prompts`, tells.
-    """
-    ends = columns.get("prompt_ends") or [
-        prompt if isinstance(prompt, str) else completion_text(prompt) for prompt in columns.get("prompts") or ()
-    ]
-    return [found[1] if (found := _OPENED.search(str(end)[-_MAX_END:])) else "" for end in ends]
+    """The tag with which each prompt ends, such as `<think>`, or ""; from a reward's `prompt_ends`, else `prompts`."""
+    ends = columns.get("prompt_ends") or map(completion_text, columns.get("prompts") or ())
+    return [found[1] if (found := _OPENED.search(end[-100:])) else "" for end in ends]
 
 
 def opened_texts(completions: Sequence[str | list[Message]], columns: Mapping[str, Any], tag: str) -> list[str]:
@@ -112,26 +103,20 @@ def parse_number(text: str) -> Fraction | None:
 def number_text(value: Any) -> str | None:
     """A reference that is a number, in digits: 5e-05 and "5e-05" as "0.00005", 5.0 as "5", Fraction(1, 3) as "1/3".
 
-    Args:
-        value: an int, a float (the shortest decimal that names it: 0.1 is one tenth), a Decimal, a Fraction, a number
-            of NumPy's, or text in exponent notation as CSV files have it.
-
-    Returns:
-        None for anything else: other text, a bool, NaN, infinity, a number of more than 400 digits.
+    A float is the shortest decimal that names it: 0.1 is one tenth. None for other text, a bool, NaN, infinity, more
+    than 400 digits and what is no number.
     """
     if isinstance(value, str) and _SCIENTIFIC.fullmatch(value.strip()):
         value = Decimal(value.strip())
-    text = ""
-    if isinstance(value, Fraction):
-        text = str(value) if max(abs(value.numerator), value.denominator) < 10**_MAX_DIGITS else ""
-    elif isinstance(value, Integral) and not isinstance(value, bool):  # NumPy's integers too
-        text = str(int(value)) if abs(int(value)) < 10**_MAX_DIGITS else ""
-    elif isinstance(value, float | np.floating) and math.isfinite(value):
-        text = np.format_float_positional(value, trim="-")
-    elif isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) < _MAX_DIGITS:
-        text = format(value, "f")
-        text = text.rstrip("0").rstrip(".") if "." in text else text
-    return text or None
+    if isinstance(value, Rational | Integral) and not isinstance(value, bool):  # Integral: NumPy's integers
+        parts = (int(value.numerator), int(value.denominator))
+        return str(Fraction(*parts)) if max(map(abs, parts)) < 10**_MAX_DIGITS else None
+    if isinstance(value, float | np.floating) and math.isfinite(value):
+        return np.format_float_positional(value, trim="-")
+    if isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) < _MAX_DIGITS:
+        whole, point, places = format(value, "f").partition(".")
+        return f"{whole}{point}{places}".rstrip("0.") if places.strip("0") else whole
+    return None
 
 
 def as_number(value: Any) -> Fraction | None:
@@ -159,10 +144,7 @@ def boxed_content(text: str) -> str | None:
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
-    r"""Where the content of each `\boxed{}` begins and ends, in order of the beginnings; the end is -1 if it has none.
-
-    One pass over the text.
-    """
+    r"""Where the content of each `\boxed{}` begins and ends, or -1; in order of the beginnings, in one pass."""
     found: list[tuple[int, int]] = []
     inside: list[int] = []  # for each open brace the place of its box in `found`, -1 for other braces
     for mark in _BRACES.finditer(text):
@@ -181,8 +163,7 @@ def final_number(text: str, markers: Iterable[Marker] = ("####", "boxed", "answe
     r"""The number that a text offers as its final answer.
 
     The first marker in `markers` that is followed by a number decides, at its last place in the text; without
-    any, the last number in the text. Where there is a box, nothing after it in `markers` and no other number of the
-    text takes its place: a box without a number, or one that does not end, is no answer.
+    any, the last number in the text. No other number takes the place of a box that cannot be read.
 
     Args:
         text: a completion.

@@ -18,11 +18,15 @@ from covey.rewards.parallel import ItemTimeout, WorkerPool
 from covey.rewards.text import found_word, say
 from covey.types import Message
 
+log = logging.getLogger(__name__)
+
 _MAX_TEXT = 20_000
 _NEAR = 17  # characters from box to box: math-verify takes nearer ones as one answer
-_MATHS = re.compile(r"\$\$([^$]+)\$\$|(?<![\\$])\$([^$]+)\$|\\\(((?:[^\\]|\\[^)])+)\\\)|\\\[((?:[^\\]|\\[^\]])+)\\\]")
+_MATHS = re.compile(r"(?<!\\)(?:\$\$([^$]+)\$\$|\$([^$]+)\$(?!\d)|\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]])")
 _WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}(?![^\W\d_({])")
 _MOST_WORDS = 12  # of an expression without LaTeX
+_FEW_WORDS = 3
+_TEXT = re.compile(r"^\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}$")
 _GROUP = re.compile(r"(?<=[0-9])(?:\\[,!: ;]|\{,\}|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 
 
@@ -55,6 +59,7 @@ class MathReward:
         self._column = column
         self._pool = WorkerPool(compared, workers=workers, time_limit=time_limit, prepare=load)
         self.timeouts = 0
+        self._told = False
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         """Score as a reward function does.
@@ -86,15 +91,17 @@ class MathReward:
         self._pool.close()
 
     def _read(self, references: Sequence[Any]) -> list[str | None]:
-        read = []
+        read: list[str | None] = []
         for index, reference in enumerate(references):
+            what = f"{self._column}={reference!r:.80}"
             try:
                 read.append(None if reference is None else expression_of(reference))
             except ValueError as error:
-                what = (
-                    f"{self._column}={reference!r:.80}: {error}; correct it, or use None where nothing is to be scored"
-                )
-                raise RewardError(what, function="math", sample=index) from None
+                advice = "correct it, or use None where nothing is to be scored"
+                raise RewardError(f"{what}: {error}; {advice}", function="math", sample=index) from None
+            if not self._told and read[-1] and "\\" not in read[-1] and len(_WORD.findall(read[-1])) > _FEW_WORDS:
+                self._told = True
+                log.warning("%s: a completion must repeat these words; put an answer among them in \\boxed{}", what)
         return read
 
     def _score(self, found: Any, index: int) -> tuple[float, str]:
@@ -117,12 +124,12 @@ def expression_of(reference: Any) -> str:
         return number
     if not isinstance(reference, str):
         raise ValueError(f"a {type(reference).__name__} is no reference, a finite number or text is")
-    text, maths = reference, [next(filter(None, found.groups())) for found in _MATHS.finditer(reference)]
-    if "\\boxed" in text:
-        text = answer_in(text) or ""
-    elif "####" in text:
-        text = text.rpartition("####")[2]
-    elif maths:
+    text, boxed, marked = reference.strip(), answer_in(reference), reference.rpartition("####")[2].strip()
+    if boxed is not None:
+        text = boxed
+    elif marked != text and "\n" not in marked:
+        text = marked
+    elif maths := [next(filter(None, found.groups())) for found in _MATHS.finditer(text)]:
         if len(maths) > 1 and re.search(r"\w", re.sub(r"\b(?:and|or)\b", "", _MATHS.sub(" ", text))):
             raise ValueError("a text with several expressions, which does not put its answer in \\boxed{}")
         text = ", ".join(maths)
@@ -151,8 +158,8 @@ def answer_in(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """An expression as one line, without dollar signs and groups of digits; a mixed number as LaTeX has it."""
-    text = " ".join(text.replace("\\$", "").replace("$", "").split()).removesuffix(".")
+    r"""An expression as one line, without dollar signs, groups of digits and `\text`; a mixed number in LaTeX."""
+    text = _TEXT.sub(r"\1", " ".join(text.replace("\\$", "").replace("$", "").split()).removesuffix("."))
     text = re.sub(r"^([-−]?[0-9]+) ([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", _GROUP.sub("", text))
     return number_text(text) or text
 
@@ -165,13 +172,10 @@ def load() -> None:
 def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, str]:
     """Runs in a worker. 1.0 if the answer in `text` equals the reference, and what was found in it.
 
-    Args:
-        reference: from `expression_of`.
-        text: of a completion.
-        as_trl: without a box, only LaTeX that is said to be the answer counts, as in TRL.
+    `as_trl`: without a box, only LaTeX that is said to be the answer counts.
 
     Raises:
-        ValueError: math-verify finds nothing in the reference.
+        ValueError: the reference holds no answer.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 
@@ -179,8 +183,8 @@ def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, st
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     boxed, latex = answer_in(text), [LatexExtractionConfig()]
     if is_words(reference) or boxed == reference:
-        said = re.sub(r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}", r"\1", boxed or text).strip(" .").casefold()
-        return float(said == reference.strip(" .").casefold()), found_word(boxed)
+        said = _plain(text) if boxed is None else boxed
+        return float(said.casefold() == reference.casefold()), found_word(boxed)
     expected = parse(f"${reference}$", latex, parsing_timeout=None)
     if not expected:
         raise ValueError(f"the reference {reference!r:.80} holds no answer that math-verify can read")

@@ -30,9 +30,7 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 """One dataset row: column name -> value."""
 
-_READ_AGAIN = 1000
-"""Rows, evenly spread, whose rendered conversation is searched for what the user says."""
-_END_TOKENS = 16
+_READ_AGAIN = 1000  # rows, evenly spread, whose rendered conversation is searched for what the user says
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
 
 
@@ -116,8 +114,8 @@ def build_prompts(
         `uid` or `id` as text where every row has one and no two share it, otherwise the row's index.
 
     Raises:
-        DataError: a row has no prompt, or one that is malformed, empty or too long; every row is dropped; or the chat
-            template leaves out what the user says.
+        DataError: a row has no prompt, or one that is malformed, empty, too long or without the user's text; or every
+            row is dropped.
     """
     _check_column(rows, prompt_column)
     uids = _uids(rows)
@@ -128,18 +126,12 @@ def build_prompts(
         content = _content(row[prompt_column], index, system_prompt, tokenizer)
         token_ids = _tokenize(content, index, tokenizer, kwargs)
         columns = {name: value for name, value in row.items() if name != prompt_column}
-        prompts.append(
-            Prompt(token_ids, content, columns, uids[index], str(tokenizer.decode(token_ids[-_END_TOKENS:])))
-        )
+        prompts.append(Prompt(token_ids, content, columns, uids[index], str(tokenizer.decode(token_ids[-16:]))))
         if isinstance(content, list) and index % -(-len(rows) // _READ_AGAIN) == 0:
             no_system += [index] * ("system" in _left_out(content, index, tokenizer, kwargs))
     if no_system:
-        log.warning(
-            "row %d (and %d more): the chat template leaves out the system message, so the model never sees it; "
-            "write it into the user's message",
-            no_system[0],
-            len(no_system) - 1,
-        )
+        what = "the chat template leaves out the system message; write it into the user's message"
+        log.warning("row %d (and %d more): %s", no_system[0], len(no_system) - 1, what)
     if long_prompts == "error":
         _check_lengths(prompts, max_prompt_length, context_length, max_completion_length or 1)
         return prompts

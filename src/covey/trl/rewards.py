@@ -14,6 +14,7 @@ from covey.rewards.maths import MathReward, expression_of, is_words
 
 log = logging.getLogger(__name__)
 
+_told: set[str] = set()
 _THOUGHT = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
 
 
@@ -43,19 +44,14 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **colum
 
 
 def _has_answer(reference: Any) -> bool:
-    if reference is not None and not isinstance(reference, str):
-        _warn_of_type(type(reference).__name__, f"{reference!r:.80}")
+    kind = type(reference).__name__
+    if reference is not None and not isinstance(reference, str) and kind not in _told:
+        _told.add(kind)
+        log.warning("solution=%.80r: TRL scores no %s, so the row is not scored; give text: str(x)", reference, kind)
     try:
         return isinstance(reference, str) and not is_words(expression_of(reference))
     except ValueError:
         return False
-
-
-@cache
-def _warn_of_type(kind: str, first: str) -> None:
-    log.warning(
-        "solution=%s: TRL scores no %s, so the row has no verdict; give the answer as text: str(x)", first, kind
-    )
 
 
 def reasoning_accuracy_reward(
