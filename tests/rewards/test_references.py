@@ -141,6 +141,15 @@ def test_which_part_of_a_text_is_the_reference() -> None:
             expression_of(text)
 
 
+def test_words_around_a_number_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    reward = MathReward()
+    reward.check_rows([{"answer": text} for text in ("7", "x = 2 or x = 3", r"5 \text{ meters}", "Monday", POLYNOMIAL)])
+    assert not caplog.messages
+    reward.check_rows([{"answer": "The answer is 7"}, {"answer": "5 apples"}])
+    (told,) = caplog.messages
+    assert told.startswith("answer='The answer is 7': a completion must repeat these words")
+
+
 def test_the_box_is_the_answer_even_one_that_cannot_be_read(reward: MathReward) -> None:
     unread = [
         r"7 \boxed{",

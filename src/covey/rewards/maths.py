@@ -25,7 +25,6 @@ _NEAR = 17  # characters from box to box: math-verify takes nearer ones as one a
 _MATHS = re.compile(r"(?<!\\)(?:\$\$([^$]+)\$\$|\$([^$]+)\$(?!\d)|\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]])")
 _WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}(?![^\W\d_({])")
 _MOST_WORDS = 12  # of an expression without LaTeX
-_FEW_WORDS = 3
 _TEXT = re.compile(r"^\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}$")
 _GROUP = re.compile(r"(?<=[0-9])(?:\\[,!: ;]|\{,\}|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 
@@ -99,7 +98,8 @@ class MathReward:
             except ValueError as error:
                 advice = "correct it, or use None where nothing is to be scored"
                 raise RewardError(f"{what}: {error}; {advice}", function="math", sample=index) from None
-            if not self._told and read[-1] and "\\" not in read[-1] and len(_WORD.findall(read[-1])) > _FEW_WORDS:
+            text = read[-1] or ""
+            if not self._told and "\\" not in text and re.search(r"\d", text) and len("".join(_WORD.findall(text))) > 5:
                 self._told = True
                 log.warning("%s: a completion must repeat these words; put an answer among them in \\boxed{}", what)
         return read
