@@ -329,7 +329,7 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "folder what is written instead",
         )
     for name in recent.steps[-1] if recent.values("prompts/opened_tag") else ():
-        if re.fullmatch(r"rewards/.*(format|think|tag).*/mean", name) and not any(recent.values(name)):
+        if re.fullmatch(r"rewards/.*(format|think|thought|tag|reason).*/mean", name) and not any(recent.values(name)):
             yield Diagnosis(
                 "tag_opened_by_prompt",
                 f"{name} was 0 in the last {total} steps, and prompts end in an open tag such as <think>, as the chat "
