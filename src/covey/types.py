@@ -47,12 +47,14 @@ class Prompt:
         content: what reward functions receive as the prompt: a string, or a list of chat messages.
         columns: the other dataset columns of the row (`answer`, ...), passed to reward functions by name.
         uid: stable name of the row, e.g. its index in the dataset as text.
+        end: how the rendered prompt ends, some characters of it: `<think>` where a chat template opens the thought.
     """
 
     token_ids: IntArray
     content: str | list[Message]
     columns: Mapping[str, Any] = field(default_factory=dict)
     uid: str = ""
+    end: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -83,6 +83,12 @@ CASES = [
     ("gradient_zero", {"grad_norm": 0.0}, "exactly 0", "mask/"),
     ("not_finite", {"grad_norm": float("nan")}, "10 of the last 10", "learning_rate"),
     ("not_finite", {"loss": None}, "loss was NaN", "bfloat16"),
+    (
+        "tag_opened_by_prompt",
+        {"prompts/opened_tag": 1.0, "rewards/my_format/mean": 0.0, "rewards/right/mean": 0.0},
+        "rewards/my_format/mean was 0 in the last 10 steps",
+        "prompt_ends",
+    ),
     ("learning_rate_zero", {"learning_rate": 0.0}, "last 10 steps", "max_steps"),
 ]
 REWARDS = {"groups_all_wrong": (0.02, 0.03), "groups_all_right": (0.95, 0.96)}
@@ -98,6 +104,11 @@ def test_each_trouble_is_named_with_its_number_and_a_fix(code, changes, number, 
     assert number in diagnosis.message
     assert fix in diagnosis.fix
     assert str(diagnosis) == f"{diagnosis.message}. {diagnosis.fix}."
+
+
+def test_a_format_that_is_met_or_whose_tag_the_completion_opens_is_no_trouble():
+    assert codes(history(**{"prompts/opened_tag": 1.0, "rewards/my_format/mean": 0.1})) == []
+    assert codes(history(**{"rewards/my_format/mean": 0.0})) == []
 
 
 def test_an_action_may_be_short():

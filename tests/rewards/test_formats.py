@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from covey.errors import ConfigError, RewardError
+from covey.rewards import format_reward
 from covey.rewards.formats import has_tags, json_reward, length_reward, tags_reward
+from covey.rollout.scoring import Scorer
+from covey.tasks import build_prompts
+from covey.trl.rewards import think_format_reward
+from fakes import FakeTokenizer, fake_episode
 
 
 @pytest.mark.parametrize(
@@ -68,3 +73,35 @@ def test_hostile_json_is_no_json_of_the_schema() -> None:
 
 def test_a_closing_tag_elsewhere() -> None:
     assert not has_tags("<think>a </answer> b</think><answer>c</answer>", ("think", "answer"))
+
+
+THINK = "reason</think><answer>4</answer>"
+
+
+def test_a_tag_that_the_prompt_opened_is_only_closed() -> None:
+    reward = tags_reward("think", "answer")
+    ends = ["<think>\n", "<|assistant|><think>", "", "<think>done</think>", "<other>"]
+    assert reward([THINK] * 5, prompt_ends=ends) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert reward([THINK, THINK], prompts=["2+2=<think>\n", [{"role": "user", "content": "2+2"}]]) == [1.0, 0.0]
+    twice = ["<think>" + THINK, "a<think>" + THINK, "reason<answer>4</answer>"]
+    assert reward(twice, prompt_ends=["<think>"] * 3) == [0.0, 0.0, 0.0]
+    assert reward(["<think>" + THINK], prompt_ends=[""]) == [1.0]
+    assert think_format_reward([THINK, "<think>" + THINK, "open"], prompt_ends=["<think>\n"] * 3) == [1.0, 0.0, 0.0]
+    assert think_format_reward([THINK, "<think>" + THINK]) == [0.0, 1.0]
+    pattern = format_reward(r"<think>[^<]+</think>\s*<answer>\d</answer>")
+    assert pattern([THINK, THINK, "<think>" + THINK], prompt_ends=["<think>\n", "", ""]) == [1.0, 0.0, 1.0]
+
+
+def test_rewards_learn_from_the_trainer_how_a_templates_prompt_ends() -> None:
+    prompts = build_prompts(
+        [{"prompt": [{"role": "user", "content": "2+2"}]}] * 2,
+        FakeTokenizer(),
+        chat_template_kwargs={"enable_thinking": 1},
+    )
+    scorer = Scorer([think_format_reward, tags_reward("think", "answer")])
+    rewards, _ = scorer.score(prompts, [fake_episode(text, p) for text, p in zip([THINK, "4"], prompts, strict=True)])
+    assert rewards.tolist() == [2.0, 0.0]
+    assert scorer.take_logged().metrics == {"prompts/opened_tag": 1.0}
+    (plain,) = build_prompts([{"prompt": "2+2="}], FakeTokenizer())
+    assert scorer.score([plain], [fake_episode(THINK, plain)])[0].tolist() == [0.0]
+    assert scorer.take_logged().metrics == {}

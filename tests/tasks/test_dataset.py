@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import sys
+import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from covey.errors import DataError
 from covey.tasks import DataOrder, build_prompts, load_rows
@@ -316,3 +319,119 @@ def test_an_order_of_nothing() -> None:
         DataOrder(0, seed=0)
     with pytest.raises(ValueError, match="position=-1"):
         DataOrder(1, seed=0).take(-1, 1)
+
+
+# --- what ends a line, and what a template renders ------------------------------------------------------------
+
+ENDS_NO_ROW = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e"
+FIELDS = st.text(alphabet=ENDS_NO_ROW + "\r\n,\";'\t ab\ufeff\u00e9", max_size=8)
+
+
+@given(st.lists(st.tuples(FIELDS, FIELDS), min_size=1, max_size=4))
+def test_what_csv_and_json_write_is_read_back_equal(fields: list[tuple[str, str]]) -> None:
+    rows = [{"prompt": one, "answer": other} for one, other in fields]
+    with tempfile.TemporaryDirectory() as folder:
+        with (Path(folder) / "a.csv").open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, ["prompt", "answer"])
+            writer.writeheader()
+            writer.writerows(rows)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write(Path(folder) / "a.jsonl", lines)
+        write(Path(folder) / "a.json", json.dumps(rows, ensure_ascii=False))
+        for name in ("a.csv", "a.jsonl", "a.json"):
+            assert load_rows(Path(folder) / name) == rows
+
+
+def test_no_separator_inside_a_line_tears_a_field(tmp_path: Path) -> None:
+    for character in ENDS_NO_ROW:
+        path = write(tmp_path / "a.csv", f"prompt\r\nthe top{character}the rest\r\n")
+        assert load_rows(path) == [{"prompt": f"the top{character}the rest"}]
+    assert load_rows(write(tmp_path / "a.csv", "prompt,answer\r1,2\r3,4\r")) == [
+        {"prompt": "1", "answer": "2"},
+        {"prompt": "3", "answer": "4"},
+    ]
+
+
+class Jinja(FakeTokenizer):
+    """Renders a template as transformers does, one token for each character."""
+
+    def __init__(self, template: str) -> None:
+        super().__init__()
+        self.chat_template = template
+
+    def apply_chat_template(self, messages: Any, *, add_generation_prompt: bool, tokenize: bool, **kwargs: Any) -> Any:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        text = environment.from_string(self.chat_template).render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **kwargs
+        )
+        return [ord(character) for character in text] if tokenize else text
+
+
+EACH = "{{% for m in messages %}}<{{{{ m.role }}}}>{}{{% endfor %}}<assistant>"
+KEEPS = [
+    "{{ m.content }}",
+    "{{ m.content | trim }}",
+    "{{ m['content'].split() | join(' ') }}",
+    "{{ m.content | tojson }}",
+    "{{ m.content | e }}",
+    "{{ m.content | upper }}",
+]
+DROPS = ["", "{{ m.text }}", "{{ m.content[:5] }}", "{% if m.role == 'system' %}{{ m.content }}{% endif %}", "a"]
+TALK = [{"role": "system", "content": "Be\n brief."}, {"role": "user", "content": "a <b>\n\tis \u00e9 & 'c'  "}]
+
+
+@pytest.mark.parametrize("inner", KEEPS)
+def test_a_template_that_renders_what_is_said_is_taken(inner: str, caplog: pytest.LogCaptureFixture) -> None:
+    for talk in (TALK, TALK[1:], [*TALK, {"role": "assistant", "content": "hm"}, {"role": "user", "content": "a"}]):
+        build_prompts([{"prompt": talk}], Jinja(EACH.format(inner)))
+    parts = [{"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": " parts"}]}]
+    build_prompts([{"prompt": parts}], Jinja(EACH.format(inner)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("inner", DROPS)
+@pytest.mark.parametrize("text", ["What is 2 + 3?", "a"])
+def test_a_template_that_drops_the_users_text_is_refused(inner: str, text: str) -> None:
+    template = EACH.format(inner)
+    if inner == "{{ m.content[:5] }}" and text == "a":
+        template = EACH.format("{{ m.content[:0] }}")
+    with pytest.raises(DataError, match=r"row 0: the chat template .* leaves out what the user says") as refused:
+        build_prompts([{"prompt": [{"role": "user", "content": text}]}], Jinja(template))
+    assert template[:40] in str(refused.value)
+    assert "data.chat_template_kwargs" in str(refused.value)
+
+
+def test_the_row_whose_text_is_dropped_is_named() -> None:
+    last = Jinja("{{ messages[-1].content }}<assistant>")
+    talk = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "hm"}, *CHAT]
+    with pytest.raises(DataError, match="row 1: the chat template"):
+        build_prompts([{"prompt": CHAT}, {"prompt": talk}], last)
+
+
+def test_a_template_that_drops_the_system_message_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    template = EACH.format("{% if m.role == 'user' %}{{ m.content }}{% endif %}")
+    build_prompts([{"prompt": TALK}, {"prompt": TALK[1:]}, {"prompt": TALK}], Jinja(template))
+    (told,) = caplog.messages
+    assert told.startswith("row 0 (and 1 more): the chat template leaves out the system message")
+
+
+def test_many_rows_are_rendered_again_a_thousand_times_at_most() -> None:
+    class Counts(FakeTokenizer):
+        again = 0
+
+        def apply_chat_template(self, messages: Any, **kwargs: Any) -> Any:
+            self.again += not kwargs["tokenize"]
+            return super().apply_chat_template(messages, **kwargs)
+
+    tokenizer = Counts()
+    build_prompts([{"prompt": CHAT}] * 2500, tokenizer)
+    assert tokenizer.again == 834  # every third
+
+
+def test_a_prompt_knows_how_it_ends() -> None:
+    thinks = Jinja(EACH.format("{{ m.content }}") + "{{ '<think>\n' }}")
+    (opened,) = build_prompts([{"prompt": CHAT}], thinks)
+    assert opened.end.endswith("<think>\n")
+    (plain,) = build_prompts([{"prompt": "2+3=<think>"}], thinks)
+    assert plain.end.endswith("<think>")

@@ -7,6 +7,7 @@ message names the numbers that it judges. `covey.observe.findings` follows a run
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
@@ -86,7 +87,6 @@ _SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true
 # This one is asked for as a share: masking most tokens is what it is there to do.
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
 _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
-
 
 _MOST = 1e100
 """Magnitude beyond which a number is as good as infinite: sums and squares of several must be finite."""
@@ -328,6 +328,14 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Improve the format that the prompt asks for, or reward the format itself; see in completions/ of the run "
             "folder what is written instead",
         )
+    for name in recent.steps[-1] if recent.values("prompts/opened_tag") else ():
+        if re.fullmatch(r"rewards/.*(format|think|thought|tag|reason).*/mean", name) and not any(recent.values(name)):
+            yield Diagnosis(
+                "tag_opened_by_prompt",
+                f"{name} was 0 in the last {total} steps, and prompts end in an open tag such as <think>, as the chat "
+                "template has it: completions close the tag, and the opening one is not in them",
+                "Let the function take the tag as opened; its argument prompt_ends tells how each prompt ends",
+            )
     yield from _masks(recent, limits)
 
 

@@ -71,6 +71,8 @@ completions/mean_length | tokens | mean number of sampled tokens of a completion
 completions/min_length | tokens | the shortest completion
 completions/max_length | tokens | the longest completion
 completions/clipped_ratio | fraction | completions cut off at sampling.max_completion_length
+prompts/opened_tag | fraction | prompts that end in an open tag, such as <think> of a chat template; absent where none
+    does
 completions/no_answer_ratio | fraction | completions without an answer, right or wrong, by the task's rule
     (without a task: empty ones); of agents, agent/no_action_ratio
 completions/mean_terminated_length | tokens | mean length of the completions that ended by themselves

@@ -10,11 +10,15 @@ separator; fractions are read where they are the whole answer (`1/2`, `\frac{1}{
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Rational
 from typing import Any, Literal
+
+import numpy as np
 
 from covey.types import Message
 
@@ -23,7 +27,8 @@ Marker = Literal["####", "boxed", "answer", "="]
 
 MAX_NUMBER_LENGTH = 64
 MAX_TAIL = 10_000
-_MAX_BOXED = 256
+_MAX_DIGITS = 400  # of a reference; the largest float has 309
+_OPENED = re.compile(r"(<[A-Za-z][\w-]*>)\s*\Z")
 
 # A number in running text. A sign counts only where no operand precedes it ("10-3" ends in 3); "1e9" and "x2"
 # are no numbers. The atomic group (?>...) keeps the match from giving digits back, so a rejected number is
@@ -41,6 +46,8 @@ _AFTER_MARKER = re.compile(_RESULT)
 _AFTER_ANSWER = re.compile(rf"\banswers?(?:[^\n.0-9]{{0,60}}?(?:\b(?:is|are|was)\b|[:=]))?{_RESULT}", re.IGNORECASE)
 _AFTER_EQUALS = re.compile(f"={_RESULT}")
 _WHOLE = re.compile(r"[-−+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?%?\.?")
+_SCIENTIFIC = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]{1,4}")
+_BRACES = re.compile(r"(\\(?:boxed|fbox)(?![A-Za-z])\s*\{?)|\\.|[{}]", re.DOTALL)  # an escaped brace is a character
 _RATIO = re.compile(r"([-−+]?[0-9]+)\s*/\s*([0-9]+)|([-−+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 
 
@@ -62,6 +69,18 @@ def prompt_text(prompt: str | list[Message]) -> str:
     return completion_text(prompt)
 
 
+def opened_tags(columns: Mapping[str, Any]) -> list[str]:
+    """The tag with which each prompt ends, such as `<think>`, or ""; from a reward's `prompt_ends`, else `prompts`."""
+    ends = columns.get("prompt_ends") or map(completion_text, columns.get("prompts") or ())
+    return [found[1] if (found := _OPENED.search(end[-100:])) else "" for end in ends]
+
+
+def opened_texts(completions: Sequence[str | list[Message]], columns: Mapping[str, Any], tag: str) -> list[str]:
+    """The texts of completions, with the tag before those whose prompt already opened it."""
+    tags = opened_tags(columns) or [""] * len(completions)
+    return [tag * (tag == own) + completion_text(text) for text, own in zip(completions, tags, strict=True)]
+
+
 def parse_number(text: str) -> Fraction | None:
     r"""Read a text that is one number and nothing else, exactly: `-1,234.5`, `$18`, `18.00`, `1/2`, `\frac{1}{2}`.
 
@@ -81,17 +100,29 @@ def parse_number(text: str) -> Fraction | None:
     return Fraction(plain)
 
 
+def number_text(value: Any) -> str | None:
+    """A reference that is a number, in digits: 5e-05 and "5e-05" as "0.00005", 5.0 as "5", Fraction(1, 3) as "1/3".
+
+    A float is the shortest decimal that names it: 0.1 is one tenth. None for other text, a bool, NaN, infinity, more
+    than 400 digits and what is no number.
+    """
+    if isinstance(value, str) and _SCIENTIFIC.fullmatch(value.strip()):
+        value = Decimal(value.strip())
+    if isinstance(value, Rational | Integral) and not isinstance(value, bool):  # Integral: NumPy's integers
+        parts = (int(value.numerator), int(value.denominator))
+        return str(Fraction(*parts)) if max(map(abs, parts)) < 10**_MAX_DIGITS else None
+    if isinstance(value, float | np.floating) and math.isfinite(value):
+        return np.format_float_positional(value, trim="-")
+    if isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) < _MAX_DIGITS:
+        whole, point, places = format(value, "f").partition(".")
+        return f"{whole}{point}{places}".rstrip("0.") if places.strip("0") else whole
+    return None
+
+
 def as_number(value: Any) -> Fraction | None:
-    """A reference answer from a dataset (int, float, or text) as an exact number, None if it is none."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, Integral):  # NumPy's integers too
-        return Fraction(int(value))
-    try:
-        # Through the shortest decimal that names the float: 0.1 is one tenth here, as in "0.1".
-        return Fraction(repr(float(value))) if not isinstance(value, str) else parse_number(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
+    """A reference answer from a dataset (a number, or text that is one) as an exact number, None if it is none."""
+    text = number_text(value)
+    return Fraction(text) if text is not None else parse_number(value) if isinstance(value, str) else None
 
 
 def last_number(text: str) -> Fraction | None:
@@ -107,24 +138,32 @@ def last_number(text: str) -> Fraction | None:
 
 
 def boxed_content(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, braces balanced; None if there is none that ends soon."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    start += len("\\boxed{")
-    depth = 1
-    for position, character in enumerate(text[start : start + _MAX_BOXED], start):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return text[start:position]
-    return None
+    r"""The content of the last `\boxed{...}`, braces balanced; None if there is none, or the last one does not end."""
+    found = boxes(text)
+    return text[slice(*found[-1])] if found and found[-1][1] >= 0 else None
+
+
+def boxes(text: str) -> list[tuple[int, int]]:
+    r"""Where the content of each `\boxed{}` begins and ends, or -1; in order of the beginnings, in one pass."""
+    found: list[tuple[int, int]] = []
+    inside: list[int] = []  # for each open brace the place of its box in `found`, -1 for other braces
+    for mark in _BRACES.finditer(text):
+        if mark[1]:
+            if mark[1].endswith("{"):
+                inside.append(len(found))
+            found.append((mark.end(), -1))
+        elif mark[0] == "{":
+            inside.append(-1)
+        elif mark[0] == "}" and inside and (box := inside.pop()) >= 0:
+            found[box] = (found[box][0], mark.start())
+    return found
 
 
 def final_number(text: str, markers: Iterable[Marker] = ("####", "boxed", "answer")) -> Fraction | None:
     r"""The number that a text offers as its final answer.
 
     The first marker in `markers` that is followed by a number decides, at its last place in the text; without
-    any, the last number in the text.
+    any, the last number in the text. No other number takes the place of a box that cannot be read.
 
     Args:
         text: a completion.
@@ -136,7 +175,7 @@ def final_number(text: str, markers: Iterable[Marker] = ("####", "boxed", "answe
     tail = text[-MAX_TAIL:]
     for marker in markers:
         number = _after_marker(tail, marker)
-        if number is not None:
+        if number is not None or (marker == "boxed" and boxes(tail)):
             return number
     return last_number(text)
 

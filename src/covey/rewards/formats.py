@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.extract import completion_text
+from covey.rewards.extract import completion_text, opened_texts
 from covey.rewards.parallel import WorkerPool
 from covey.rewards.text import TextReward, named
 from covey.types import Message
@@ -21,7 +21,7 @@ _MAX_JSON = 200_000
 def tags_reward(*tags: str, name: str = "tags") -> TextReward:
     """Reward 1.0 where a completion is `<a>...</a> <b>...</b>`: these tags once each, in order, with text in each.
 
-    Nothing but white space may stand outside of them.
+    Nothing but white space may stand outside of them. The first tag may be opened by the prompt's end instead.
 
     Raises:
         ConfigError: no tags, or one that is no name.
@@ -30,7 +30,7 @@ def tags_reward(*tags: str, name: str = "tags") -> TextReward:
         raise ConfigError(f"tags={tags!r}: give names such as 'think', 'answer'")
 
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
-        return [float(has_tags(completion_text(completion), tags)) for completion in completions]
+        return [float(has_tags(text, tags)) for text in opened_texts(completions, columns, f"<{tags[0]}>")]
 
     return named(reward, name, ())
 

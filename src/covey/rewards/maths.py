@@ -7,25 +7,38 @@ limits are signals, which do not work outside the main thread. So it runs in pro
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.extract import completion_text
+from covey.rewards.extract import boxes, completion_text, number_text, parse_number
 from covey.rewards.parallel import ItemTimeout, WorkerPool
 from covey.rewards.text import found_word, say
 from covey.types import Message
 
+log = logging.getLogger(__name__)
+
 _MAX_TEXT = 20_000
-_MOST_WORDS = 12
-"""A reference of more words is a text with an answer in it, not an expression."""
+_NEAR = 17  # characters from box to box: math-verify takes nearer ones as one answer
+_MATHS = re.compile(r"(?<!\\)(?:\$\$([^$]+)\$\$|\$([^$]+)\$(?!\d)|\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]])")
+_WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}(?![^\W\d_({])")
+_MOST_WORDS = 12  # of an expression without LaTeX
+_TEXT = re.compile(r"^\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}$")
+_GROUP = re.compile(r"(?<=[0-9])(?:\\[,!: ;]|\{,\}|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 
 
 class MathReward:
     r"""1.0 where a completion's final answer equals its row's `column`, else 0.0.
 
+    A reference is read whole; no number is looked for in it. It is a number (int, float, Decimal, Fraction, NumPy's);
+    text that is one answer (`\frac{1}{2}`, `1, 2, 3`, `x = 5`, `Monday`); a solution whose answer is in its last
+    `\boxed{}`, after `####` or in its only `$...$`; or None, and the row is not scored. In a completion the last
+    `\boxed{}` is the answer, even one that cannot be read; without a box it is what math-verify finds.
+
     Args:
-        column: the reference: a number, an expression, or a solution that ends in `\boxed{}`. None: not scored.
+        column: the reference.
         workers: processes.
         time_limit: seconds for one completion; one that takes longer scores 0.
 
@@ -34,6 +47,7 @@ class MathReward:
     """
 
     __name__ = "math"
+    _as_trl = False
 
     def __init__(self, column: str = "answer", *, workers: int = 2, time_limit: float = 5.0) -> None:
         try:
@@ -44,6 +58,7 @@ class MathReward:
         self._column = column
         self._pool = WorkerPool(compared, workers=workers, time_limit=time_limit, prepare=load)
         self.timeouts = 0
+        self._told = False
 
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         """Score as a reward function does.
@@ -55,9 +70,9 @@ class MathReward:
             raise RewardError(
                 f"answers are compared with the dataset column {self._column!r}, which is absent", function="math"
             )
-        references = columns[self._column]
+        references = self._read(columns[self._column])
         items = [
-            (str(reference), completion_text(completion)[-_MAX_TEXT:])
+            (reference, completion_text(completion)[-_MAX_TEXT:], self._as_trl)
             for completion, reference in zip(completions, references, strict=True)
             if reference is not None
         ]
@@ -66,9 +81,28 @@ class MathReward:
         say(columns, self.__name__, [None if result is None else result[1] for result in results])
         return [None if result is None else result[0] for result in results]
 
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Raises `RewardError` for the first row whose reference cannot be one; before a run begins."""
+        self._read([row.get(self._column) for row in rows])
+
     def close(self) -> None:
         """Ends the processes; the next call starts them anew."""
         self._pool.close()
+
+    def _read(self, references: Sequence[Any]) -> list[str | None]:
+        read: list[str | None] = []
+        for index, reference in enumerate(references):
+            what = f"{self._column}={reference!r:.80}"
+            try:
+                read.append(None if reference is None else expression_of(reference))
+            except ValueError as error:
+                advice = "correct it, or use None where nothing is to be scored"
+                raise RewardError(f"{what}: {error}; {advice}", function="math", sample=index) from None
+            text = read[-1] or ""
+            if not self._told and "\\" not in text and re.search(r"\d", text) and len("".join(_WORD.findall(text))) > 5:
+                self._told = True
+                log.warning("%s: a completion must repeat these words; put an answer among them in \\boxed{}", what)
+        return read
 
     def _score(self, found: Any, index: int) -> tuple[float, str]:
         if isinstance(found, ItemTimeout):
@@ -80,31 +114,94 @@ class MathReward:
         return float(score), str(word)
 
 
+def expression_of(reference: Any) -> str:
+    """The one expression of a reference, as `MathReward` describes it. Linear in its length.
+
+    Raises:
+        ValueError: it is neither a finite number nor text, holds no answer, or does not say which.
+    """
+    if (number := number_text(reference)) is not None:
+        return number
+    if not isinstance(reference, str):
+        raise ValueError(f"a {type(reference).__name__} is no reference, a finite number or text is")
+    text, boxed, marked = reference.strip(), answer_in(reference), reference.rpartition("####")[2].strip()
+    if boxed is not None:
+        text = boxed
+    elif marked != text and "\n" not in marked:
+        text = marked
+    elif maths := [next(filter(None, found.groups())) for found in _MATHS.finditer(text)]:
+        if len(maths) > 1 and re.search(r"\w", re.sub(r"\b(?:and|or)\b", "", _MATHS.sub(" ", text))):
+            raise ValueError("a text with several expressions, which does not put its answer in \\boxed{}")
+        text = ", ".join(maths)
+    if not re.search(r"\w", text):
+        raise ValueError("it holds no answer")
+    return _plain(text)
+
+
+def is_words(text: str) -> bool:
+    """Whether it is to be compared as text: words alone, or too many of them for an expression, and no LaTeX."""
+    words = "" if "\\" in text else _WORD.findall(text)
+    return len(words) > _MOST_WORDS or (
+        bool(words) and max(map(len, words)) > 3 and not re.search(r"[^\w\s.,'’-]|\d", text)
+    )
+
+
+def answer_in(text: str) -> str | None:
+    r"""What is in the last box of a text, and in those right before it; "" if it does not end, None without a box."""
+    found, start = boxes(text), -1
+    contents: list[str] = []
+    while found and (start < 0 or 0 <= found[-1][1] < start < found[-1][1] + _NEAR):
+        start, end = found.pop()
+        content = _plain(text[start : max(start, end)])
+        contents += [content] * (content not in contents[-1:])
+    return ", ".join(reversed(contents)) if contents else None
+
+
+def _plain(text: str) -> str:
+    r"""An expression as one line, without dollar signs, groups of digits and `\text`; a mixed number in LaTeX."""
+    text = _TEXT.sub(r"\1", " ".join(text.replace("\\$", "").replace("$", "").split()).removesuffix("."))
+    text = re.sub(r"^([-−]?[0-9]+) ([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", _GROUP.sub("", text))
+    return number_text(text) or text
+
+
 def load() -> None:
     """Import what takes seconds, in a worker, before an answer's time begins."""
     compared("1", "1")
 
 
-def compared(reference: str, text: str) -> tuple[float, str]:
-    """Runs in a worker. 1.0 if the last answer in `text` equals the reference, and what was found in it.
+def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, str]:
+    """Runs in a worker. 1.0 if the answer in `text` equals the reference, and what was found in it.
+
+    `as_trl`: without a box, only LaTeX that is said to be the answer counts.
 
     Raises:
         ValueError: the reference holds no answer.
     """
-    from math_verify import parse, verify
+    from math_verify import LatexExtractionConfig, parse, verify
 
     # their time limits are off, which they warn of: they need the main thread's signals; this process is killed instead
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    is_text = len(reference.split()) > _MOST_WORDS or any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
-    expected = parse(reference if is_text else f"${reference}$", parsing_timeout=None)
+    boxed, latex = answer_in(text), [LatexExtractionConfig()]
+    if is_words(reference) or boxed == reference:
+        said = _plain(text) if boxed is None else boxed
+        return float(said.casefold() == reference.casefold()), found_word(boxed)
+    expected = parse(f"${reference}$", latex, parsing_timeout=None)
     if not expected:
         raise ValueError(f"the reference {reference!r:.80} holds no answer that math-verify can read")
     try:
-        answer = parse(text, parsing_timeout=None)
+        if boxed is not None:
+            answer = parse(f"${boxed}$", latex, parsing_timeout=None)
+        elif as_trl:
+            latex = [LatexExtractionConfig(try_extract_without_anchor=False)]
+            answer = parse(text, latex, extraction_mode="first_match", parsing_timeout=None)
+        else:
+            answer = parse(text, parsing_timeout=None)
         # the last one is the text that was read; an expression may take for ever to be written out
         word = found_word(
             next((each for each in reversed(answer) if isinstance(each, str)), "an answer") if answer else None
         )
-        return float(bool(answer) and verify(expected, answer, timeout_seconds=None)), word
+        # it rounds to places after the point: a small reference needs more of them
+        places = max(6, 3 - math.floor(math.log10(abs(parse_number(reference) or 1))))
+        return float(bool(answer) and verify(expected, answer, float_rounding=places, timeout_seconds=None)), word
     except Exception:  # text that breaks the parser is no answer
         return 0.0, found_word(None)

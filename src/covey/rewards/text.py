@@ -7,7 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.extract import Marker, as_number, completion_text, final_number, parse_number
+from covey.rewards.extract import (
+    Marker,
+    as_number,
+    completion_text,
+    final_number,
+    number_text,
+    opened_tags,
+    parse_number,
+)
 from covey.types import Message
 
 _LONGEST_WORD = 200
@@ -18,11 +26,17 @@ TextReward = Callable[..., list[float | None]]
 def exact_match(column: str = "answer", *, ignore_case: bool = False) -> TextReward:
     """Reward 1.0 where the whole completion equals the row's `column`, white space around both aside; else 0.0.
 
-    A row whose reference is None is not scored (None).
+    A row whose reference is None is not scored (None). A reference is text, a bool or a number; a number in digits, 5.0
+    as "5". Anything else raises `RewardError`.
     """
 
     def compare(text: str, reference: Any) -> tuple[bool, None]:
-        left, right = text.strip(), str(reference).strip()
+        expected = str(reference) if isinstance(reference, str | bool) else number_text(reference)
+        if expected is None:
+            raise ValueError(
+                f"{column}={reference!r:.80}: no text equals a {type(reference).__name__}; give text or a number"
+            )
+        left, right = text.strip(), expected.strip()
         return (left.casefold() == right.casefold() if ignore_case else left == right), None
 
     return _against_column("exact_match", column, compare)
@@ -46,7 +60,7 @@ def numeric_match(
         expected = as_number(reference)
         if expected is None:
             raise ValueError(
-                f"{column}={reference!r} is not a number, so nothing can be compared with it; "
+                f"{column}={reference!r:.80} is not a number, so nothing can be compared with it; "
                 "correct the dataset, or use exact_match"
             )
         number = parse_number(text) if strict else final_number(text, chosen)
@@ -63,7 +77,8 @@ def format_reward(
     Args:
         pattern: e.g. `r"<think>.*</think>\s*\S+"`. Python's matcher can take exponential time on nested
             repetitions such as `(a+)+`, and cannot be interrupted while it does: avoid them.
-        full: the whole text must match, white space around it aside; False searches.
+        full: the whole text must match, white space around it aside; False searches. Where the prompt ends in a tag
+            such as `<think>`, the text may match with that tag before it.
         flags: of the `re` module.
         name: the key of the reward in logs.
 
@@ -76,8 +91,12 @@ def format_reward(
         raise ConfigError(f"pattern={pattern!r}: {error}; give a Python regular expression") from None
 
     def reward(completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
+        def fits(text: str) -> bool:
+            return (compiled.fullmatch(text.strip()) if full else compiled.search(text)) is not None
+
+        tags = opened_tags(columns) or [""] * len(completions)
         texts = [completion_text(completion) for completion in completions]
-        return [1.0 if (compiled.fullmatch(text.strip()) if full else compiled.search(text)) else 0.0 for text in texts]
+        return [float(fits(text) or (tag != "" and fits(tag + text))) for text, tag in zip(texts, tags, strict=True)]
 
     return named(reward, name, ())
 
@@ -103,6 +122,8 @@ def _against_column(name: str, column: str, compare: Callable[[str, Any], tuple[
             say(columns, name, found)
         return rewards
 
+    # the references are read before a run begins
+    reward.check_rows = lambda rows: reward([""] * len(rows), **{column: [row.get(column) for row in rows]})  # type: ignore[attr-defined]
     return named(reward, name, (column,))
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import ConfigError, RewardError
+from covey.rewards.extract import opened_tags
 from covey.rewards.verifier import RewardFunction, as_pairs, reward_name
 from covey.rollout.calls import (
     AsyncRunner,
@@ -253,6 +254,8 @@ class Scorer:
             for name, values in there.columns.items():
                 self._extras.setdefault(name, []).extend(values)
         parts = {name: found[name] for name in self.names}
+        if opened := sum(map(bool, opened_tags({"prompt_ends": [prompt.end for prompt in prompts]}))):
+            self._log_metric("prompts/opened_tag", opened / len(prompts))
         rewards = self._total(parts, len(episodes))
         self._warn_unscored(rewards, prompts, episodes)
         return rewards, parts
@@ -276,6 +279,7 @@ class Scorer:
         """Rewards of some of the functions, by name."""
         count, rows = len(asked.episodes), [prompt.uid for prompt in asked.prompts]
         shared: dict[str, Any] = {
+            "prompt_ends": [prompt.end for prompt in asked.prompts],
             **{name: [prompt.columns.get(name) for prompt in asked.prompts] for name in self._columns},
             "trainer_state": asked.trainer_state,
             "log_metric": self._log_metric,
@@ -386,7 +390,9 @@ class Scorer:
         self._extras.setdefault(column, []).extend(values)
 
 
-_PROVIDED = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
+_PROVIDED = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra", "prompt_ends"}
+)
 
 
 def _advice(error: BaseException) -> str:

@@ -8,6 +8,8 @@ not fit is an error unless `long_prompts` says otherwise: a truncated question m
 from __future__ import annotations
 
 import difflib
+import html
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +30,7 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 """One dataset row: column name -> value."""
 
+_READ_AGAIN = 1000  # rows, evenly spread, whose rendered conversation is searched for what the user says
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
 
 
@@ -111,16 +114,24 @@ def build_prompts(
         `uid` or `id` as text where every row has one and no two share it, otherwise the row's index.
 
     Raises:
-        DataError: a row has no prompt, or one that is malformed, empty or too long; or every row is dropped.
+        DataError: a row has no prompt, or one that is malformed, empty, too long or without the user's text; or every
+            row is dropped.
     """
     _check_column(rows, prompt_column)
     uids = _uids(rows)
     prompts = []
+    kwargs = dict(chat_template_kwargs or {})
+    no_system: list[int] = []
     for index, row in enumerate(rows):
         content = _content(row[prompt_column], index, system_prompt, tokenizer)
-        token_ids = _tokenize(content, index, tokenizer, dict(chat_template_kwargs or {}))
+        token_ids = _tokenize(content, index, tokenizer, kwargs)
         columns = {name: value for name, value in row.items() if name != prompt_column}
-        prompts.append(Prompt(token_ids, content, columns, uids[index]))
+        prompts.append(Prompt(token_ids, content, columns, uids[index], str(tokenizer.decode(token_ids[-16:]))))
+        if isinstance(content, list) and index % -(-len(rows) // _READ_AGAIN) == 0:
+            no_system += [index] * ("system" in _left_out(content, index, tokenizer, kwargs))
+    if no_system:
+        what = "the chat template leaves out the system message; write it into the user's message"
+        log.warning("row %d (and %d more): %s", no_system[0], len(no_system) - 1, what)
     if long_prompts == "error":
         _check_lengths(prompts, max_prompt_length, context_length, max_completion_length or 1)
         return prompts
@@ -305,6 +316,40 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
     if not len(token_ids):
         raise DataError(f"row {index}: the prompt has no tokens; write something in it, or remove the row")
     return token_ids
+
+
+def _left_out(content: list[Message], index: int, tokenizer: Any, kwargs: dict[str, Any]) -> set[str]:
+    """Roles of messages that the template does not render, white space, case and escapes aside.
+
+    Raises:
+        DataError: the user is one of them.
+    """
+    # with a mark after each text, since a short one may stand in any template
+    told = [
+        m | {"content": f"{m['content']} mark{n}"} if m["role"] in ("user", "system") else m
+        for n, m in enumerate(content)
+    ]
+    try:
+        rendered = tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **kwargs)
+    except Exception:  # without the marks it was rendered
+        return set()
+    there, missing = _squeezed(f"{rendered} {html.unescape(str(rendered))}"), set()
+    for message in (m for m in told if m not in content and isinstance(rendered, str)):
+        text = message["content"]
+        forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+        if not any(_squeezed(form) in there for form in forms):
+            missing.add(message["role"])
+    if "user" in missing:
+        raise DataError(
+            f"row {index}: the chat template {shown(tokenizer.chat_template)} leaves out what the user says: "
+            f"{shown(told)} becomes {shown(rendered)}; give the tokenizer the template that the model was trained "
+            "with, or correct data.chat_template_kwargs"
+        )
+    return missing
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split()).casefold()
 
 
 def _check_lengths(

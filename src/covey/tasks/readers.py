@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import re
 import zlib
@@ -78,8 +79,9 @@ def _parse(text: str, where: str) -> Any:
 
 def _read_csv(path: Path) -> Iterator[Any]:
     with _open(path) as file:
-        lines = file.read().decode("utf-8-sig").splitlines(keepends=True)
-    reader = csv.DictReader(lines, strict=True)
+        text = file.read().decode("utf-8-sig")
+    # Not splitlines(), which tears fields at U+2028, U+0085, form feeds and other characters that end no row.
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         header = reader.fieldnames or ()
         if twice := [name for name in header if header.count(name) > 1]:

@@ -151,7 +151,7 @@ def load_medical_vocabulary(source: Iterable[str] | str | Path | None = None) ->
     source = _OWN_TERMS if source is None else source
     if isinstance(source, str | Path):
         try:
-            source = Path(source).read_text(encoding="utf-8").splitlines()
+            source = Path(source).read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"vocabulary={str(source)!r}: {error}; give a text file with one word on each line"
@@ -325,7 +325,7 @@ def _question(entry: Any) -> Row:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"option {letter} has no text")
     answer = entry.get("answer_idx", entry.get("answer"))
-    if answer not in options:
+    if not isinstance(answer, str) or answer not in options:
         raise ValueError(f"the answer {answer!r:.60} is not one of the options {', '.join(sorted(options))}")
     kept = {name: entry[name] for name in ("explanation", "topic", "meta_info") if name in entry}
     if isinstance(kind := entry.get("topic", entry.get("meta_info")), str):

@@ -166,6 +166,8 @@ def load_data(
     for rows in (train, held_out):
         if rows:
             scorer.check_columns({name for row in rows for name in row if name != data.prompt_column})
+            for function in (spec.function for spec in scorer.specs):
+                getattr(function, "check_rows", lambda rows: None)(rows)  # Covey's own read their references
     system_prompt = data.system_prompt or (task.system_prompt if task else None)
     if task is None:
         by_reward = correctness(config, scorer.names, None)

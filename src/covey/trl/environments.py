@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from covey.errors import ConfigError, DataError, EpisodeError, raised_at
@@ -107,7 +107,7 @@ class Toolset:
         tools = {tool_name(tool): tool for tool in (*self._functions, *_methods(environment))}
         content = self._reset(environment, prompt)
         columns = {**prompt.columns, "environments": environment}
-        begun = Prompt(prompt.token_ids, content, columns, prompt.uid)
+        begun = replace(prompt, content=content, columns=columns)
         return Scene(begun, environment, tools, self._schemas[name])
 
     def _name(self, prompt: Prompt) -> Any:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from covey.algorithms import soft_overlong_punishment
-from covey.rewards.extract import completion_text
-from covey.rewards.maths import MathReward
+from covey.rewards.extract import completion_text, opened_texts
+from covey.rewards.maths import MathReward, expression_of, is_words
 
+log = logging.getLogger(__name__)
+
+_told: set[str] = set()
 _THOUGHT = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
+
+
+class _AsTRL(MathReward):
+    _as_trl = True
 
 
 @cache
 def _equal() -> MathReward:
-    return MathReward("solution")
+    return _AsTRL("solution")
 
 
-def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **columns: Any) -> list[float | None]:
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[Any], **columns: Any) -> list[float | None]:
     r"""1.0 where the final answer equals the row's `solution` symbolically, else 0.0, by math-verify.
 
     Args:
-        completions: N completions.
-        solution: N references: expressions, or texts with `\boxed{}`; one without an answer in it is not scored.
+        completions: N completions; an answer is in `\boxed{}`, or LaTeX after words such as "the answer is".
+        solution: N references: text as `covey.rewards.MathReward` reads it. As in TRL, one that is no text (a number
+            too), is words only or holds no answer is not scored (None); of the first kind a warning tells.
         columns: not used.
 
     Raises:
@@ -34,9 +43,15 @@ def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **colum
     return _equal()(list(completions), solution=known)
 
 
-@cache
-def _has_answer(reference: str) -> bool:
-    return bool(re.search(r"\w", reference)) and (len(reference.split()) <= 12 or bool(re.search(r"\$|\\", reference)))
+def _has_answer(reference: Any) -> bool:
+    kind = type(reference).__name__
+    if reference is not None and not isinstance(reference, str) and kind not in _told:
+        _told.add(kind)
+        log.warning("solution=%.80r: TRL scores no %s, so the row is not scored; give text: str(x)", reference, kind)
+    try:
+        return isinstance(reference, str) and not is_words(expression_of(reference))
+    except ValueError:
+        return False
 
 
 def reasoning_accuracy_reward(
@@ -56,12 +71,16 @@ def reasoning_accuracy_reward(
         ended.append(end is not None)
         answers.append("" if end is None else text.split(end)[-1])
     scores = accuracy_reward(answers, solution)
-    return [score if done or score is None else 0.0 for score, done in zip(scores, ended, strict=True)]
+    return [score if done else 0.0 for score, done in zip(scores, ended, strict=True)]
 
 
 def think_format_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1.0 where a completion begins with one `<think>...</think>`, else 0.0."""
-    return [1.0 if _THOUGHT.fullmatch(completion_text(completion)) else 0.0 for completion in completions]
+    """1.0 where a completion begins with one `<think>...</think>`, else 0.0.
+
+    Where the prompt ends in `<think>` (the trainer tells of chat templates in `prompt_ends`), the completion only
+    closes it, and a second `<think>` is wrong.
+    """
+    return [1.0 if _THOUGHT.fullmatch(text) else 0.0 for text in opened_texts(completions, columns, "<think>")]
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:

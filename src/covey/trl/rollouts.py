@@ -78,7 +78,7 @@ class RolloutCollector:
         sampled = time.perf_counter()
         extra = {name: fields[name] for name in fields if name not in (*_REQUIRED, "env_mask")}
         asked = [
-            Prompt(p.token_ids, p.content, {**p.columns, **{name: values[i] for name, values in extra.items()}}, p.uid)
+            replace(p, columns={**p.columns, **{name: values[i] for name, values in extra.items()}})
             for i, p in enumerate(owners)
         ]
         rewards, parts = self._scorer.score(asked, episodes)

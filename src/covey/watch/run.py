@@ -65,7 +65,7 @@ class WatchedRun:
         except RunFolderError:  # deleted by now: the other runs are still shown
             text, versions = "", {}
         try:  # without long lines: a thousand dots in a key take seconds
-            settings: Record = tomllib.loads("\n".join(line for line in text.splitlines() if len(line) <= _LONG_LINE))
+            settings: Record = tomllib.loads("\n".join(line for line in text.split("\n") if len(line) <= _LONG_LINE))
         except (ValueError, RecursionError):
             settings = {}
         metrics = self.folder.metrics_path
