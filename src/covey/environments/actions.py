@@ -19,6 +19,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from covey.rewards.extract import read_json
+
 ActionFormat = Literal["tags", "text", "tool", "choice"]
 
 _LONGEST = 1000
@@ -88,18 +90,18 @@ def _tool_call(text: str) -> str | None:
     if len(written) > _LONGEST_CALL:
         return None
     try:
-        call = json.loads(written)
+        call = read_json(written)
         if isinstance(call, list):  # some models list their calls; one is done at a time
             call = call[-1] if call else {}
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote them
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
         if not isinstance(arguments, dict):
             return None
         if "action" in arguments:
             return str(arguments["action"])
         return " ".join([str(call["name"]), *map(str, arguments.values())])
-    except (ValueError, AttributeError, KeyError, RecursionError):
+    except (ValueError, AttributeError, KeyError):
         return None
 
 

@@ -8,8 +8,10 @@ not fit is an error unless `long_prompts` says otherwise: a truncated question m
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +27,19 @@ from covey.types import IntArray, Message, Prompt
 
 log = logging.getLogger(__name__)
 
+_OPENED = {"add_generation_prompt": True}
+
 Row = dict[str, Any]
 """One dataset row: column name -> value."""
 
+_SENSES = {"image": "pictures", "pixel_value": "pictures", "video": "video", "audio": "sound"}
+"""Columns for models of more than text, or their plurals, and what they hold."""
+_FILE = re.compile(
+    r"(?:data:|\w+://|iVBORw0K|/9j/|UklGR|R0lGOD)\S*|"
+    r"[^\n]{1,1000}\.(?:png|jpe?g|webp|gif|bmp|tiff?|mp4|webm|mov|mkv|avi|wav|mp3|flac|ogg)",
+    re.IGNORECASE,
+)
+"""A text that stands for a picture, a film or a sound: an address, the beginning of such a file in base64, a path."""
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
 
 
@@ -69,6 +81,7 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
                 f"{name}: row {index} is {shown(entry)}, not an object with named columns; "
                 'every row must look like {"prompt": ..., ...}'
             )
+        _refuse_senses(entry, f"row {index}", "column")
         rows.append(dict(entry))
     if not rows:
         raise DataError(f"{name}: no rows; {what} needs at least one prompt, so give a dataset that has some")
@@ -89,8 +102,8 @@ def build_prompts(
 ) -> list[Prompt]:
     """Render and tokenise the prompt of every row.
 
-    A conversation goes through the tokenizer's chat template with the generation prompt added. A plain string
-    is tokenised as it is, without the template. With `system_prompt`, a conversation that does not start with
+    A conversation goes through the tokenizer's chat template with the generation prompt added; one that ends with a
+    message of the assistant is continued there. A plain string is tokenised as it is, without the template. With `system_prompt`, a conversation that does not start with
     a system message gets one, and a plain string becomes a conversation (system, user) where the tokenizer
     has a template; reward functions then see that conversation.
 
@@ -117,7 +130,13 @@ def build_prompts(
     uids = _uids(rows)
     prompts = []
     for index, row in enumerate(rows):
+        _refuse_senses(row, f"row {index}", "column")
         content = _content(row[prompt_column], index, system_prompt, tokenizer)
+        if prompt_ending(content) != _OPENED and (prompt_column != "prompt" or not _can_go_on(content[-1])):
+            raise DataError(
+                f"row {index}: the column {prompt_column!r} ends with a message of the assistant: an answer leaves nothing "
+                "to ask, and a call wants its result; leave it out (only a text in the column 'prompt' is continued)"
+            )
         token_ids = _tokenize(content, index, tokenizer, dict(chat_template_kwargs or {}))
         columns = {name: value for name, value in row.items() if name != prompt_column}
         prompts.append(Prompt(token_ids, content, columns, uids[index]))
@@ -260,19 +279,57 @@ def _content(value: Any, index: int, system_prompt: str | None, tokenizer: Any) 
 
 
 def _message(entry: Any, index: int, number: int) -> Message:
+    calls, where = isinstance(entry, Mapping) and entry.get("tool_calls"), f"row {index}: message {number} of the prompt"
+    if isinstance(calls, list | tuple | np.ndarray) and len(calls):
+        content = "" if entry.get("content") is None else entry["content"]
+        entry = {**entry, "content": content, "tool_calls": [_call(call, where) for call in calls]}
     if not isinstance(entry, Mapping) or not {"role", "content"} <= entry.keys():
         raise DataError(
-            f"row {index}: message {number} of the prompt is {shown(entry)}; it must be "
-            '{"role": "user", "content": "..."}'
+            f'{where} is {shown(entry)}; it must be {{"role": "user", "content": "..."}}'
         )
+    _refuse_senses(entry, where, "key")
     entry = {**entry, "content": _text_of(entry["content"])}
     for name in ("role", "content"):
         if not isinstance(entry[name], str):
             raise DataError(
-                f"row {index}: message {number} of the prompt has {name}={shown(entry[name])}; it must be "
-                "text (images and other parts are not supported)"
+                f"{where} has {name}={shown(entry[name])}; it must be text (images and other parts are not supported)"
             )
-    return dict(entry)
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def _call(call: Any, where: str) -> Any:
+    """A call as chat templates write it: they take arguments as an object, and OpenAI gives the JSON of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise DataError(f"{where}: a tool call has arguments={shown(function['arguments'])}; it must be a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refuse_senses(row: Mapping[Any, Any], where: str, kind: str) -> None:
+    for name, value in row.items():
+        what = _SENSES.get(str(name).rstrip("s"))
+        if what is not None and _is_file(value):
+            raise DataError(
+                f"{where} has {what} ({kind} {name!r}), and a model reads text alone here: they would be ignored; remove "
+                f"the {kind}, or rename it where only a reward function reads it"
+            )
+
+
+def _is_file(value: Any) -> bool:
+    """Whether a value is a picture, a film, a sound or a list with one; None, numbers and plain words are not."""
+    if isinstance(value, str):
+        return _FILE.fullmatch(value.strip()) is not None
+    if isinstance(value, list | tuple):  # numbers with a point, or lists of numbers, are samples and pixels
+        return any(_is_file(each) or (bool(each) and isinstance(each, list | tuple | float)) for each in value)
+    if isinstance(value, Mapping):
+        return any(value.get(name) is not None for name in ("bytes", "path", "url", "array"))
+    return value is not None and not isinstance(value, bool | int | float)
 
 
 def _text_of(content: Any) -> Any:
@@ -281,6 +338,17 @@ def _text_of(content: Any) -> Any:
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     whole = bool(texts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
     return "".join(map(str, texts)) if whole else content
+
+
+def prompt_ending(content: str | Sequence[Message]) -> dict[str, bool]:
+    """How `apply_chat_template` is to end a prompt: the assistant's turn begins, or its last message goes on."""
+    if isinstance(content, str) or content[-1]["role"] != "assistant":
+        return _OPENED
+    return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+def _can_go_on(message: Message) -> bool:
+    return bool(message["content"].strip()) and not message.get("tool_calls")
 
 
 def _has_template(tokenizer: Any) -> bool:
@@ -292,7 +360,7 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
         if isinstance(content, str):
             encoded = tokenizer(content)
         else:
-            encoded = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=True, **kwargs)
+            encoded = tokenizer.apply_chat_template(content, tokenize=True, **prompt_ending(content), **kwargs)
     except Exception as error:  # a template may raise whatever it likes, and text may hold lone surrogates
         raise DataError(
             f"row {index}: the prompt {shown(content)} cannot be tokenised ({type(error).__name__}: "
