@@ -10,7 +10,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import httpx
@@ -22,14 +22,12 @@ from covey.cli import _last_message
 from covey.cli_completions import shown_text
 from covey.environments.actions import parse_action
 from covey.environments.house import House
-from covey.errors import CoveyError
 from covey.observe.completions import messages
-from covey.observe.html import page, table, tag
 from covey.observe.console import visible
+from covey.observe.html import page, table, tag
 from covey.rewards import exact_match, extract, format_reward, json_reward, numeric_match, prompt_text, tags_reward
-from covey.rewards.code import CodeReward
 from covey.rewards.extract import MAX_JSON, completion_text, read_json
-from covey.rewards.formats import fits_schema, json_text
+from covey.rewards.formats import json_text
 from covey.rewards.jail.programs import extract_code, same_output
 from covey.rewards.judge import JudgeReward
 from covey.rewards.maths import MathReward
@@ -113,7 +111,10 @@ HERMES = {
             "close": "</tool_call>",
             "repeats": True,
             "content": "json",
-            "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.arguments}"}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+            },
         },
     },
 }
@@ -128,7 +129,7 @@ TEMPLATE = (
 class Characters:
     """A tokenizer with a token for each character, and with transformers' own chat templates and response parsing."""
 
-    special_tokens_map: dict[str, str] = {}
+    special_tokens_map: Mapping[str, str] = MappingProxyType({})
     chat_template = TEMPLATE
     response_template: Any = None
 
@@ -145,7 +146,9 @@ class Characters:
     def get_chat_template(self) -> str:
         return TEMPLATE
 
-    def apply_chat_template(self, messages: Any, tools: Any = None, add_generation_prompt: bool = False, **_: Any) -> str:
+    def apply_chat_template(
+        self, messages: Any, tools: Any = None, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
         from jinja2 import Environment
 
         values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
@@ -158,7 +161,8 @@ class Characters:
 def appointments() -> ModuleType:
     path = Path(__file__).parents[1] / "recipes/appointments/appointments.py"
     spec = importlib.util.spec_from_file_location("appointments", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -170,7 +174,7 @@ def a_turn(chat: ToolChat, runner: AsyncRunner) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         message, calls = chat.read(list(map(ord, text)), [], SCHEMAS, ended=True)
         assert isinstance(message["content"], str)
-        results = Calls(runner).run([Order(0, each, {"add": add}) for each in calls])
+        results = Calls(runner).run([Order(0, each, {"add": add}) for each in calls[:1_000]])
         told = [{"role": "tool", "name": "add", "content": each.text} for each in results]
         assert not told or len(chat.results(told, ended=True))
         return json.dumps(message.get("tool_calls"))
@@ -197,7 +201,8 @@ def scored(reward: Callable[..., Any], **columns: Any) -> Callable[[str], Any]:
         given = {name: [value, value] for name, value in columns.items()}
         completions: list[Any] = [text, [{"role": "assistant", "content": text}]]
         plain, spoken = reward(completions=completions, prompts=["1+1", "1+1"], **given)
-        assert plain == spoken and (plain is None or 0 <= plain <= 1)
+        assert plain == spoken
+        assert plain is None or 0 <= plain <= 1
         return plain
 
     return score
@@ -206,7 +211,6 @@ def scored(reward: Callable[..., Any], **columns: Any) -> Callable[[str], Any]:
 @pytest.fixture(scope="module")
 def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
     runner, options = AsyncRunner(), {"A": "one", "B": "two"}
-    schema = {"type": "object", "required": ["name"]}
     judge = JudgeReward("http://judge", "m", retries=0)
     reply = {"content": ""}
 
@@ -228,7 +232,9 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
         "a turn with tools": a_turn(ToolChat(Characters(), [ord("|")], {}), runner),
         "a turn that transformers reads": a_turn(ToolChat(Characters(HERMES), [ord("|")], {}), runner),
         **{
-            f"an action as {form}, {actions}": lambda text, form=form, actions=actions: parse_action(text, form, actions)
+            f"an action as {form}, {actions}": lambda text, form=form, actions=actions: parse_action(
+                text, form, actions
+            )
             for form in ("tags", "text", "tool", "choice")
             for actions in (None, ["go", "go north"])
         },
@@ -255,13 +261,16 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
         "arithmetic": lambda text: [read_answer(text, kind) for kind in ("sum", *CHOICES)],
         "arithmetic's grader": lambda text: [
             judged(text, {"answer": "4", "kind": "larger"})
-            for judged in (Arithmetic(num_train=1, num_eval=1).is_correct, Arithmetic(num_train=1, num_eval=1).has_answer)
+            for judged in (
+                Arithmetic(num_train=1, num_eval=1).is_correct,
+                Arithmetic(num_train=1, num_eval=1).has_answer,
+            )
         ],
         "GSM8K": lambda text: (GSM8K().is_correct(text, {"answer": "4"}), is_correct_answer(text, "4")),
         "GSM8K's reference": reference_answer,
         "a program": extract_code,
         "what was printed": lambda text: same_output(text, text[:-1] + "0", 0.1),
-        "appointments": lambda text, read=appointments().read: read(text),
+        "appointments": appointments().read,
         "masks": lambda text: (has_choice_letter(text), is_repetitive(text), create_sampling_mask([text])),
         "a prompt on the page": messages,
         "a conversation on the page": lambda text: messages(json.dumps([{"role": "user", "content": text}])),
@@ -276,6 +285,16 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
     runner.close()
 
 
+def test_readers_in_processes_of_their_own() -> None:
+    texts = [text for text in TEXTS.values() if len(text) < 4_000]
+    fits, equal = json_reward({"type": "object", "required": ["name"]}), MathReward(time_limit=1.0)
+    try:
+        for reward, more in ((fits, {}), (equal, {"answer": ["4"] * len(texts)})):
+            assert set(reward(completions=texts, prompts=texts, **more)) == {0.0, 1.0}
+    finally:
+        equal.close()
+
+
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_reader_answers_every_text(name: str, readers: Mapping[str, Callable[[str], Any]]) -> None:
     for reader, read in readers.items():
@@ -283,3 +302,38 @@ def test_every_reader_answers_every_text(name: str, readers: Mapping[str, Callab
             read(TEXTS[name])
         except Exception as error:
             raise AssertionError(f"{reader}: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_arguments_are_an_object_or_malformed(value: str) -> None:
+    (call,) = calls_in(f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>', (), ended=True, bare=False)[1]
+    if value in ("null", '{"a": 1, "a": 2}'):
+        assert call == Call("add", {} if value == "null" else {"a": 2})
+    else:
+        assert call.problem
+        assert call.name in ("add", UNREADABLE)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 300 + "]" * 300, "9" * 5_000, "NaN", '"\\ud800"', '"\ud800"', " " * MAX_JSON + "1"]
+)
+def test_json_beyond_the_bounds_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"[a-z]"):
+        read_json(text)
+    assert read_json('{"a": [1, 2.5, "\\ud83d\\ude00"]}') == {"a": [1, 2.5, "\U0001f600"]}
+
+
+def test_a_character_that_never_ends_is_not_waited_for() -> None:
+    """Each token is decoded with the few before it, not with all: 1,000 tokens are decoded 20,000 times at most."""
+    decoded = 0
+
+    class Bytes:
+        def decode(self, ids: Sequence[int], **options: Any) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return "".join("\ufffd" if token < 0 else chr(token) for token in ids)
+
+    matcher = StopMatcher(Bytes(), ["stop"])
+    assert not any(matcher.push(-1) for _ in range(1_000))
+    assert decoded <= 20_000
+    assert [matcher.push(ord(letter)) for letter in "a stop"] == [False] * 5 + [True]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeTokenizer
 from PIL import Image
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import Idefics3Processor
@@ -25,6 +24,7 @@ from covey.serving.neutral import RequestError
 from covey.tasks import build_prompts, load_rows
 from covey.trl import GRPOConfig, GRPOTrainer
 from covey.trl.reward_models import with_models
+from fakes import FakeTokenizer
 
 PICTURE = Image.new("RGB", (2, 2))
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "What is in the picture?"}]
@@ -88,7 +88,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_with_pictures(kind: str, column: str) -> None:
     rows = [{"prompt": ASKED}, {"prompt": ASKED, column: PICTURES[kind]}]
     for read in (load_rows, lambda rows: build_prompts(rows, FakeTokenizer())):
-        with pytest.raises(DataError, match=f"row 1 has pictures \\(column '{column}'\\).*would be ignored; remove the co"):
+        with pytest.raises(
+            DataError, match=f"row 1 has pictures \\(column '{column}'\\).*would be ignored; remove the co"
+        ):
             read(rows)
 
 

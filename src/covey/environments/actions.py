@@ -25,7 +25,6 @@ ActionFormat = Literal["tags", "text", "tool", "choice"]
 
 _LONGEST = 1000
 """An action of more characters is none: worlds need not cope with a whole essay."""
-_LONGEST_CALL = 20_000
 
 
 def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
@@ -87,8 +86,6 @@ def _tool_call(text: str) -> str | None:
     """`arguments.action`, or the call's name followed by its arguments: `go(direction="north")` is `go north`."""
     tagged = _between_tags(text, "tool_call")
     written = text if tagged is None else tagged
-    if len(written) > _LONGEST_CALL:
-        return None
     try:
         call = read_json(written)
         if isinstance(call, list):  # some models list their calls; one is done at a time

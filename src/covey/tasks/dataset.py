@@ -10,8 +10,8 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import mimetypes
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,19 +27,13 @@ from covey.types import IntArray, Message, Prompt
 
 log = logging.getLogger(__name__)
 
-_OPENED = {"add_generation_prompt": True}
-
 Row = dict[str, Any]
 """One dataset row: column name -> value."""
 
 _SENSES = {"image": "pictures", "pixel_value": "pictures", "video": "video", "audio": "sound"}
 """Columns for models of more than text, or their plurals, and what they hold."""
-_FILE = re.compile(
-    r"(?:data:|\w+://|iVBORw0K|/9j/|UklGR|R0lGOD)\S*|"
-    r"[^\n]{1,1000}\.(?:png|jpe?g|webp|gif|bmp|tiff?|mp4|webm|mov|mkv|avi|wav|mp3|flac|ogg)",
-    re.IGNORECASE,
-)
-"""A text that stands for a picture, a film or a sound: an address, the beginning of such a file in base64, a path."""
+_BEGIN = ("data:image/", "data:video/", "data:audio/", "iVBORw0K", "/9j/", "UklGR", "R0lGOD")
+"""Of such a thing in a text: an URL that holds it, PNG, JPEG, WebP, WAV and GIF files in base64."""
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
 
 
@@ -103,9 +97,9 @@ def build_prompts(
     """Render and tokenise the prompt of every row.
 
     A conversation goes through the tokenizer's chat template with the generation prompt added; one that ends with a
-    message of the assistant is continued there. A plain string is tokenised as it is, without the template. With `system_prompt`, a conversation that does not start with
-    a system message gets one, and a plain string becomes a conversation (system, user) where the tokenizer
-    has a template; reward functions then see that conversation.
+    message of the assistant goes on there. A plain string is tokenised as it is, without the template. With
+    `system_prompt`, a conversation that does not start with a system message gets one, and a plain string becomes a
+    conversation (system, user) where the tokenizer has a template; reward functions then see that conversation.
 
     Args:
         rows: from `load_rows`.
@@ -132,10 +126,12 @@ def build_prompts(
     for index, row in enumerate(rows):
         _refuse_senses(row, f"row {index}", "column")
         content = _content(row[prompt_column], index, system_prompt, tokenizer)
-        if prompt_ending(content) != _OPENED and (prompt_column != "prompt" or not _can_go_on(content[-1])):
+        last: Message = {} if isinstance(content, str) else content[-1]
+        begun = prompt_column == "prompt" and not last.get("tool_calls") and last.get("content", "").strip()
+        if last.get("role") == "assistant" and not begun:
             raise DataError(
-                f"row {index}: the column {prompt_column!r} ends with a message of the assistant: an answer leaves nothing "
-                "to ask, and a call wants its result; leave it out (only a text in the column 'prompt' is continued)"
+                f"row {index}: the column {prompt_column!r} ends with a message of the assistant: an answer leaves "
+                "nothing to ask, a call wants its result; leave it out (what begins an answer is continued in 'prompt')"
             )
         token_ids = _tokenize(content, index, tokenizer, dict(chat_template_kwargs or {}))
         columns = {name: value for name, value in row.items() if name != prompt_column}
@@ -279,14 +275,13 @@ def _content(value: Any, index: int, system_prompt: str | None, tokenizer: Any) 
 
 
 def _message(entry: Any, index: int, number: int) -> Message:
-    calls, where = isinstance(entry, Mapping) and entry.get("tool_calls"), f"row {index}: message {number} of the prompt"
+    where = f"row {index}: message {number} of the prompt"
+    calls = entry.get("tool_calls") if isinstance(entry, Mapping) else None
     if isinstance(calls, list | tuple | np.ndarray) and len(calls):
         content = "" if entry.get("content") is None else entry["content"]
         entry = {**entry, "content": content, "tool_calls": [_call(call, where) for call in calls]}
     if not isinstance(entry, Mapping) or not {"role", "content"} <= entry.keys():
-        raise DataError(
-            f'{where} is {shown(entry)}; it must be {{"role": "user", "content": "..."}}'
-        )
+        raise DataError(f'{where} is {shown(entry)}; it must be {{"role": "user", "content": "..."}}')
     _refuse_senses(entry, where, "key")
     entry = {**entry, "content": _text_of(entry["content"])}
     for name in ("role", "content"):
@@ -316,7 +311,7 @@ def _refuse_senses(row: Mapping[Any, Any], where: str, kind: str) -> None:
         what = _SENSES.get(str(name).rstrip("s"))
         if what is not None and _is_file(value):
             raise DataError(
-                f"{where} has {what} ({kind} {name!r}), and a model reads text alone here: they would be ignored; remove "
+                f"{where} has {what} ({kind} {name!r}), and models read text alone here: they would be ignored; remove "
                 f"the {kind}, or rename it where only a reward function reads it"
             )
 
@@ -324,7 +319,9 @@ def _refuse_senses(row: Mapping[Any, Any], where: str, kind: str) -> None:
 def _is_file(value: Any) -> bool:
     """Whether a value is a picture, a film, a sound or a list with one; None, numbers and plain words are not."""
     if isinstance(value, str):
-        return _FILE.fullmatch(value.strip()) is not None
+        kind = mimetypes.guess_type("a" + os.path.splitext(value)[1], strict=False)[0] or ""
+        named = kind.startswith(("image/", "video/", "audio/")) or "://" in value.partition(" ")[0]
+        return named or value.startswith(_BEGIN)
     if isinstance(value, list | tuple):  # numbers with a point, or lists of numbers, are samples and pixels
         return any(_is_file(each) or (bool(each) and isinstance(each, list | tuple | float)) for each in value)
     if isinstance(value, Mapping):
@@ -342,13 +339,8 @@ def _text_of(content: Any) -> Any:
 
 def prompt_ending(content: str | Sequence[Message]) -> dict[str, bool]:
     """How `apply_chat_template` is to end a prompt: the assistant's turn begins, or its last message goes on."""
-    if isinstance(content, str) or content[-1]["role"] != "assistant":
-        return _OPENED
-    return {"add_generation_prompt": False, "continue_final_message": True}
-
-
-def _can_go_on(message: Message) -> bool:
-    return bool(message["content"].strip()) and not message.get("tool_calls")
+    goes_on = not isinstance(content, str) and content[-1]["role"] == "assistant"
+    return {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
 
 
 def _has_template(tokenizer: Any) -> bool:

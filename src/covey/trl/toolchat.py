@@ -21,6 +21,7 @@ import numpy as np
 from covey.errors import ConfigError
 from covey.rewards.extract import MAX_JSON, read_json
 from covey.tasks.dataset import prompt_ending
+from covey.trl.environments import EMPTY
 from covey.trl.toolcalls import OPEN, UNREADABLE, calls_in, read_call
 from covey.trl.tools import Call
 from covey.types import IntArray, Message
@@ -48,9 +49,8 @@ class ToolChat:
         result: Message = {"role": "tool", "name": "f", "content": "1"}
         for count in (1, 2):
             self.results([result] * count, ended=True)
-        tool = {"name": "covey_tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
-        asked = self._render([{"role": "user", "content": "."}], tools=[{"type": "function", "function": tool}])
-        if tool["name"] not in asked:
+        tool: Any = {"name": "covey_tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
+        if tool["name"] not in self._render([EMPTY], tools=[{"type": "function", "function": tool}]):
             raise ConfigError(
                 "tools: this chat template does not show the model its tools (it leaves out the argument `tools`); use "
                 "a model made for tools, or set another chat_template"
@@ -151,16 +151,12 @@ class ToolChat:
     # ------------------------------------------------------------------ inside
 
     def _answered(self, results: Sequence[Message]) -> str:
-        calls = [{"type": "function", "function": {"name": each["name"], "arguments": {}}} for each in results]
-
-        def after(calls: list[Any]) -> str:
-            turn: Message = {"role": "assistant", "content": "", "tool_calls": calls}
-            return self._render([{"role": "user", "content": "."}, turn, *results])
-
-        try:
-            return after(calls)
-        except ConfigError:  # some templates write one call in a turn, and yet the results of several
-            return after(calls[:1])
+        call = {"type": "function", "function": {"name": results[0]["name"], "arguments": {}}}
+        asked: list[Message] = [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        return self._render([*asked, *results])
 
     def _render(self, messages: list[Message], tools: Any = None) -> str:
         try:
