@@ -324,7 +324,7 @@ def test_json_beyond_the_bounds_is_none(text: str) -> None:
 
 
 def test_a_character_that_never_ends_is_not_waited_for() -> None:
-    """Each token is decoded with the few before it, not with all: 1,000 tokens are decoded 20,000 times at most."""
+    """A token is decoded with the few before it: 1,000 are 30,000 at most, where all before it would be 500,000."""
     decoded = 0
 
     class Bytes:
@@ -335,5 +335,5 @@ def test_a_character_that_never_ends_is_not_waited_for() -> None:
 
     matcher = StopMatcher(Bytes(), ["stop"])
     assert not any(matcher.push(-1) for _ in range(1_000))
-    assert decoded <= 20_000
+    assert decoded <= 30_000
     assert [matcher.push(ord(letter)) for letter in "a stop"] == [False] * 5 + [True]
