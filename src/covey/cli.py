@@ -464,7 +464,7 @@ def _last_message(prompt: str) -> str:
     """What the user asked: prompts in a run folder are text, or a conversation as JSON."""
     try:
         return str(json.loads(prompt)[-1]["content"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return prompt
 
 

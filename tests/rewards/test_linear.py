@@ -15,6 +15,7 @@ from covey.rewards.formats import has_tags, json_reward
 from covey.rewards.jail.programs import extract_code, same_output
 from covey.tasks.arithmetic import read_answer
 from covey.tasks.usmle import extract_answer, extract_answer_literal
+from covey.trl.toolcalls import calls_in
 
 ACTIONS = ["go", "go to the red door"]
 UNIQUE = json_reward({"type": "array", "uniqueItems": True})
@@ -36,6 +37,8 @@ READERS: dict[str, Callable[[str], Any]] = {
     "an action in tags": lambda text: parse_action(text, "tags", ACTIONS),
     "an action as a line": lambda text: parse_action(text, "text", ACTIONS),
     "an action as a call": lambda text: parse_action(text, "tool", ACTIONS),
+    "calls of tools": lambda text: calls_in(text, (), ended=True, bare=True),
+    "calls of tools in tags": lambda text: calls_in(f"<tool_call><function=f>{text}", (), ended=True, bare=True),
     "an action as it is": lambda text: parse_action(text, "choice", ACTIONS),
 }
 UNITS = [
@@ -99,6 +102,12 @@ UNITS = [
     "</action>",
     "<tool_call>",
     "</tool_call>",
+    '<tool_call>{"name": "f"}</tool_call>',
+    "<function=f>",
+    "<parameter=",
+    "<parameter=a>",
+    "</parameter>",
+    "xA.",
     "```\n",
     "```python\n",
     "``` ",

@@ -252,6 +252,17 @@ class TestTools:
         text = trainer.processing_class.decode(episode.token_ids[~episode.sampled])
         assert text.endswith("\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n")
 
+    def test_a_name_that_is_no_tool_is_not_written_into_the_template(
+        self, folder: Path, dictate: Callable[[Script], None]
+    ) -> None:
+        """U+2402 marks the places of results in a template; in a name it would move them."""
+        dictate(said(call("\u24020\u2402"), "ok"))
+        trainer = trainer_of(folder, tools=[add])
+        episode = trainer.run.rollout().groups[0].episodes[0]
+        told = trainer.processing_class.decode(episode.token_ids[~episode.sampled])
+        assert told.count("There is no tool") == 1
+        assert told.count("<|im_start|>assistant") == 2  # the prompt's, and that of the second turn
+
     def test_limits(self, folder: Path, dictate: Callable[[Script], None]) -> None:
         """`max_tool_calling_iterations` counts rounds, `max_completion_length` every token after the prompt."""
         dictate(lambda sample, turn: call("add", a=sample, b=turn))

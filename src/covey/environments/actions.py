@@ -19,11 +19,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from covey.rewards.extract import read_json
+
 ActionFormat = Literal["tags", "text", "tool", "choice"]
 
 _LONGEST = 1000
 """An action of more characters is none: worlds need not cope with a whole essay."""
-_LONGEST_CALL = 20_000
 
 
 def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str] | None = None) -> str | None:
@@ -85,21 +86,19 @@ def _tool_call(text: str) -> str | None:
     """`arguments.action`, or the call's name followed by its arguments: `go(direction="north")` is `go north`."""
     tagged = _between_tags(text, "tool_call")
     written = text if tagged is None else tagged
-    if len(written) > _LONGEST_CALL:
-        return None
     try:
-        call = json.loads(written)
+        call = read_json(written)
         if isinstance(call, list):  # some models list their calls; one is done at a time
             call = call[-1] if call else {}
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # some models quote them
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
         if not isinstance(arguments, dict):
             return None
         if "action" in arguments:
             return str(arguments["action"])
         return " ".join([str(call["name"]), *map(str, arguments.values())])
-    except (ValueError, AttributeError, KeyError, RecursionError):
+    except (ValueError, AttributeError, KeyError):
         return None
 
 

@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 from covey.errors import ModelError
 from covey.pytorch.loading import gguf_read_once, locate, quiet
 from covey.pytorch.lora import attach_lora
+from covey.pytorch.senses import refuse_senses
 
 
 def empty_model(
@@ -45,6 +46,7 @@ def empty_model(
     try:
         with quiet():
             config = _config(folder, gguf_file, trust_remote_code)
+            refuse_senses(config.to_dict(), source)
             return with_adapter(build_empty(config, dtype), use_peft=use_peft, adapter=adapter, **lora)
     except ModelError:
         raise

@@ -17,7 +17,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -40,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 from covey.errors import ModelError
 from covey.pytorch.dequantise import quantised_layers
 from covey.pytorch.quantised import adopt, quantise, require_package
+from covey.pytorch.senses import refuse_senses, require_tokenizer
 
 PACKAGE_PREFIX = "pkg:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -213,7 +215,9 @@ def locate(source: str) -> tuple[str, str | None]:
         return str(path.parent), path.name
     if path.is_dir():
         if (path / "config.json").is_file():
-            _refuse_quantised(_config_of(path, source).get("quantization_config"), source)
+            config = _config_of(path, source)
+            refuse_senses(config, source)
+            _refuse_quantised(config.get("quantization_config"), source)
             return str(path), None
         if (path / "adapter_config.json").is_file():
             raise ModelError(
@@ -278,6 +282,8 @@ def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad checkpoint
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            refuse_senses(AutoConfig.from_pretrained(folder).to_dict(), source)
         raise ModelError(_load_problem(folder, source, error)) from error
     model, found = loaded
     missing = sorted(found["missing_keys"])
@@ -314,6 +320,7 @@ def _load_tokenizer(
     tokenizer: PreTrainedTokenizerBase | str | Path, source: str, **options: Any
 ) -> PreTrainedTokenizerBase:
     if not isinstance(tokenizer, str | Path):
+        require_tokenizer(tokenizer, "processing_class")
         if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
             raise ModelError(
                 f"processing_class={tokenizer!r:.200}: a {type(tokenizer).__name__} is no tokenizer; pass one of "

@@ -19,6 +19,7 @@ from numbers import Integral, Rational
 from typing import Any, Literal
 
 import numpy as np
+from pydantic_core import from_json
 
 from covey.types import Message
 
@@ -26,6 +27,7 @@ Marker = Literal["####", "boxed", "answer", "="]
 """Where a final answer may stand: after `####`, in `\\boxed{}`, after `answer is` or `answer:`, after `=`."""
 
 MAX_NUMBER_LENGTH = 64
+MAX_JSON = 200_000
 MAX_TAIL = 10_000
 _MAX_DIGITS = 400  # of a reference; the largest float has 309
 _OPENED = re.compile(r"(<[A-Za-z][\w-]*>)\s*\Z")
@@ -49,6 +51,18 @@ _WHOLE = re.compile(r"[-−+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+
 _SCIENTIFIC = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]{1,4}")
 _BRACES = re.compile(r"(\\(?:boxed|fbox)(?![A-Za-z])\s*\{?)|\\.|[{}]", re.DOTALL)  # an escaped brace is a character
 _RATIO = re.compile(r"([-−+]?[0-9]+)\s*/\s*([0-9]+)|([-−+]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text, in bounded time and depth.
+
+    Raises:
+        ValueError: it is no JSON (NaN, Infinity and half of a surrogate pair are none), has more than `MAX_JSON`
+            characters or some hundred levels, or a number of thousands of digits.
+    """
+    if len(text) > MAX_JSON:
+        raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")
+    return from_json(text.encode(), allow_inf_nan=False)
 
 
 def completion_text(completion: str | list[Message]) -> str:

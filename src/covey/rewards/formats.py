@@ -9,13 +9,12 @@ from functools import lru_cache
 from typing import Any
 
 from covey.errors import ConfigError, RewardError
-from covey.rewards.extract import completion_text, opened_texts
+from covey.rewards.extract import MAX_JSON, completion_text, opened_texts, read_json
 from covey.rewards.parallel import WorkerPool
 from covey.rewards.text import TextReward, named
 from covey.types import Message
 
 _JSON_BLOCK = re.compile(r"```(?:json)?[ \t]*\n(.*?)\n?```", re.DOTALL)
-_MAX_JSON = 200_000
 
 
 def tags_reward(*tags: str, name: str = "tags") -> TextReward:
@@ -84,19 +83,15 @@ def json_reward(schema: Mapping[str, Any] | None = None, *, name: str = "json", 
 
 def json_text(text: str) -> str | None:
     """The JSON of a completion, or None if it is none (NaN and Infinity are none) or too long."""
-    if len(text) > _MAX_JSON:
+    if len(text) > MAX_JSON:
         return None
     blocks = _JSON_BLOCK.findall(text)
     found = str(blocks[-1]) if blocks else text
     try:
-        json.loads(found, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+        read_json(found)
+    except ValueError:
         return None
     return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def load() -> None:

@@ -26,7 +26,7 @@ import tenacity
 
 from covey.errors import ConfigError
 from covey.files import write_atomically
-from covey.rewards.extract import completion_text, prompt_text
+from covey.rewards.extract import completion_text, prompt_text, read_json
 from covey.types import Message
 
 _LOG = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class JudgeReward:
         try:
             response, text = self._post(body, until)
             if response.status_code == 200:
-                content = json.loads(text)["choices"][0]["message"]["content"]
+                content = read_json(text.decode())["choices"][0]["message"]["content"]
                 return content if isinstance(content, str) else ""
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             raise _NoReplyError(f"{type(error).__name__}: {error}", 0.0) from error
@@ -199,7 +199,7 @@ def _cached(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        reply = json.loads(path.read_text(encoding="utf-8"))["reply"]
+        reply = read_json(path.read_text(encoding="utf-8"))["reply"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return reply if isinstance(reply, str) else None

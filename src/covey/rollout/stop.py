@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"
+_LONGEST_CHARACTER = 8
+"""Tokens that one character may take; UTF-8 needs four bytes."""
 
 
 class StopMatcher:
@@ -40,7 +42,8 @@ class StopMatcher:
         before = self._decode(self._ids[self._window : self._settled])
         after = self._decode(self._ids[self._window :])
         text = self._tail + after[len(before) :]
-        if not after.endswith(_UNFINISHED):
+        # what so many tokens do not finish is no character: waiting on would decode an ever longer text for every token
+        if not after.endswith(_UNFINISHED) or len(self._ids) - self._settled > _LONGEST_CHARACTER:
             self._tail = text[len(text) - self._overlap :] if self._overlap < len(text) else text
             self._window, self._settled = self._settled, len(self._ids)
         return any(stop in text for stop in self._stop_strings)

@@ -11,6 +11,7 @@ import difflib
 import html
 import json
 import logging
+import mimetypes
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,10 @@ Row = dict[str, Any]
 """One dataset row: column name -> value."""
 
 _READ_AGAIN = 1000  # rows, evenly spread, whose rendered conversation is searched for what the user says
+_SENSES = {"image": "pictures", "pixel_value": "pictures", "video": "video", "audio": "sound"}
+"""Columns for models of more than text, or their plurals, and what they hold."""
+_BEGIN = ("data:image/", "data:video/", "data:audio/", "iVBORw0K", "/9j/", "UklGR", "R0lGOD")
+"""Of such a thing in a text: an URL that holds it, PNG, JPEG, WebP, WAV and GIF files in base64."""
 _USUAL_PROMPT_COLUMNS = ("question", "problem", "instruction", "input", "query", "messages", "text")
 
 
@@ -72,6 +77,7 @@ def load_rows(source: Any, *, split: str = "train", what: str = "training") -> l
                 f"{name}: row {index} is {shown(entry)}, not an object with named columns; "
                 'every row must look like {"prompt": ..., ...}'
             )
+        _refuse_senses(entry, f"row {index}", "column")
         rows.append(dict(entry))
     if not rows:
         raise DataError(f"{name}: no rows; {what} needs at least one prompt, so give a dataset that has some")
@@ -92,10 +98,10 @@ def build_prompts(
 ) -> list[Prompt]:
     """Render and tokenise the prompt of every row.
 
-    A conversation goes through the tokenizer's chat template with the generation prompt added. A plain string
-    is tokenised as it is, without the template. With `system_prompt`, a conversation that does not start with
-    a system message gets one, and a plain string becomes a conversation (system, user) where the tokenizer
-    has a template; reward functions then see that conversation.
+    A conversation goes through the tokenizer's chat template with the generation prompt added; one that ends with a
+    message of the assistant goes on there. A plain string is tokenised as it is, without the template. With
+    `system_prompt`, a conversation that does not start with a system message gets one, and a plain string becomes a
+    conversation (system, user) where the tokenizer has a template; reward functions then see that conversation.
 
     Args:
         rows: from `load_rows`.
@@ -123,7 +129,15 @@ def build_prompts(
     kwargs = dict(chat_template_kwargs or {})
     no_system: list[int] = []
     for index, row in enumerate(rows):
+        _refuse_senses(row, f"row {index}", "column")
         content = _content(row[prompt_column], index, system_prompt, tokenizer)
+        last: Message = {} if isinstance(content, str) else content[-1]
+        begun = prompt_column == "prompt" and not last.get("tool_calls") and last.get("content", "").strip()
+        if last.get("role") == "assistant" and not begun:
+            raise DataError(
+                f"row {index}: the column {prompt_column!r} ends with a message of the assistant: an answer leaves "
+                "nothing to ask, a call wants its result; leave it out (what begins an answer is continued in 'prompt')"
+            )
         token_ids = _tokenize(content, index, tokenizer, kwargs)
         columns = {name: value for name, value in row.items() if name != prompt_column}
         prompts.append(Prompt(token_ids, content, columns, uids[index], str(tokenizer.decode(token_ids[-16:]))))
@@ -271,19 +285,58 @@ def _content(value: Any, index: int, system_prompt: str | None, tokenizer: Any) 
 
 
 def _message(entry: Any, index: int, number: int) -> Message:
+    where = f"row {index}: message {number} of the prompt"
+    calls = entry.get("tool_calls") if isinstance(entry, Mapping) else None
+    if isinstance(calls, list | tuple | np.ndarray) and len(calls):
+        content = "" if entry.get("content") is None else entry["content"]
+        entry = {**entry, "content": content, "tool_calls": [_call(call, where) for call in calls]}
     if not isinstance(entry, Mapping) or not {"role", "content"} <= entry.keys():
-        raise DataError(
-            f"row {index}: message {number} of the prompt is {shown(entry)}; it must be "
-            '{"role": "user", "content": "..."}'
-        )
+        raise DataError(f'{where} is {shown(entry)}; it must be {{"role": "user", "content": "..."}}')
+    _refuse_senses(entry, where, "key")
     entry = {**entry, "content": _text_of(entry["content"])}
     for name in ("role", "content"):
         if not isinstance(entry[name], str):
             raise DataError(
-                f"row {index}: message {number} of the prompt has {name}={shown(entry[name])}; it must be "
-                "text (images and other parts are not supported)"
+                f"{where} has {name}={shown(entry[name])}; it must be text (images and other parts are not supported)"
             )
-    return dict(entry)
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def _call(call: Any, where: str) -> Any:
+    """A call as chat templates write it: they take arguments as an object, and OpenAI gives the JSON of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise DataError(f"{where}: a tool call has arguments={shown(function['arguments'])}; it must be a JSON object")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _refuse_senses(row: Mapping[Any, Any], where: str, kind: str) -> None:
+    for name, value in row.items():
+        what = _SENSES.get(str(name).rstrip("s"))
+        if what is not None and _is_file(value):
+            raise DataError(
+                f"{where} has {what} ({kind} {name!r}), and models read text alone here: they would be ignored; remove "
+                f"the {kind}, or rename it where only a reward function reads it"
+            )
+
+
+def _is_file(value: Any) -> bool:
+    """Whether a value is a picture, a film, a sound or a list with one; None, numbers and plain words are not."""
+    if isinstance(value, str):
+        kind = mimetypes.guess_type("a" + os.path.splitext(value)[1], strict=False)[0] or ""
+        named = kind.startswith(("image/", "video/", "audio/")) or "://" in value.partition(" ")[0]
+        return named or value.startswith(_BEGIN)
+    if isinstance(value, list | tuple):  # numbers with a point, or lists of numbers, are samples and pixels
+        return any(_is_file(each) or (bool(each) and isinstance(each, list | tuple | float)) for each in value)
+    if isinstance(value, Mapping):
+        return any(value.get(name) is not None for name in ("bytes", "path", "url", "array"))
+    return value is not None and not isinstance(value, bool | int | float)
 
 
 def _text_of(content: Any) -> Any:
@@ -292,6 +345,12 @@ def _text_of(content: Any) -> Any:
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     whole = bool(texts) and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
     return "".join(map(str, texts)) if whole else content
+
+
+def prompt_ending(content: str | Sequence[Message]) -> dict[str, bool]:
+    """How `apply_chat_template` is to end a prompt: the assistant's turn begins, or its last message goes on."""
+    goes_on = not isinstance(content, str) and content[-1]["role"] == "assistant"
+    return {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
 
 
 def _has_template(tokenizer: Any) -> bool:
@@ -303,7 +362,7 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
         if isinstance(content, str):
             encoded = tokenizer(content)
         else:
-            encoded = tokenizer.apply_chat_template(content, add_generation_prompt=True, tokenize=True, **kwargs)
+            encoded = tokenizer.apply_chat_template(content, tokenize=True, **prompt_ending(content), **kwargs)
     except Exception as error:  # a template may raise whatever it likes, and text may hold lone surrogates
         raise DataError(
             f"row {index}: the prompt {shown(content)} cannot be tokenised ({type(error).__name__}: "
@@ -330,7 +389,7 @@ def _left_out(content: list[Message], index: int, tokenizer: Any, kwargs: dict[s
         for n, m in enumerate(content)
     ]
     try:
-        rendered = tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False, **kwargs)
+        rendered = tokenizer.apply_chat_template(told, tokenize=False, **prompt_ending(told), **kwargs)
     except Exception:  # without the marks it was rendered
         return set()
     there, missing = _squeezed(f"{rendered} {html.unescape(str(rendered))}"), set()

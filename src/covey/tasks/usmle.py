@@ -29,7 +29,7 @@ _ENDS = {
     "brief": "\nGive the letter of the correct answer first, then one sentence of explanation.",
 }
 _AFTER_PROMPT = re.compile(r"answer \(A(?:, [B-Z])*,? or [B-Z]\): ", re.IGNORECASE)
-_LITERAL = (r"\b([A-D])\b", r"[Aa]nswer:?\s*([A-D])", r"[Oo]ption\s*([A-D])", r"([A-D])\..*correct")
+_LITERAL = (r"\b([A-D])\b", r"[Aa]nswer:?\s*([A-D])", r"[Oo]ption\s*([A-D])")
 _OWN_TERMS = Path(__file__).with_name("medical_terms.txt")
 
 
@@ -64,6 +64,9 @@ def extract_answer_literal(generated_text: str) -> str | None:
         match = re.search(pattern, text)
         if match:
             return match[1].upper()
+    for line in text.split("\n"):  # `([A-D])\..*correct`, without reading the line's rest again for every letter
+        if match := re.search(r"([A-D])\.", line[: max(line.rfind("correct"), 0)]):
+            return match[1]
     return None
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from covey.errors import ConfigError
-from covey.pytorch.loading import PACKAGE_PREFIX
+from covey.pytorch.loading import PACKAGE_PREFIX, locate
 from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 
@@ -87,6 +87,7 @@ def place_model(
             f"{given}: {model} is a GGUF file, which Covey loads by itself, without these options of transformers; "
             "take them out, or name a folder or hub id. Plain 8-bit and nf4 quantisation serve"
         )
+    locate(str(model))
     loaded = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, trust_remote_code=args.trust_remote_code, **options
     )

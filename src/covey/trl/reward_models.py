@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from covey.errors import ConfigError, RewardError
+from covey.pytorch.senses import require_tokenizer
 
 _BATCH = 16
 """Texts in one forward pass of a reward model."""
@@ -65,6 +66,9 @@ class RewardModel:
                 "give prompts as strings",
                 function=self.__name__,
             )
+        if prompt[-1]["role"] == "assistant":  # the completion goes on with this message
+            said = {**completion[0], "content": prompt[-1]["content"] + completion[0]["content"]}
+            prompt, completion = prompt[:-1], [said, *completion[1:]]
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
 
 
@@ -97,6 +101,7 @@ def with_models(
         )
     found: list[Any] = []
     for index, (reward, tokenizer) in enumerate(zip(given, own, strict=True)):
+        require_tokenizer(tokenizer, f"reward_processing_classes[{index}]")
         if isinstance(reward, str):
             name = reward
             try:

@@ -7,12 +7,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from covey.rewards.extract import read_json
 from covey.trl.tools import Call
 
 OPEN = "<tool_call>"
@@ -21,7 +21,7 @@ UNREADABLE = "unknown"
 
 _BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?\Z", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")
 
 
 def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, bare: bool) -> tuple[str, list[Call]]:
@@ -34,24 +34,26 @@ def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, ba
         bare: a turn in the third form is a call.
     """
     calls: list[Call] = []
-    rest = text
+    rest: list[str] = []
+    read = 0
     for block in _BLOCK.finditer(text):
         if not (block[2] or ended):
             break
         function = _FUNCTION.match(block[1])
         try:
-            call = _tagged(function[1], function[2], schemas) if function else read_call(json.loads(block[1]))
+            call = _tagged(function[1], function[2], schemas) if function else read_call(read_json(block[1]))
         except ValueError as error:
             call = Call(UNREADABLE, problem=f"The tool call cannot be read, it is no JSON: {error}")
         calls.append(call)
         if not call.problem:
-            rest = rest.replace(block[0], "", 1)
+            rest.append(text[read : block.start()])
+            read = block.end()
     if bare and not calls:
         with suppress(ValueError):
-            found = json.loads(text)
+            found = read_json(text)
             if isinstance(found, dict) and "parameters" in found:
                 return "", [read_call({"name": found.get("name"), "arguments": found["parameters"]})]
-    return rest.strip() if calls else text, calls
+    return "".join([*rest, text[read:]]).strip() if calls else text, calls
 
 
 def read_call(function: Any) -> Call:
@@ -59,10 +61,12 @@ def read_call(function: Any) -> Call:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         return Call(UNREADABLE, problem='A tool call must look like {"name": "...", "arguments": {...}}.')
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and arguments:
         with suppress(ValueError):
-            arguments = json.loads(arguments)
+            arguments = read_json(arguments)
+    if arguments is None or arguments == "":
+        arguments = {}
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         return Call(name, problem=f"The arguments of {name} must be a JSON object.")
     return Call(name, dict(arguments))
@@ -73,9 +77,11 @@ def _tagged(name: str, inside: str, schemas: Sequence[Mapping[str, Any]]) -> Cal
     functions = {schema["function"]["name"]: schema["function"] for schema in schemas}
     kinds = functions.get(name, {}).get("parameters", {}).get("properties", {})
     arguments: dict[str, Any] = {}
-    for key, value in _PARAMETER.findall(inside):
+    end = 0  # a pattern for both tags would look for the second one from every first one on
+    while (opened := _PARAMETER.search(inside, end)) and (end := inside.find("</parameter>", opened.end())) >= 0:
+        key, value = opened[1], inside[opened.end() : end].removeprefix("\n").removesuffix("\n")
         arguments[key] = value
         if kinds.get(key, {}).get("type") != "string":
             with suppress(ValueError):
-                arguments[key] = json.loads(value)
+                arguments[key] = read_json(value)
     return Call(name, arguments)

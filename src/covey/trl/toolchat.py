@@ -10,6 +10,7 @@ it as it is.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,16 @@ from typing import Any
 import numpy as np
 
 from covey.errors import ConfigError
+from covey.rewards.extract import MAX_JSON, read_json
+from covey.tasks.dataset import prompt_ending
+from covey.trl.environments import EMPTY
 from covey.trl.toolcalls import OPEN, UNREADABLE, calls_in, read_call
 from covey.trl.tools import Call
 from covey.types import IntArray, Message
 
 log = logging.getLogger(__name__)
+
+_MARK = re.compile("\u2402[0-9]+\u2402")
 
 
 class ToolChat:
@@ -34,14 +40,21 @@ class ToolChat:
         chat_template_kwargs: further arguments of the chat template.
 
     Raises:
-        ConfigError: the chat template does not show what tools return.
+        ConfigError: the chat template does not show tools, or not what they return.
     """
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], chat_template_kwargs: Mapping[str, Any]) -> None:
         self._tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs)
         self._endings = [text for text in (str(tokenizer.decode([token])) for token in eos_token_ids) if text]
         result: Message = {"role": "tool", "name": "f", "content": "1"}
-        self.results([result], ended=True)
+        for count in (1, 2):
+            self.results([result] * count, ended=True)
+        tool: Any = {"name": "covey_tool", "description": ".", "parameters": {"type": "object", "properties": {}}}
+        if tool["name"] not in self._render([EMPTY], tools=[{"type": "function", "function": tool}]):
+            raise ConfigError(
+                "tools: this chat template does not show the model its tools (it leaves out the argument `tools`); use "
+                "a model made for tools, or set another chat_template"
+            )
         shown = self._answered([result])
         self._bare = OPEN not in shown and '"parameters": {' in shown
         known = self._bare or getattr(tokenizer, "response_template", None) is not None
@@ -70,16 +83,17 @@ class ToolChat:
         contents = [str(message["content"]) for message in messages]
         marks = [f"\u2402{place}\u2402" for place in range(len(messages))]
         marked = self._answered([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
-        head, found, _ = marked.partition(marks[0])
+        head, found = marked.partition(marks[0])[0], _MARK.findall(marked)
         begin, ending = max((head.rfind(ending), ending) for ending in self._endings or ("",))
-        if not found or begin < 0 or not ending:
+        if not set(marks) <= set(found) or begin < 0 or not ending:
+            one = "what a tool returned" if len(marks) == 1 else f"what each of {len(marks)} calls in a turn returned"
             raise ConfigError(
-                "tools: this chat template does not show what a tool returned (a message of the role 'tool' after one "
-                "of the assistant with tool_calls); use a model made for tools, or set another chat_template"
+                f"tools: this chat template does not show {one} (messages of the role 'tool' after one of the "
+                "assistant with tool_calls); use a model made for tools, or set another chat_template"
             )
         cut = begin + len(ending) if ended else begin
         text = self._answered(messages)[cut:]
-        pieces = re.split("|".join(marks), marked[cut:])
+        pieces = _MARK.split(marked[cut:]) if found == marks else []
         between = [*contents, ""]
         if len(pieces) != len(between) or "".join(a + b for a, b in zip(pieces, between, strict=True)) != text:
             pieces, between = [text], [""]  # the template changes what it is given, so what belongs to whom is lost
@@ -105,13 +119,16 @@ class ToolChat:
             message["content"], calls = calls_in(text, schemas, ended=ended, bare=self._bare)
         else:
             try:
+                if len(text) > MAX_JSON:  # the patterns of a response_template may take the square of the length
+                    raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")
                 parsed = self._tokenizer.parse_response(list(token_ids), prefix=list(prefix), tools=list(schemas))
-            except (ValueError, TypeError, LookupError) as error:
+                if not isinstance(parsed, dict):
+                    return message, []
+                entries = parsed.pop("tool_calls", None) or ()
+                calls = [read_call(read_json(json.dumps(entry.get("function")))) for entry in entries]
+            except Exception as error:  # transformers' parser raises what it likes, for text that nobody vouches for
                 problem = f"The tool call cannot be read: {error!s:.300}"
                 return message, [Call(UNREADABLE, problem=problem)] if ended else []
-            if not isinstance(parsed, dict):
-                return message, []
-            calls = [read_call(entry.get("function")) for entry in parsed.pop("tool_calls", None) or ()]
             message |= {"content": "", **{name: value for name, value in parsed.items() if value is not None}}
         good = [call for call in calls if not call.problem]
         if good:
@@ -145,7 +162,7 @@ class ToolChat:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    messages, tools=tools, add_generation_prompt=True, tokenize=False, **self._kwargs
+                    messages, tools=tools, tokenize=False, **prompt_ending(messages), **self._kwargs
                 )
             )
         except Exception as error:  # templates raise what they like

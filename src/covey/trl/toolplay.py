@@ -20,6 +20,7 @@ from covey.rollout.collect import Decode, Rollout
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import Session, TurnGenerator
 from covey.trl.environments import Scene, Toolset
+from covey.trl.toolcalls import UNREADABLE
 from covey.trl.toolchat import ToolChat
 from covey.trl.tools import Call, Calls, Order, Result
 from covey.types import (
@@ -260,8 +261,8 @@ class _Play:
 
     def _goes_on(self, session: Session[Any], live: _Live, calls: Sequence[Call], results: Sequence[Result]) -> bool:
         """Tell the model what its calls gave; False where no room is left for it and an answer."""
-        messages: list[Message] = [
-            {"role": "tool", "name": call.name, "content": result.text}
+        messages: list[Message] = [  # a name that is no tool's is text of the model's, and may hold anything
+            {"role": "tool", "name": call.name if call.name in live.scene.tools else UNREADABLE, "content": result.text}
             for call, result in zip(calls, results, strict=True)
         ]
         ended = live.ids[-1] in self._settings.eos_token_ids

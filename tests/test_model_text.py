@@ -1,0 +1,339 @@
+"""Everything that reads what a model wrote gives an answer for every text: a wrong one, a malformed call, and no error.
+
+One corpus of hostile texts goes through all readers. That their work grows no faster than the text is in
+`tests/rewards/test_linear.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import httpx
+import pytest
+from transformers.utils.chat_parsing import parse_response
+
+from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_repetitive
+from covey.cli import _last_message
+from covey.cli_completions import shown_text
+from covey.environments.actions import parse_action
+from covey.environments.house import House
+from covey.observe.completions import messages
+from covey.observe.console import visible
+from covey.observe.html import page, table, tag
+from covey.rewards import exact_match, extract, format_reward, json_reward, numeric_match, prompt_text, tags_reward
+from covey.rewards.extract import MAX_JSON, completion_text, read_json
+from covey.rewards.formats import json_text
+from covey.rewards.jail.programs import extract_code, same_output
+from covey.rewards.judge import JudgeReward
+from covey.rewards.maths import MathReward
+from covey.rewards.option_letter import extract_choice
+from covey.rollout.calls import AsyncRunner
+from covey.rollout.stop import StopMatcher
+from covey.serving.chat import chat_text
+from covey.tasks.arithmetic import CHOICES, Arithmetic, read_answer
+from covey.tasks.gsm8k import GSM8K, is_correct_answer, reference_answer
+from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal
+from covey.trl import rewards
+from covey.trl.toolcalls import UNREADABLE, calls_in, read_call
+from covey.trl.toolchat import ToolChat
+from covey.trl.tools import Call, Calls, Order, tool_schema
+from covey.watch.tables import _turns
+
+LEVELS = (1_000, 200_000)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+CLOSING = {"[": "]", "{": "}", "(": ")", "<think>": "</think>", "\\boxed{": "}", "$": "$", "\\frac{1}{": "}"}
+TEXTS: dict[str, str] = {
+    **{f"{level} x {opened}": opened * level for level in LEVELS for opened in (*CLOSING, '{"a":', '[{"a":', "<a>")},
+    **{f"{level} x {a} and {b}": a * level + b * level for level in LEVELS for a, b in CLOSING.items()},
+    "objects in objects": '{"a":' * 1_000 + "1" + "}" * 1_000,
+    "a megabyte of one letter": "a" * 1_000_000,
+    "a megabyte of spaces": " " * 1_000_000,
+    "a megabyte of digits": "1" * 1_000_000,
+    "empty": "",
+    "half a pair": "\ud800",
+    "half a pair within": 'answer: 4\udfff <think>\ud83d</think> {"name": "\ud800"} A',
+    "NUL": "\x00",
+    "NUL within": "the answer\x00 is 4\x00 \\boxed{\x004}",
+    "control characters": "".join(map(chr, range(32))) + "\x7f\x85\u2028\u2029",
+    "bidi": "\u202e4 si rewsna eht\u202c \u2066A\u2069",
+    "BOM": '\ufeff{"name": "add", "arguments": {}}',
+    "a BOM in the middle": '{"name": \ufeff"add"}',
+    "a huge integer": "9" * 5_000,
+    "a huge answer": "the answer is " + "9" * 5_000,
+    "too large a float": "1e999",
+    "an answer of digits that are no ASCII": "#### \u0663\u0664 \\boxed{\u00b2}",
+    "regular expression's bomb": "(a+)+$ " + "a" * 5_000 + "!",
+    "cut": '{"name": "add", "arguments": {"a": 1, "b',
+    "quotes": '"' * 100_000,
+    "backslashes": "\\" * 100_000,
+    "empty lines": "\n" * 100_000,
+    "opened parameters": "<tool_call><function=add>" + "<parameter=a>" * 100_000,
+    "unnamed parameters": "<tool_call><function=add>" + "<parameter=" * 100_000,
+    "100,000 calls": CALL * 100_000,
+    "calls within calls": "<tool_call>" * 100_000,
+}
+VALUES = ("null", "[]", "3", '"x"', "true", "NaN", "-Infinity", "1e999", "9" * 5_000, '"\\ud800"', '{"a": 1, "a": 2}')
+TEXTS |= {f"bare {value[:10]}": value for value in VALUES}
+for number, value in enumerate((*VALUES, "[" * 1_000, "[" * 1_000 + "]" * 1_000, '{"a":' * 300 + "1" + "}" * 300)):
+    TEXTS |= {
+        f"arguments {number}": f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>',
+        f"quoted arguments {number}": f'{{"name": "add", "arguments": {json.dumps(value)}}}',
+        f"parameters {number}": f'{{"name": "add", "parameters": {value}}}',
+        f"a name {number}": f'<tool_call>{{"name": {value}, "arguments": {{}}}}</tool_call>',
+        f"an action {number}": f'{{"name": "act", "arguments": {{"action": {value}}}}}',
+        f"a parameter {number}": f"<tool_call><function=add><parameter=a>{value}</parameter></function></tool_call>",
+        f"an answer {number}": f"<think>\n{value}\n</think>\nThe answer is \\boxed{{{value}}}.\n#### {value}",
+        f"a block {number}": f"```json\n{value}\n```",
+    }
+
+
+def add(a: int) -> int:
+    """Add one.
+
+    Args:
+        a: A number.
+    """
+    return a + 1
+
+
+SCHEMAS = [tool_schema(add)]
+HERMES = {
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {"close_pattern": r"(?=<tool_call>)|$", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {
+                "type": "function",
+                "function": {"name": "{content.name}", "arguments": "{content.arguments}"},
+            },
+        },
+    },
+}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool['function']['name'] }}{% endfor %}"
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '<tool_call>' + (call['function'] | tojson) + '</tool_call>' }}"
+    "{% endfor %}|{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+class Characters:
+    """A tokenizer with a token for each character, and with transformers' own chat templates and response parsing."""
+
+    special_tokens_map: Mapping[str, str] = MappingProxyType({})
+    chat_template = TEMPLATE
+    response_template: Any = None
+
+    def __init__(self, response_template: Any = None) -> None:
+        self.response_template = response_template
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        text.encode()  # as real ones, it takes no halves of pairs
+        return {"input_ids": list(map(ord, text))}
+
+    def decode(self, ids: Sequence[int], **options: Any) -> str:
+        return "".join(map(chr, ids))
+
+    def get_chat_template(self) -> str:
+        return TEMPLATE
+
+    def apply_chat_template(
+        self, messages: Any, tools: Any = None, add_generation_prompt: bool = False, **_: Any
+    ) -> str:
+        from jinja2 import Environment
+
+        values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return Environment().from_string(TEMPLATE).render(**values)
+
+    def parse_response(self, ids: Sequence[int], prefix: Sequence[int], tools: Any) -> Any:
+        return parse_response(self.decode(ids), self.response_template, prefix=self.decode(prefix), tools=tools)
+
+
+def appointments() -> ModuleType:
+    path = Path(__file__).parents[1] / "recipes/appointments/appointments.py"
+    spec = importlib.util.spec_from_file_location("appointments", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def a_turn(chat: ToolChat, runner: AsyncRunner) -> Callable[[str], Any]:
+    """What becomes of a turn: calls are read and carried out, and what they gave is written down."""
+
+    def read(text: str) -> Any:
+        message, calls = chat.read(list(map(ord, text)), [], SCHEMAS, ended=True)
+        assert isinstance(message["content"], str)
+        results = Calls(runner).run([Order(0, each, {"add": add}) for each in calls[:1_000]])
+        told = [{"role": "tool", "name": "add", "content": each.text} for each in results]
+        assert not told or len(chat.results(told, ended=True))
+        return json.dumps(message.get("tool_calls"))
+
+    return read
+
+
+def a_house(text: str) -> Any:
+    world = House(num_train=1)
+    task = world.train_tasks(0)[0]
+    house = world.make()
+    house.reset(task, 0)
+    return house.step(text)
+
+
+def chat(text: str) -> Any:
+    return chat_text(Characters(), [{"role": "user", "content": text}], {}, 1 << 30)
+
+
+def scored(reward: Callable[..., Any], **columns: Any) -> Callable[[str], Any]:
+    """A reward of a text, as a string and as a message."""
+
+    def score(text: str) -> Any:
+        given = {name: [value, value] for name, value in columns.items()}
+        completions: list[Any] = [text, [{"role": "assistant", "content": text}]]
+        plain, spoken = reward(completions=completions, prompts=["1+1", "1+1"], **given)
+        assert plain == spoken
+        assert plain is None or 0 <= plain <= 1
+        return plain
+
+    return score
+
+
+@pytest.fixture(scope="module")
+def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
+    runner, options = AsyncRunner(), {"A": "one", "B": "two"}
+    judge = JudgeReward("http://judge", "m", retries=0)
+    reply = {"content": ""}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        json.loads(request.content)
+        return httpx.Response(200, content=reply["content"].encode("utf-8", "replace"))
+
+    judge._client = httpx.Client(base_url="http://judge/", transport=httpx.MockTransport(answer))
+
+    def judged(text: str) -> Any:
+        reply["content"] = text
+        raw = judge(["q"], [text])
+        reply["content"] = json.dumps({"choices": [{"message": {"content": text}}]})
+        return raw, judge(["q"], [text])
+
+    found: dict[str, Callable[[str], Any]] = {
+        "calls": lambda text: [calls_in(text, SCHEMAS, ended=e, bare=b) for e in (True, False) for b in (True, False)],
+        "a call": lambda text: read_call({"name": "add", "arguments": text}),
+        "a turn with tools": a_turn(ToolChat(Characters(), [ord("|")], {}), runner),
+        "a turn that transformers reads": a_turn(ToolChat(Characters(HERMES), [ord("|")], {}), runner),
+        **{
+            f"an action as {form}, {actions}": lambda text, form=form, actions=actions: parse_action(
+                text, form, actions
+            )
+            for form in ("tags", "text", "tool", "choice")
+            for actions in (None, ["go", "go north"])
+        },
+        "a number": extract.parse_number,
+        "a reference": extract.as_number,
+        "the last number": extract.last_number,
+        "a final number": lambda text: extract.final_number(text, ("####", "boxed", "answer", "=")),
+        "a box": extract.boxed_content,
+        "text of a completion": lambda text: completion_text([{"role": "assistant", "content": text}]),
+        "text of a prompt": lambda text: prompt_text([{"role": "user", "content": text}]),
+        "JSON": json_text,
+        "exact": scored(exact_match(ignore_case=True), answer="4"),
+        "numeric": scored(numeric_match(), answer=4),
+        "strictly numeric": scored(numeric_match(strict=True), answer=4),
+        "format": scored(format_reward(r"<think>.*</think>\s*\S+")),
+        "tags": scored(tags_reward("think", "answer")),
+        "any JSON": scored(json_reward()),
+        "judge": judged,
+        "thought": scored(rewards.think_format_reward),
+        "choice": extract_choice,
+        "USMLE's answer": lambda text: (extract_answer(text), extract_answer_literal(text)),
+        "USMLE": lambda text: compute_reward({"answer": "A", "options": options}, text),
+        "USMLE's reward": scored(USMLERewardModel(), answer="A", options=options),
+        "arithmetic": lambda text: [read_answer(text, kind) for kind in ("sum", *CHOICES)],
+        "arithmetic's grader": lambda text: [
+            judged(text, {"answer": "4", "kind": "larger"})
+            for judged in (
+                Arithmetic(num_train=1, num_eval=1).is_correct,
+                Arithmetic(num_train=1, num_eval=1).has_answer,
+            )
+        ],
+        "GSM8K": lambda text: (GSM8K().is_correct(text, {"answer": "4"}), is_correct_answer(text, "4")),
+        "GSM8K's reference": reference_answer,
+        "a program": extract_code,
+        "what was printed": lambda text: same_output(text, text[:-1] + "0", 0.1),
+        "appointments": appointments().read,
+        "masks": lambda text: (has_choice_letter(text), is_repetitive(text), create_sampling_mask([text])),
+        "a prompt on the page": messages,
+        "a conversation on the page": lambda text: messages(json.dumps([{"role": "user", "content": text}])),
+        "a play on the page": _turns,
+        "a page": lambda text: page(text, tag("p", text), table([text], [[text]])),
+        "the console": lambda text: (visible(text, 1_000), shown_text(text, 1_000)),
+        "a sample on the console": _last_message,
+        "chat": chat,
+    }
+    yield found
+    judge.close()
+    runner.close()
+
+
+def test_readers_in_processes_of_their_own() -> None:
+    texts = [text for text in TEXTS.values() if len(text) < 4_000]
+    fits, equal = json_reward({"type": "object", "required": ["name"]}), MathReward(time_limit=1.0)
+    try:
+        for reward, more in ((fits, {}), (equal, {"answer": ["4"] * len(texts)})):
+            assert set(reward(completions=texts, prompts=texts, **more)) == {0.0, 1.0}
+    finally:
+        equal.close()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_reader_answers_every_text(name: str, readers: Mapping[str, Callable[[str], Any]]) -> None:
+    for reader, read in readers.items():
+        try:
+            read(TEXTS[name])
+        except Exception as error:
+            raise AssertionError(f"{reader}: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_arguments_are_an_object_or_malformed(value: str) -> None:
+    (call,) = calls_in(f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>', (), ended=True, bare=False)[1]
+    if value in ("null", '{"a": 1, "a": 2}'):
+        assert call == Call("add", {} if value == "null" else {"a": 2})
+    else:
+        assert call.problem
+        assert call.name in ("add", UNREADABLE)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 300 + "]" * 300, "9" * 5_000, "NaN", '"\\ud800"', '"\ud800"', " " * MAX_JSON + "1"]
+)
+def test_json_beyond_the_bounds_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"[a-z]"):
+        read_json(text)
+    assert read_json('{"a": [1, 2.5, "\\ud83d\\ude00"]}') == {"a": [1, 2.5, "\U0001f600"]}
+
+
+def test_a_character_that_never_ends_is_not_waited_for() -> None:
+    """A token is decoded with the few before it: 1,000 are 30,000 at most, where all before it would be 500,000."""
+    decoded = 0
+
+    class Bytes:
+        def decode(self, ids: Sequence[int], **options: Any) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return "".join("\ufffd" if token < 0 else chr(token) for token in ids)
+
+    matcher = StopMatcher(Bytes(), ["stop"])
+    assert not any(matcher.push(-1) for _ in range(1_000))
+    assert decoded <= 30_000
+    assert [matcher.push(ord(letter)) for letter in "a stop"] == [False] * 5 + [True]

@@ -1,0 +1,154 @@
+"""Chat templates are tried with tools when the trainer is made; traces of tools, and what a prompt may end with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import END_ID, tiny_model, tiny_tokenizer
+
+import covey
+from covey.errors import ConfigError, DataError
+from covey.tasks import build_prompts
+from covey.trl import GRPOConfig, GRPOTrainer
+from covey.trl.reward_models import RewardModel
+from covey.trl.toolchat import ToolChat
+
+TOOLS = "{% for t in tools or [] %}<|im_start|>system\n{{ t['function']['name'] }}<|im_end|>\n{% endfor %}"
+TURNS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + (c['function'] | tojson) + '</tool_call>' }}{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+)
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FOLLOWED = "{% if loop.nextitem is defined and loop.nextitem['role'] == 'tool' and m['role'] == 'tool' %}"
+BAD = {
+    "no results": (
+        TOOLS + TURNS.replace("messages %}", "messages if m['role'] != 'tool' %}", 1),
+        "what a tool returned",
+    ),
+    "the last result only": (
+        TOOLS
+        + TURNS.replace("{{ '<|im_start|>'", FOLLOWED + "{% else %}{{ '<|im_start|>'").replace(
+            "<|im_end|>\n{% endfor %}", "<|im_end|>\n{% endif %}{% endfor %}"
+        ),
+        "what each of 2 calls in a turn returned",
+    ),
+    "no tools": (TURNS, "does not show the model its tools"),
+}
+TRACE: list[dict[str, Any]] = [
+    {"role": "user", "content": "1+1?", "tool_calls": None, "name": None},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}},
+            {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": ""}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "2"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+]
+SHOWN = (
+    "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    '<tool_call>{"name": "now", "arguments": {}}</tool_call><|im_end|>\n'
+    "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\nnoon<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def reward(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def tokenizer_of(template: str) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def trainer_of(template: str, out: Path, rows: Any, **more: Any) -> GRPOTrainer:
+    args = GRPOConfig(str(out), per_device_train_batch_size=2, num_generations=2, report_to="none", max_steps=1)
+    model = tiny_model("llama", max_position_embeddings=4096)
+    return GRPOTrainer(model, reward, args, rows, processing_class=tokenizer_of(template), **more)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_templates_that_hide_something_are_refused_at_the_start(name: str, tmp_path: Path) -> None:
+    template, message = BAD[name]
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(template + OPENS, tmp_path, [{"prompt": [{"role": "user", "content": "1+1?"}]}], tools=[add])
+
+
+def test_results_of_several_calls() -> None:
+    """The turn before them is written with one call: some templates refuse more."""
+    check = "{% if (m['tool_calls'] or []) | length > 1 %}{{ raise_exception('one call at once') }}{% endif %}"
+    chat = ToolChat(tokenizer_of(TOOLS + TURNS.replace("%}", "%}" + check, 1) + OPENS), (END_ID,), {})
+    told = [{"role": "tool", "name": "add", "content": text} for text in ("2", "<|im_end|>", "\u24021\u2402")]
+    assert chat.results(told, ended=False).tolist().count(END_ID) == 4  # of the turn before, and of three messages
+
+
+def test_traces_of_openai_as_prompts(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(TOOLS + TURNS + OPENS)
+    (prompt,) = build_prompts([{"prompt": TRACE}], tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == SHOWN
+    assert isinstance(prompt.content, list)
+    assert prompt.content[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 1}
+    assert prompt.content[2] == {"role": "tool", "tool_call_id": "call_1", "content": "2"}
+    trainer = trainer_of(TOOLS + TURNS + OPENS, tmp_path, [{"prompt": TRACE}], tools=[add])
+    (group,) = trainer.run.rollout().groups
+    begun = tokenizer.decode(group.episodes[0].token_ids[: -group.episodes[0].num_sampled])
+    assert begun == "<|im_start|>system\nadd<|im_end|>\n" + SHOWN
+
+
+@pytest.mark.parametrize("arguments", ["{", "[]", "3", "null", "[" * 100_000])
+def test_arguments_that_are_no_object(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    trace = [TRACE[0], {"role": "assistant", "tool_calls": [call]}, TRACE[2]]
+    with pytest.raises(DataError, match=r"row 0: message 1 of the prompt: a tool call has arguments=.*JSON object"):
+        build_prompts([{"prompt": trace}], tokenizer_of(TURNS + OPENS))
+
+
+BEGUN = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+GOES_ON = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\nIt is"
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(TOOLS + TURNS + OPENS)
+    (prompt,) = build_prompts([{"prompt": BEGUN}], tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == GOES_ON
+    for tools, shown in ((None, GOES_ON), ([add], "<|im_start|>system\nadd<|im_end|>\n" + GOES_ON)):
+        trainer = trainer_of(TOOLS + TURNS + OPENS, tmp_path / str(tools is None), [{"prompt": BEGUN}], tools=tools)
+        (group,) = trainer.run.rollout().groups
+        episode = group.episodes[0]
+        assert tokenizer.decode(episode.token_ids[: -episode.num_sampled]) == shown
+
+
+def test_a_reward_model_reads_one_turn() -> None:
+    model = RewardModel(tiny_model("llama"), tokenizer_of(TURNS))
+    text = model._text(BEGUN, [{"role": "assistant", "content": " 2"}])
+    assert text == GOES_ON + " 2<|im_end|>\n"
+
+
+def test_an_answer_within_the_prompt_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(TURNS + OPENS)
+    with pytest.raises(DataError, match="row 0: the column 'messages' ends with a message of the assistant"):
+        build_prompts([{"messages": BEGUN}], tokenizer, prompt_column="messages")
+    args = covey.GRPOConfig(output_dir=str(tmp_path), prompt_column="messages", num_generations=2)
+    with pytest.raises(DataError, match="an answer leaves nothing to ask"):
+        covey.GRPOTrainer(tiny_model("llama"), reward, args, [{"messages": BEGUN}], processing_class=tokenizer)
+    for last in (TRACE[1], {"role": "assistant", "content": " \n"}):
+        with pytest.raises(DataError, match="ends with a message of the assistant"):
+            build_prompts([{"prompt": [TRACE[0], last]}], tokenizer)
+    assert build_prompts([{"messages": BEGUN[:1]}], tokenizer, prompt_column="messages")
