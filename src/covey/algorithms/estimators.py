@@ -141,11 +141,17 @@ class Estimator:
         return found
 
 
-def grpo(step: Outcomes) -> Array:
-    """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn."""
+def grpo(step: Outcomes, *, epsilon: float | None = None) -> Array:
+    """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn.
+
+    Args:
+        step: see `Outcomes`.
+        epsilon: to be added to the standard deviation in place of the step's.
+    """
+    scaling = step.scaling if epsilon is None else {**step.scaling, "epsilon": epsilon}
     if step.turns is None:
-        return group_advantages(step.rewards, step.groups, **step.scaling)
-    return step.turns.spread(group_advantages(step.turns.scores, step.turns.groups, **step.scaling))
+        return group_advantages(step.rewards, step.groups, **scaling)
+    return step.turns.spread(group_advantages(step.turns.scores, step.turns.groups, **scaling))
 
 
 def naive_grpo(step: Outcomes) -> Array:
@@ -192,11 +198,12 @@ def gigpo(step: Outcomes) -> Array:
     return turns.spread(values)
 
 
-def gdpo(step: Outcomes) -> Array:
+def gdpo(step: Outcomes, *, epsilon: float | None = None) -> Array:
     """GDPO (arXiv 2601.05242, equations 4 to 6): each reward function's part is normalised in its groups, and their
     weighted sum over the batch. The batch's mean is 0 already, since each group's is.
     """
-    settings: dict[str, Any] = {"correction": step.correction, "epsilon": step.epsilon}
+    epsilon = step.epsilon if epsilon is None else epsilon
+    settings: dict[str, Any] = {"correction": step.correction, "epsilon": epsilon}
     total = combine_rewards(step.parts, step.weights, step.groups, aggregation="normalize_then_sum", **settings)
     return group_advantages(total, step.groups, scale="batch", **settings)
 

@@ -19,7 +19,7 @@ from array_api_compat import array_namespace
 from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient, unknown_name
 from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL
 from covey.algorithms.loss_function import Loss, LossInputs, try_out
-from covey.algorithms.losses import find_loss, grpo
+from covey.algorithms.losses import RATIOS, find_loss, grpo
 from covey.errors import ConfigError
 
 
@@ -34,6 +34,9 @@ class Objective:
         kl_estimator: name in `KL_ESTIMATORS` or `VOCABULARY_KL`.
         entropy_coef: weight of the entropy bonus; 0 = none.
         adaptive_entropy: the weight comes with each step instead.
+        kl_ratio: name in `RATIOS` of an importance ratio that multiplies the estimate of the KL; None = none. As in
+            TRL, where the ratio is that of the surrogate, and the sampler's correction leaves the KL alone.
+        entropy_by_token: the bonus is the mean over the tokens that have a surrogate, whatever the loss's average.
     """
 
     loss: Loss = grpo
@@ -42,6 +45,8 @@ class Objective:
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     adaptive_entropy: bool = False
+    kl_ratio: str | None = None
+    entropy_by_token: bool = False
 
     def __post_init__(self) -> None:
         """Check names and ranges.
@@ -50,6 +55,7 @@ class Objective:
             ConfigError: an unknown name, or a number out of range.
         """
         lookup({**KL_ESTIMATORS, **VOCABULARY_KL}, self.kl_estimator, "kl_estimator")
+        lookup(RATIOS, self.kl_ratio or "token", "kl_ratio")
         if not self.beta >= 0:
             raise ConfigError(f"beta={self.beta}: it would reward leaving the reference; choose 0 or more")
 
@@ -91,6 +97,11 @@ class Objective:
         """True when tokens of advantage 0 have a gradient too."""
         return self.beta != 0 or self.has_entropy_bonus or self.loss.always
 
+    def estimate_kl(self, logp: Array, ref: Array, old: Array, mask: Array) -> Array:
+        """`[N, T]` the KL of each sampled token, estimated from log-probabilities that are 0 where masked."""
+        estimate = KL_ESTIMATORS[self.kl_estimator](logp, ref, old)
+        return estimate if self.kl_ratio is None else estimate * RATIOS[self.kl_ratio](logp, old, mask)
+
     def select(self, logp: Array, old: Array, advantages: Array, mask: Array, entropy: Array | None = None) -> Array:
         """What the loss's `select` chooses in the whole step, `[N, T]` booleans; arguments as in `policy_loss`."""
         mask = as_mask(mask)
@@ -113,7 +124,8 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
             loss that fails when it is tried.
     """
     loss = find_loss(loss_type)
-    averages, terms = ("aggregation", "kl_aggregation"), ("beta", "kl_estimator", "entropy_coef", "adaptive_entropy")
+    averages = ("aggregation", "kl_aggregation")
+    terms = ("beta", "kl_estimator", "entropy_coef", "adaptive_entropy", "kl_ratio", "entropy_by_token")
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in (*loss.parameters, *averages, *terms):
@@ -134,7 +146,7 @@ class LossTerms(NamedTuple):
     Metrics, all scalars: `loss`, `policy_loss` (shares of the step's); sums over active tokens of
     `ratio_sum`, `kl_sum`, `entropy_sum` (the last two where known), `clip_low_sum`, `clip_high_sum`,
     `clip_region_sum` (tokens whose ratio the surrogate limits from below, from above, either);
-    `active_tokens`; `ratio_min`, `ratio_max`.
+    `active_tokens`; `ratio_min`, `ratio_max`; with `entropy_by_token` `bonus_entropy`, the mean that the bonus is of.
     """
 
     loss: Array
@@ -157,6 +169,7 @@ def policy_loss(
     sampler: Array | None = None,
     selected: Array | None = None,
     entropy_coef: Array | float | None = None,
+    entropy_weights: Array | None = None,
 ) -> LossTerms:
     """Loss and metrics of some rows of an optimiser step.
 
@@ -179,6 +192,7 @@ def policy_loss(
         sampler: `[N, T]` log-probabilities that the sampler recorded, where they are not `old`.
         selected: `[N, T]` these rows of what `Objective.select` chose in the whole step.
         entropy_coef: the weight of the entropy bonus, where it is another one in each step.
+        entropy_weights: `[N, T]` of the entropy, for `entropy_by_token`.
 
     Raises:
         ConfigError: the objective needs `ref`, `kl`, `entropy` or `selected`, and it was not given; or its loss does
@@ -227,7 +241,8 @@ def policy_loss(
     if entropy is not None:
         sums["entropy_sum"] = entropy
         if objective.has_entropy_bonus:
-            loss = loss - coefficient * xp.sum(weights * entropy)
+            mean = xp.sum((weights if entropy_weights is None else xp.astype(entropy_weights, logp.dtype)) * entropy)
+            loss = loss - coefficient * mean
     elif objective.has_entropy_bonus:
         raise ConfigError(
             f"entropy_coef={coefficient}: the bonus needs the entropy of each token, which was "
@@ -239,6 +254,8 @@ def policy_loss(
     metrics["ratio_min"] = xp.min(masked(surrogate.ratio, mask, float("inf")))
     metrics["ratio_max"] = xp.max(masked(surrogate.ratio, mask, -float("inf")))
     metrics["policy_loss"], metrics["loss"] = policy, loss
+    if entropy_weights is not None:
+        metrics["bonus_entropy"] = mean
     return LossTerms(loss, {name: stop_gradient(value) for name, value in metrics.items()})
 
 
@@ -250,7 +267,7 @@ def _divergence(
         return None if kl is None else masked(kl, mask)
     if ref is None:
         return None
-    return lookup(KL_ESTIMATORS, objective.kl_estimator, "kl_estimator")(logp, masked(ref, mask), old)
+    return objective.estimate_kl(logp, masked(ref, mask), old, mask)
 
 
 def add_metrics(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:

@@ -248,6 +248,9 @@ class GRPOTrainer(Trainer):
         rows = {"mask": mask, "old": old, "advantages": advantages, "weights": weights(mask, objective.aggregation)}
         if objective.kl_aggregation is not None:
             rows["kl_weights"] = weights(sampled, objective.kl_aggregation)
+        if objective.entropy_by_token:
+            uncertain = mask & ~excluded["top_entropy_quantile"] if "top_entropy_quantile" in excluded else mask
+            rows["entropy_weights"] = weights(uncertain, "token_mean")
         if self._reads_reference:
             rows["reference"] = ref
         if algorithm.correction is not None:

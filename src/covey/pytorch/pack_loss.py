@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, mismatch_correction, policy_loss
-from covey.rollout.learning import FloatNT
+from covey.rollout.learning import FloatNT, entropy_weights
 from covey.rollout.packing import Pack
 from covey.types import Batch, BoolArray, IntArray
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class StepLoss:
     """What the losses of a step's packs are made from; see `Learner.forward_backward` for what is not said here.
 
@@ -36,6 +37,11 @@ class StepLoss:
     correction: Correction | None = None
     selected: BoolArray | None = None
     entropy_coef: float | None = None
+
+    @cached_property
+    def entropy_weights(self) -> FloatNT | None:
+        """`[N, T]` of the entropy bonus, where it has its own."""
+        return entropy_weights(self.batch, self.objective)
 
     def of(
         self,
@@ -80,6 +86,7 @@ class StepLoss:
             sampler=sampler,
             selected=None if self.selected is None else view.of(self.selected),
             entropy_coef=self.entropy_coef,
+            entropy_weights=None if self.entropy_weights is None else view.of(self.entropy_weights),
         )
 
 

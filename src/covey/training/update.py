@@ -175,7 +175,7 @@ def update(
         if gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(gradients.tokens).items()})
         if algorithm.use_adaptive_entropy and np.isfinite(norm):
-            state.last_entropy = passes[-1]["entropy"]
+            state.last_entropy = gradients.metrics.get("bonus_entropy", passes[-1]["entropy"])
             state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
         if state.entropy_coef is not None:
             passes[-1]["entropy_coef"] = state.entropy_coef
@@ -334,7 +334,7 @@ def _mismatch_metrics(
         "sampling/sampling_logp_difference/max": float(np.abs(signed).max()),
     }
     if algorithm.correction is not None:
-        ratio = np.exp(signed.astype(np.float64))
+        ratio = np.exp(np.clip(signed.astype(np.float64), -700, 700))  # further away no ratio has a float
         found |= {f"sampling/importance_sampling_ratio/{name}": float(getattr(ratio, name)()) for name in _EXTREMES}
     return found
 
