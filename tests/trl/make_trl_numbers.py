@@ -2,7 +2,7 @@
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0 && /tmp/trl/bin/python tests/trl/make_trl_numbers.py
 
-Only the network and the sampler are replaced, by the log-probabilities and entropies of the file's `inputs`: advantages,
+Only the network and the sampler are replaced, by log-probabilities and entropies, `inputs` in the file. Advantages,
 importance sampling, masks and the loss are those of `_generate_and_score_completions` and `_compute_loss`, in float32.
 """
 
@@ -112,7 +112,9 @@ class Named(GRPOTrainer):
         return [[3]] * N, ids, tools, ["text"] * N, told, {}, None, [None] * N
 
     def _calculate_rewards(self, *_: Any) -> torch.Tensor:
-        return torch.tensor([[float("nan") if x is None else x for x in both] for both in zip(FIRST, SECOND, strict=True)])
+        return torch.tensor(
+            [[float("nan") if x is None else x for x in both] for both in zip(FIRST, SECOND, strict=True)]
+        )
 
     def _get_per_token_logps_and_entropies(self, model: Any, *_: Any, **more: Any) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
@@ -176,7 +178,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cases = [of_case(model, tokenizer, given, options, folder) for options in CASES]
     whole = {
-        "made_by": "tests/trl/make_trl_numbers.py with TRL 1.16.0: its own trainer's numbers, network and sampler given",
+        "made_by": "tests/trl/make_trl_numbers.py with TRL 1.16.0: its own trainer, told network and sampler",
         "lengths": LENGTHS,
         "tool_token": TOOL,
         "rewards": [FIRST, SECOND],

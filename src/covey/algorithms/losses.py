@@ -294,8 +294,7 @@ def vespo_weights(
     k = xp.where(good, xp.full_like(x.logp, k_pos), xp.full_like(x.logp, k_neg))
     rate = xp.where(good, xp.full_like(x.logp, lambda_pos), xp.full_like(x.logp, lambda_neg))
     rate = xp.clip(rate, 1e-4, None)
-    phi = xp.exp(rate + k * log_w - rate * xp.exp(log_w))
-    return xp.where(xp.isfinite(phi), phi, xp.zeros_like(phi)), xp.exp(log_w)
+    return xp.exp(rate + k * log_w - rate * xp.exp(log_w)), xp.exp(log_w)
 
 
 # --- losses that look at the covariance of log-probability and advantage over the whole step

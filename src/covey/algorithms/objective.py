@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from array_api_compat import array_namespace
 
 from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient, unknown_name
@@ -97,8 +98,25 @@ class Objective:
         """True when tokens of advantage 0 have a gradient too."""
         return self.beta != 0 or self.has_entropy_bonus or self.loss.always
 
+    def shares_credit(self, slope: Any, array: Any) -> bool:
+        """True when the advantage of a token moves other tokens of its row, as with one ratio for the row.
+
+        `slope` makes the derivative of a function of an array, as `jax.grad` does; `array` makes one of NumPy's.
+        """
+        logp, mask = np.log([[0.5, 0.3, 0.2]]), np.ones((1, 3), np.bool_)
+
+        def moved(earned: list[float]) -> Array:
+            def total(x: Array) -> Array:
+                known = (array(each) for each in (logp, np.array([earned]), mask, -logp, logp, np.ones((1, 1)), ~mask))
+                return array_namespace(x).sum(self.loss.surrogate(LossInputs(x, *known), dict(self.parameters)).loss)
+
+            return slope(total)(array(logp))
+
+        return bool((moved([1.0, 0.0, 0.0]) != moved([0.0, 0.0, 0.0]))[0, 1:].any())
+
     def estimate_kl(self, logp: Array, ref: Array, old: Array, mask: Array) -> Array:
-        """`[N, T]` the KL of each sampled token, estimated from log-probabilities that are 0 where masked."""
+        """`[N, T]` the KL of each sampled token, estimated from its log-probabilities; 0 where masked."""
+        logp, ref, old = (masked(x, mask) for x in (logp, ref, old))
         estimate = KL_ESTIMATORS[self.kl_estimator](logp, ref, old)
         return estimate if self.kl_ratio is None else estimate * RATIOS[self.kl_ratio](logp, old, mask)
 
@@ -201,7 +219,9 @@ def policy_loss(
     xp = array_namespace(logp)
     mask = as_mask(mask)
     kl_mask, kl_weights = (mask, weights) if kl_weights is None else (kl_weights > 0, kl_weights)
-    divergence = _divergence(masked(logp, kl_mask), masked(old, kl_mask), kl_mask, objective, ref, kl)
+    divergence = None if kl is None else masked(kl, kl_mask)
+    if objective.kl_estimator in KL_ESTIMATORS:
+        divergence = None if ref is None else objective.estimate_kl(logp, ref, old, kl_mask)
     logp, old, advantages, weights = (masked(x, mask) for x in (logp, old, advantages, weights))
     weights = xp.astype(weights, logp.dtype)
 
@@ -257,17 +277,6 @@ def policy_loss(
     if entropy_weights is not None:
         metrics["bonus_entropy"] = mean
     return LossTerms(loss, {name: stop_gradient(value) for name, value in metrics.items()})
-
-
-def _divergence(
-    logp: Array, old: Array, mask: Array, objective: Objective, ref: Array | None, kl: Array | None
-) -> Array | None:
-    """Per-token KL `[N, T]` from masked `logp` and `old`, or None where what it needs was not given."""
-    if objective.kl_estimator in VOCABULARY_KL:
-        return None if kl is None else masked(kl, mask)
-    if ref is None:
-        return None
-    return objective.estimate_kl(logp, masked(ref, mask), old, mask)
 
 
 def add_metrics(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:

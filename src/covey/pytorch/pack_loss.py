@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from covey.rollout.packing import Pack
 from covey.types import Batch, BoolArray, IntArray
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepLoss:
     """What the losses of a step's packs are made from; see `Learner.forward_backward` for what is not said here.
 
@@ -37,11 +36,6 @@ class StepLoss:
     correction: Correction | None = None
     selected: BoolArray | None = None
     entropy_coef: float | None = None
-
-    @cached_property
-    def entropy_weights(self) -> FloatNT | None:
-        """`[N, T]` of the entropy bonus, where it has its own."""
-        return entropy_weights(self.batch, self.objective)
 
     def of(
         self,
@@ -65,7 +59,7 @@ class StepLoss:
         mask = view.of(self.batch.mask)
         old = sampler = view.of(self.batch.old_logprobs)
         kl_weights = None if self.kl_weights is None else view.of(self.kl_weights)
-        factor = None
+        bonus, factor = entropy_weights(self.batch, self.objective), None
         if self.correction is not None:
             trainer = current.detach() if self.trainer_old is None else view.of(self.trainer_old)
             counted = mask if kl_weights is None else mask | (kl_weights > 0)
@@ -86,7 +80,7 @@ class StepLoss:
             sampler=sampler,
             selected=None if self.selected is None else view.of(self.selected),
             entropy_coef=self.entropy_coef,
-            entropy_weights=None if self.entropy_weights is None else view.of(self.entropy_weights),
+            entropy_weights=None if bonus is None else view.of(bonus),
         )
 
 

@@ -175,8 +175,7 @@ def entropy_weights(batch: Batch, objective: Objective) -> FloatNT | None:
     """`[N, T]` weights of the entropy bonus for `entropy_by_token`, with the step's denominator; else None."""
     if not (objective.entropy_by_token and objective.has_entropy_bonus):
         return None
-    left_out = batch.excluded.get("top_entropy_quantile")
-    mask = batch.mask if left_out is None else batch.mask & ~left_out
+    mask = batch.mask & ~batch.excluded.get("top_entropy_quantile", ~batch.mask)
     return np.asarray(token_weights(mask, count_step(mask), "token_mean"), np.float32)
 
 
