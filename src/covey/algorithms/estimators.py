@@ -170,10 +170,7 @@ class Estimator:
 
 
 def grpo(step: Outcomes, *, epsilon: float | None = None) -> Array:
-    """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn.
-
-    `epsilon` replaces the step's, which is added to the standard deviation.
-    """
+    """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn."""
     step = step if epsilon is None else replace(step, epsilon=epsilon)
     if step.turns is None:
         return group_advantages(step.rewards, step.groups, **step.scaling)

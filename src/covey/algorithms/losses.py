@@ -273,8 +273,7 @@ def vespo(
     """VESPO (arXiv 2602.10693): `-sg(phi(W)) · A · logp` with `phi(W) = W^k · exp(lambda (1 - W))`, phi(1) = 1.
 
     `W` is the ratio of the whole sequence, the *product* over its tokens, times the sampler's correction; k and lambda
-    are the first pair where A >= 0, the second where A < 0. Logarithms of `W` are held between log(1e-8) and 20,
-    lambda at 1e-4 from below.
+    are the first pair where A >= 0, the second where A < 0. `log W` is held between log(1e-8) and 20, lambda from 1e-4.
     """
     phi, weight = vespo_weights(x, k_pos, lambda_pos, k_neg, lambda_neg)
     return Surrogate(-phi * x.advantages * x.logp, ratio=x.xp.broadcast_to(weight, x.logp.shape))

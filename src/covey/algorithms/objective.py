@@ -35,8 +35,7 @@ class Objective:
         kl_estimator: name in `KL_ESTIMATORS` or `VOCABULARY_KL`.
         entropy_coef: weight of the entropy bonus; 0 = none.
         adaptive_entropy: the weight comes with each step instead.
-        kl_ratio: name in `RATIOS` of an importance ratio that multiplies the estimate of the KL; None = none. As in
-            TRL, where the ratio is that of the surrogate, and the sampler's correction leaves the KL alone.
+        kl_ratio: name in `RATIOS` of a ratio that multiplies the estimate of the KL, as TRL has it; None = none.
         entropy_by_token: the bonus is the mean over the tokens that have a surrogate, whatever the loss's average.
     """
 

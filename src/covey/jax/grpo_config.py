@@ -12,7 +12,6 @@ from inspect import Parameter, Signature
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from covey.algorithms import Estimator, Objective, find_estimator
@@ -101,7 +100,7 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
                 "completions, which this trainer does not give to estimators; choose another one, such as grpo"
             )
         problem = estimator.group_problem({"num_samples_per_prompt": self.sampling.num_generations})
-        problem = problem or estimator.credit_problem(self.objective, jax.grad, jnp.asarray)
+        problem = problem or estimator.credit_problem(self.objective, jax.grad, jax.numpy.asarray)
         if problem:
             raise ConfigError(problem)
 

@@ -21,8 +21,6 @@ from covey.rollout.learning import Gradients, Learner, rows_with_gradient
 from covey.training.state import TrainerState
 from covey.types import Batch, BoolArray
 
-_ROUNDING = 1e-3
-"""In nats: more than sampler and learner ever differ by where they are of one program."""
 _EXTREMES = ("min", "mean", "max")
 
 
@@ -111,8 +109,8 @@ def update(
     looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
     wanted = algorithm.top_entropy_quantile < 1 or objective.loss.entropy
     drift = algorithm.reference_drift_threshold
-    # Rounding could decide on which side of a small threshold a policy is that has not left the reference.
-    known = on_policy and looks_at_policy and not wanted and (drift is None or abs(drift) >= _ROUNDING)
+    # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
+    known = on_policy and looks_at_policy and not wanted and (drift is None or abs(drift) >= 1e-3)
     if looks_at_policy:
         # What looks at the policy is taken over all rows of the step, tied groups too.
         rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))

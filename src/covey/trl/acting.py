@@ -97,9 +97,7 @@ class Acting:
 
     def install(self, run: covey.GRPOTrainer, trainer: Any) -> None:
         """Let the run sample so."""
-        collector = self._collector(run, trainer)
-        if collector is not None:
-            run.collect = collector
+        run.collect = self._collector(run, trainer) or run.collect
 
     def _collector(self, run: covey.GRPOTrainer, trainer: Any) -> Collector | None:
         scorer = run.data.scorer

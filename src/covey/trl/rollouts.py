@@ -72,12 +72,7 @@ class RolloutCollector:
             ) from error
         fields = _checked(returned, len(owners))
         episodes = [self._episode(fields, place, settings, policy_version) for place in range(len(owners))]
-        if not all(np.isfinite(episode.logprobs).all() for episode in episodes):
-            own = measured(episodes, self._learner, settings.temperature)
-            episodes = [
-                replace(one, logprobs=np.where(np.isfinite(one.logprobs), one.logprobs, other.logprobs))
-                for one, other in zip(episodes, own, strict=True)
-            ]
+        episodes = measured(episodes, self._learner, settings.temperature)
         sampled = time.perf_counter()
         extra = {name: fields[name] for name in fields if name not in (*_REQUIRED, "env_mask")}
         asked = [
@@ -151,7 +146,9 @@ def _first(value: Any) -> float:
 
 
 def measured(episodes: Sequence[Episode], learner: Learner, temperature: float) -> list[Episode]:
-    """With the policy's own log-probabilities, so that its first update begins at a ratio of 1."""
+    """With the policy's own log-probabilities where they are not known, NaN or infinite."""
+    if all(np.isfinite(episode.logprobs).all() for episode in episodes):
+        return list(episodes)
     lengths = np.array([episode.num_sampled for episode in episodes])
     exists: NDArray[np.bool_] = np.arange(max(int(lengths.max()), 1))[None, :] < lengths[:, None]
     zeros, rows = np.zeros(exists.shape, np.float32), np.arange(len(episodes))
@@ -161,5 +158,5 @@ def measured(episodes: Sequence[Episode], learner: Learner, temperature: float) 
     for episode, length, values in zip(episodes, lengths, scores, strict=True):
         logprobs = np.zeros(len(episode.token_ids), np.float32)
         logprobs[episode.sampled] = values[:length]
-        found.append(replace(episode, logprobs=logprobs))
+        found.append(replace(episode, logprobs=np.where(np.isfinite(episode.logprobs), episode.logprobs, logprobs)))
     return found

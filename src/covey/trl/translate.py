@@ -73,20 +73,24 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
     """Loss, KL and entropy; TRL gives the cap of cispo under the name of the upper clip range."""
     found: dict[str, Any] = {"loss_type": args.loss_type, "epsilon": args.epsilon, "delta": args.delta}
     level = found["importance_sampling_level"] = args.importance_sampling_level
-    parameters: dict[str, Any] = {"entropy_by_token": True}
+    own: dict[str, Any] = {"entropy_by_token": True}
     if args.loss_type == "sapo":
         found["sapo_temperature_pos"] = args.sapo_temperature_pos
         found["sapo_temperature_neg"] = args.sapo_temperature_neg
     if args.loss_type == "vespo":
         names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
-        parameters |= {name: getattr(args, f"vespo_{name}") for name in names}
+        own |= {name: getattr(args, f"vespo_{name}") for name in names}
     # Always given: Covey's own default of dapo is another one.
     upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
     found["epsilon_max" if args.loss_type == "cispo" else "epsilon_high"] = upper
     if args.use_bias_correction_kl:
-        parameters["kl_ratio"] = level
-    found |= {"kl_estimator": "k3", "beta": args.beta, "loss_parameters": parameters}
-    return found | {"adv_parameters": {"epsilon": 1e-4}}
+        own["kl_ratio"] = level
+    return found | {
+        "kl_estimator": "k3",
+        "beta": args.beta,
+        "loss_parameters": own,
+        "adv_parameters": {"epsilon": 1e-4},
+    }
 
 
 RATIO_FROM_THE_LEARNER: dict[str, Any] = {
