@@ -72,7 +72,6 @@ def _reference(args: GRPOConfig) -> dict[str, Any]:
 def _loss(args: GRPOConfig) -> dict[str, Any]:
     """Loss, KL and entropy; TRL gives the cap of cispo under the name of the upper clip range."""
     found: dict[str, Any] = {"loss_type": args.loss_type, "epsilon": args.epsilon, "delta": args.delta}
-    level = found["importance_sampling_level"] = args.importance_sampling_level
     own: dict[str, Any] = {"entropy_by_token": True}
     if args.loss_type == "sapo":
         found["sapo_temperature_pos"] = args.sapo_temperature_pos
@@ -84,13 +83,9 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
     upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
     found["epsilon_max" if args.loss_type == "cispo" else "epsilon_high"] = upper
     if args.use_bias_correction_kl:
-        own["kl_ratio"] = level
-    return found | {
-        "kl_estimator": "k3",
-        "beta": args.beta,
-        "loss_parameters": own,
-        "adv_parameters": {"epsilon": 1e-4},
-    }
+        own["kl_ratio"] = args.importance_sampling_level
+    found |= {"kl_estimator": "k3", "beta": args.beta, "importance_sampling_level": args.importance_sampling_level}
+    return found | {"loss_parameters": own, "adv_parameters": {"epsilon": 1e-4}}
 
 
 RATIO_FROM_THE_LEARNER: dict[str, Any] = {
