@@ -192,6 +192,17 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
 
+def equal_rewards(a: Any, b: Any) -> Any:
+    """Are these rewards, or arrays of such of one library, equal but for rounding? All are tied if their extremes are.
+
+    Rounding is relative to a reward's size: 1e-12 of it, in float32 two of its last digits. 0.1 + 0.2 equals 0.3; 1e-9
+    and 2e-9 differ, as do 1e6 and 1e6 + 0.5.
+    """
+    digits = 2.4e-7 if "float32" in str(getattr(a, "dtype", "")) else 1e-12
+    apart = abs(a / 2 - b / 2)  # halves, since a difference may have no float
+    return (apart <= digits * abs(a / 2)) | (apart <= digits * abs(b / 2))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """All episodes of one prompt, scored.
@@ -246,8 +257,8 @@ class Group:
     @property
     def is_tied(self) -> bool:
         """True when the rewards carry no relative information: fewer than two scored, or all equal."""
-        scored = self.rewards[~np.isnan(self.rewards)]
-        return len(scored) < 2 or bool(np.all(scored == scored[0]))
+        scored = self.rewards[np.isfinite(self.rewards)]
+        return len(scored) < 2 or bool(equal_rewards(scored.min(), scored.max()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -282,3 +282,17 @@ def test_errors_name_the_value_and_the_fix() -> None:
         combine_rewards([[1.0], [2.0]], [1.0])
     with pytest.raises(DataError, match="each episode"):
         step_advantages([[1.0], [2.0]], [0])
+
+
+def test_the_two_functions_of_the_documents_divide_by_different_spreads() -> None:
+    """As docs/agents.md says: the population's for the one that its document defines so, the sample's as in runs."""
+    ids, ones = np.zeros(4, np.int64), np.ones((4, 1))
+    rewards, episodes = np.array([0.0, 0.0, 1.0, 1.0]), np.arange(4)
+    naive = compute_naive_grpo_outcome_advantage(rewards, ones, ids, episodes)[0]
+    of_steps = compute_grpo_outcome_advantage(rewards[:, None], ones, ids)[0]
+    in_runs = find_estimator("naive_grpo")(Outcomes(rewards, ids))
+    np.testing.assert_allclose(naive[:, 0], [-1, -1, 1, 1], atol=5e-4)
+    np.testing.assert_allclose(of_steps[:, 0], [-0.866, -0.866, 0.866, 0.866], atol=5e-4)
+    np.testing.assert_allclose(in_runs, of_steps[:, 0])
+    same = compute_naive_grpo_outcome_advantage(rewards, ones, ids, episodes, correction=1)[0]
+    np.testing.assert_allclose(same, of_steps)

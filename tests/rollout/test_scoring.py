@@ -485,6 +485,30 @@ def test_functions_can_log() -> None:
     assert scorer.take_logged().metrics == {}
 
 
+@pytest.mark.parametrize(
+    ("values", "mean"),
+    [
+        ([1e308, 1e308], 1e308),
+        ([-1.7e308, 1.7e308, -1.7e308], -1.7e308 / 3),
+        ([float("inf"), 1.0], float("inf")),
+        ([float("inf"), -float("inf")], float("nan")),
+        ([float("nan"), 1.0], float("nan")),
+    ],
+    ids=str,
+)
+def test_any_number_can_be_logged(values: list[float], mean: float) -> None:
+    """Sums that have no float, and infinities, end nothing; the record says null where there is no number."""
+
+    def reward(completions: list[str], log_metric: Any) -> list[float]:
+        for value in values:
+            log_metric("size", value)
+        return [0.0 for _ in completions]
+
+    scorer = Scorer(reward)
+    scorer.score([fake_prompt()], [fake_episode("a")])
+    assert scorer.take_logged().metrics == {"size": pytest.approx(mean, nan_ok=True)}
+
+
 def test_nothing_to_score() -> None:
     rewards, parts = score([length, slow_two], [])
     assert rewards == []

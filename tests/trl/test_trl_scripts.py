@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -272,5 +273,6 @@ def test_vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (more.vllm.sleep_level, more.vllm.max_model_len) == (1, 512)
     assert more.vllm.llm_arguments == {"model_impl": "transformers"}
     plain = asked(vllm_importance_sampling_correction=False)
-    assert plain.algorithm.importance_sampling_correction == "off"
+    correction = plain.algorithm.correction
+    assert correction.cap == np.float32(correction.floor) == 1  # ratios begin at the learner's own, of weight 1
     assert asked(repetition_penalty=1.1).sampling.engine == "covey"  # the model's own generate samples

@@ -539,7 +539,9 @@ class TestEnvironments:
 
 
 class TestRolloutFunctions:
-    def test_training(self, folder: Path) -> None:
+    @pytest.mark.parametrize(("told", "least", "most"), [(-100.0, 70, 100), (None, 0, 1e-5), (float("nan"), 0, 1e-5)])
+    def test_training(self, told: float | None, least: float, most: float, folder: Path) -> None:
+        """What is told is compared with the policy's own; one that is not told is the policy's own."""
         asked: list[Any] = []
 
         def roll(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
@@ -547,7 +549,7 @@ class TestRolloutFunctions:
             return {
                 "prompt_ids": [[5, 6, 7]] * len(prompts),
                 "completion_ids": [[20 + n, 21, 22, END_ID] for n in range(len(prompts))],
-                "logprobs": [[-0.5] * 4] * len(prompts),
+                "logprobs": [[told] * 4] * len(prompts),
                 "env_mask": [[1, 0, 1, 1]] * len(prompts),
                 "earned": [float(n) for n in range(len(prompts))],
                 "note": "shared",
@@ -568,7 +570,7 @@ class TestRolloutFunctions:
         assert record["rewards/reward/mean"] == 1
         assert record["completions/mean_length"] == 3
         assert record["ratio/mean"] == pytest.approx(1, abs=1e-5)
-        assert record["sampling/sampling_logp_difference/max"] < 1e-5
+        assert least <= record["sampling/sampling_logp_difference/max"] <= most
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -28,6 +28,7 @@ from covey.algorithms.arrays import (
 )
 from covey.algorithms.grouping import Grouping, numbered
 from covey.errors import ConfigError, DataError
+from covey.types import equal_rewards
 
 SCALES = ("group", "batch", "none")
 """What a centred reward is divided by (`scale_rewards`): its group's std, the batch's std, or nothing."""
@@ -61,7 +62,7 @@ def group_statistics(rewards: Array, groups: Array, member: Array, *, correction
     centred = rewards - mean
     std = xp.sqrt(grouping.sum(centred * centred) / at_least_one(count - correction))
     # Ties are found by comparison, not by std == 0: the mean of three 0.1s is not 0.1 in floating point.
-    return GroupStatistics(count, mean, std, ~(grouping.max(rewards) > -grouping.max(-rewards)))
+    return GroupStatistics(count, mean, std, equal_rewards(-grouping.max(-rewards), grouping.max(rewards)))
 
 
 def group_advantages(
@@ -454,5 +455,5 @@ def normalise_tokens(values: Array, mask: Array) -> Array:
     centred = weight * (values - xp.sum(values) / at_least_one(count))
     variance = xp.sum(centred * centred) / at_least_one(count - 1)
     infinite = float("inf")
-    differ = xp.max(xp.where(mask, values, -infinite)) > xp.min(xp.where(mask, values, infinite))
-    return xp.where(differ, centred / xp.sqrt(variance + 1e-8), xp.zeros_like(centred))
+    low, high = xp.min(xp.where(mask, values, infinite)), xp.max(xp.where(mask, values, -infinite))
+    return xp.where(equal_rewards(low, high), xp.zeros_like(centred), centred / xp.sqrt(variance + 1e-8))

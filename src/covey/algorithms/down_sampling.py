@@ -42,11 +42,12 @@ def max_variance(group: Group, size: int) -> NDArray[np.int64]:
     order = scored[np.argsort(rewards[scored], kind="stable")]  # from the lowest to the highest
     size = min(size, len(order))
     best, chosen = -1.0, order[:size]
+    rounding = (1e-12 * np.abs(rewards[scored]).max(initial=0.0)) ** 2
     for high in range(size + 1):
         both = np.concatenate([order[: size - high], order[len(order) - high :]])
         variance = float(np.var(rewards[both]))
         # The same variance by rounding alone changes nothing: the fewest high rewards that reach it.
-        if variance > best + 1e-12 * max(best, 1.0):
+        if variance > best + max(1e-12 * best, rounding):
             best, chosen = variance, both
     return chosen
 

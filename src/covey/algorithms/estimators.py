@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -36,10 +37,11 @@ from covey.algorithms.advantages import (
 )
 from covey.algorithms.arrays import Array, as_float, locked, lookup, to_library_of, unknown_name
 from covey.algorithms.grouping import Grouping
-from covey.algorithms.outcomes import Outcomes
+from covey.algorithms.objective import Objective
+from covey.algorithms.outcomes import Outcomes, Turns
 from covey.errors import ConfigError, naming
 from covey.functions import load_function
-from covey.types import Group
+from covey.types import Group, equal_rewards
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -118,6 +120,32 @@ class Estimator:
                 return f"{setting}={size}: a group needs at least 2 completions to compare; set {setting} to 2 or more"
         return None
 
+    def credit_problem(self, objective: Objective, slope: Any, array: Any, environment: Any = None) -> str | None:
+        """Why the loss would average away what this gives single tokens; both are tried on a small step.
+
+        `environment` is that section where a row holds several turns, else None. See `Objective.shares_credit`.
+        """
+        if not objective.shares_credit(slope, array):
+            return None
+        rewards, groups, turns, logp = np.arange(4.0), np.array([0, 0, 1, 1]), None, -np.resize([0.1, 0.7, 1.9], (4, 4))
+        if environment is not None:
+            of, returns = np.arange(8) // 2, np.array([0.0, 3.0, 2.0, 1.0] * 2)
+            scores = rewards[of] if environment.step_score == "episode" else returns
+            rest = list("abababab"), environment.step_advantage_weight, np.repeat(np.arange(8).reshape(4, 2), 2, axis=1)
+            turns = Turns(of, groups[of], rewards[of], scores, returns, *rest)
+        known: dict[str, Any] = {"parts": rewards[None], "weights": np.ones(1), "mask": logp < 0, "logprobs": logp}
+        known |= {"reference": 2 * logp, "sum_pi_squared": np.exp(logp), "greedy": rewards, "turns": turns}
+        found = rewards[:, None]
+        with suppress(ConfigError):  # of somebody's own, which needs more than that
+            found = self.checked(Outcomes(rewards, groups, **known))
+        if (found == found[:, :1]).all():
+            return None
+        return (
+            f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: tokens of a completion get "
+            "advantages of their own, and this loss, whose tokens share one ratio, would give all of them the mean; "
+            "set algorithm.loss_type to 'gspo_token' or 'grpo', or its importance_sampling_level to 'gspo_token'"
+        )
+
     def checked(self, step: Outcomes) -> NDArray[np.float64]:
         """`[N, 1]` or `[N, T]`: as a call, for a function of somebody else's.
 
@@ -141,8 +169,9 @@ class Estimator:
         return found
 
 
-def grpo(step: Outcomes) -> Array:
+def grpo(step: Outcomes, *, epsilon: float | None = None) -> Array:
     """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn."""
+    step = step if epsilon is None else replace(step, epsilon=epsilon)
     if step.turns is None:
         return group_advantages(step.rewards, step.groups, **step.scaling)
     return step.turns.spread(group_advantages(step.turns.scores, step.turns.groups, **step.scaling))
@@ -192,11 +221,11 @@ def gigpo(step: Outcomes) -> Array:
     return turns.spread(values)
 
 
-def gdpo(step: Outcomes) -> Array:
+def gdpo(step: Outcomes, *, epsilon: float | None = None) -> Array:
     """GDPO (arXiv 2601.05242, equations 4 to 6): each reward function's part is normalised in its groups, and their
     weighted sum over the batch. The batch's mean is 0 already, since each group's is.
     """
-    settings: dict[str, Any] = {"correction": step.correction, "epsilon": step.epsilon}
+    settings: dict[str, Any] = {"correction": step.correction, "epsilon": epsilon or step.epsilon}
     total = combine_rewards(step.parts, step.weights, step.groups, aggregation="normalize_then_sum", **settings)
     return group_advantages(total, step.groups, scale="batch", **settings)
 
@@ -253,7 +282,8 @@ def remax(step: Outcomes) -> Array:
     rewards, _, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
     greedy = to_library_of(rewards, as_float(step.greedy))
-    return xp.where(scorable & xp.isfinite(greedy), rewards - greedy, xp.zeros_like(rewards))
+    differ = scorable & xp.isfinite(greedy) & ~equal_rewards(rewards, greedy)
+    return xp.where(differ, rewards - greedy, xp.zeros_like(rewards))
 
 
 @states(scaled=False)
@@ -338,7 +368,7 @@ def gpg(step: Outcomes, *, f_norm: float = 1.0, alpha: Literal["differing", "non
 def _best_is_alone(group: Group) -> bool:
     """True when one completion of the group is better than all others."""
     scored = group.rewards[np.isfinite(group.rewards)]
-    return len(scored) >= 2 and int((scored == scored.max()).sum()) == 1
+    return len(scored) >= 2 and int(equal_rewards(scored, scored.max()).sum()) == 1
 
 
 @states(teaches=_best_is_alone)
@@ -356,7 +386,7 @@ def grpo_passk(step: Outcomes) -> Array:
     xp = array_namespace(rewards)
 
     group = group_statistics(rewards, groups, scorable, correction=step.correction)
-    best = scorable & (rewards == Grouping(groups, scorable).max(rewards))
+    best = scorable & equal_rewards(rewards, Grouping(groups, scorable).max(rewards))
     number = Grouping(groups, best).count(rewards)
     alone = best & (number == 1) & ~group.tied
     lead = xp.where(alone, rewards - Grouping(groups, scorable & ~best).max(rewards), xp.zeros_like(rewards))

@@ -273,7 +273,7 @@ def vespo(
     """VESPO (arXiv 2602.10693): `-sg(phi(W)) · A · logp` with `phi(W) = W^k · exp(lambda (1 - W))`, phi(1) = 1.
 
     `W` is the ratio of the whole sequence, the *product* over its tokens, times the sampler's correction; k and lambda
-    are the first pair where A >= 0, the second where A < 0. Logarithms of `W` are held between log(1e-8) and 20.
+    are the first pair where A >= 0, the second where A < 0. `log W` is held between log(1e-8) and 20, lambda from 1e-4.
     """
     phi, weight = vespo_weights(x, k_pos, lambda_pos, k_neg, lambda_neg)
     return Surrogate(-phi * x.advantages * x.logp, ratio=x.xp.broadcast_to(weight, x.logp.shape))
@@ -292,6 +292,7 @@ def vespo_weights(
     good = x.advantages >= 0
     k = xp.where(good, xp.full_like(x.logp, k_pos), xp.full_like(x.logp, k_neg))
     rate = xp.where(good, xp.full_like(x.logp, lambda_pos), xp.full_like(x.logp, lambda_neg))
+    rate = xp.clip(rate, 1e-4, None)
     return xp.exp(rate + k * log_w - rate * xp.exp(log_w)), xp.exp(log_w)
 
 

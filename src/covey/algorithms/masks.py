@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -107,19 +107,6 @@ def completion_masks(
     return keep
 
 
-class PolicyMaskSettings(Protocol):
-    """The settings of masks that look at the policy as it is in this pass; None, or 1, turns one off."""
-
-    @property
-    def off_policy_mask_threshold(self) -> float | None: ...
-    @property
-    def reference_drift_threshold(self) -> float | None: ...
-    @property
-    def reference_drift_reduction(self) -> str: ...
-    @property
-    def top_entropy_quantile(self) -> float: ...
-
-
 class PolicyMasks(NamedTuple):
     """What such masks leave of a step: tokens `[N, T]`, advantages `[N, T]`, and what each mask excluded."""
 
@@ -128,24 +115,14 @@ class PolicyMasks(NamedTuple):
     excluded: dict[str, Array]
 
 
-def masks_by_policy(settings: PolicyMaskSettings) -> bool:
+def masks_by_policy(settings: AlgorithmConfig) -> bool:
     """True when a mask looks at the current policy."""
-    by_policy = settings.off_policy_mask_threshold is not None
-    return by_policy or masks_by_reference(settings) or masks_by_entropy(settings)
-
-
-def masks_by_reference(settings: PolicyMaskSettings) -> bool:
-    """True when a mask looks at the reference."""
-    return settings.reference_drift_threshold is not None
-
-
-def masks_by_entropy(settings: PolicyMaskSettings) -> bool:
-    """True when a mask looks at the entropy of the current policy."""
-    return settings.top_entropy_quantile < 1
+    thresholds = (settings.off_policy_mask_threshold, settings.reference_drift_threshold)
+    return thresholds != (None, None) or settings.top_entropy_quantile < 1
 
 
 def policy_masks(
-    settings: PolicyMaskSettings,
+    settings: AlgorithmConfig,
     logp: Array,
     old: Array,
     ref: Array | None,

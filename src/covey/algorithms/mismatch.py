@@ -36,9 +36,7 @@ class Correction:
 
 
 def _truncate(ratio: Array, cap: float, floor: float) -> Array:
-    xp = array_namespace(ratio)
-    ratio = xp.where(ratio < floor, xp.full_like(ratio, floor), ratio)
-    return xp.where(ratio > cap, xp.full_like(ratio, cap), ratio)
+    return array_namespace(ratio).clip(ratio, floor, cap)
 
 
 def _drop(ratio: Array, cap: float, floor: float) -> Array:
@@ -46,13 +44,9 @@ def _drop(ratio: Array, cap: float, floor: float) -> Array:
     return xp.where((ratio > cap) | (ratio < floor), xp.zeros_like(ratio), ratio)
 
 
-def _tokens(difference: Array, mask: Array) -> Array:
-    return masked(difference, mask)
-
-
 MISMATCH_MODES: dict[str, tuple[Callable[[Array, Array], Array], Callable[[Array, float, float], Array]]] = {
-    "token_truncate": (_tokens, _truncate),
-    "token_mask": (_tokens, _drop),
+    "token_truncate": (masked, _truncate),
+    "token_mask": (masked, _drop),
     "sequence_truncate": (row_sum, _truncate),
     "sequence_mask": (row_sum, _drop),
 }

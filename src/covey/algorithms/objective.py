@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 from array_api_compat import array_namespace
 
 from covey.algorithms.arrays import Array, as_mask, lookup, masked, stop_gradient, unknown_name
 from covey.algorithms.kl import KL_ESTIMATORS, OFF_POLICY_KL, VOCABULARY_KL
 from covey.algorithms.loss_function import Loss, LossInputs, try_out
-from covey.algorithms.losses import find_loss, grpo
+from covey.algorithms.losses import RATIOS, find_loss, grpo
 from covey.errors import ConfigError
 
 
@@ -34,6 +35,8 @@ class Objective:
         kl_estimator: name in `KL_ESTIMATORS` or `VOCABULARY_KL`.
         entropy_coef: weight of the entropy bonus; 0 = none.
         adaptive_entropy: the weight comes with each step instead.
+        kl_ratio: name in `RATIOS` of a ratio that multiplies the estimate of the KL, as TRL has it; None = none.
+        entropy_by_token: the bonus is the mean over the tokens that have a surrogate, whatever the loss's average.
     """
 
     loss: Loss = grpo
@@ -42,6 +45,8 @@ class Objective:
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
     adaptive_entropy: bool = False
+    kl_ratio: str | None = None
+    entropy_by_token: bool = False
 
     def __post_init__(self) -> None:
         """Check names and ranges.
@@ -50,6 +55,7 @@ class Objective:
             ConfigError: an unknown name, or a number out of range.
         """
         lookup({**KL_ESTIMATORS, **VOCABULARY_KL}, self.kl_estimator, "kl_estimator")
+        lookup(RATIOS, self.kl_ratio or "token", "kl_ratio")
         if not self.beta >= 0:
             raise ConfigError(f"beta={self.beta}: it would reward leaving the reference; choose 0 or more")
 
@@ -91,6 +97,28 @@ class Objective:
         """True when tokens of advantage 0 have a gradient too."""
         return self.beta != 0 or self.has_entropy_bonus or self.loss.always
 
+    def shares_credit(self, slope: Any, array: Any) -> bool:
+        """True when the advantage of a token moves other tokens of its row, as with one ratio for the row.
+
+        `slope` makes the derivative of a function of an array, as `jax.grad` does; `array` makes one of NumPy's.
+        """
+        logp, mask = np.log([[0.5, 0.3, 0.2]]), np.ones((1, 3), np.bool_)
+
+        def moved(earned: list[float]) -> Array:
+            def total(x: Array) -> Array:
+                known = (array(each) for each in (logp, np.array([earned]), mask, -logp, logp, np.ones((1, 1)), ~mask))
+                return array_namespace(x).sum(self.loss.surrogate(LossInputs(x, *known), dict(self.parameters)).loss)
+
+            return slope(total)(array(logp))
+
+        return bool((moved([1.0, 0.0, 0.0]) != moved([0.0, 0.0, 0.0]))[0, 1:].any())
+
+    def estimate_kl(self, logp: Array, ref: Array, old: Array, mask: Array) -> Array:
+        """`[N, T]` the KL of each sampled token, estimated from its log-probabilities; 0 where masked."""
+        logp, ref, old = (masked(x, mask) for x in (logp, ref, old))
+        estimate = KL_ESTIMATORS[self.kl_estimator](logp, ref, old)
+        return estimate if self.kl_ratio is None else estimate * RATIOS[self.kl_ratio](logp, old, mask)
+
     def select(self, logp: Array, old: Array, advantages: Array, mask: Array, entropy: Array | None = None) -> Array:
         """What the loss's `select` chooses in the whole step, `[N, T]` booleans; arguments as in `policy_loss`."""
         mask = as_mask(mask)
@@ -113,7 +141,8 @@ def make_objective(loss_type: str | Loss | Callable[..., Any] = "grpo", **settin
             loss that fails when it is tried.
     """
     loss = find_loss(loss_type)
-    averages, terms = ("aggregation", "kl_aggregation"), ("beta", "kl_estimator", "entropy_coef", "adaptive_entropy")
+    averages = ("aggregation", "kl_aggregation")
+    terms = ("beta", "kl_estimator", "entropy_coef", "adaptive_entropy", "kl_ratio", "entropy_by_token")
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given:
         if name not in (*loss.parameters, *averages, *terms):
@@ -134,7 +163,7 @@ class LossTerms(NamedTuple):
     Metrics, all scalars: `loss`, `policy_loss` (shares of the step's); sums over active tokens of
     `ratio_sum`, `kl_sum`, `entropy_sum` (the last two where known), `clip_low_sum`, `clip_high_sum`,
     `clip_region_sum` (tokens whose ratio the surrogate limits from below, from above, either);
-    `active_tokens`; `ratio_min`, `ratio_max`.
+    `active_tokens`; `ratio_min`, `ratio_max`; with `entropy_by_token` `bonus_entropy`, the mean that the bonus is of.
     """
 
     loss: Array
@@ -157,6 +186,7 @@ def policy_loss(
     sampler: Array | None = None,
     selected: Array | None = None,
     entropy_coef: Array | float | None = None,
+    entropy_weights: Array | None = None,
 ) -> LossTerms:
     """Loss and metrics of some rows of an optimiser step.
 
@@ -179,6 +209,7 @@ def policy_loss(
         sampler: `[N, T]` log-probabilities that the sampler recorded, where they are not `old`.
         selected: `[N, T]` these rows of what `Objective.select` chose in the whole step.
         entropy_coef: the weight of the entropy bonus, where it is another one in each step.
+        entropy_weights: `[N, T]` of the entropy, for `entropy_by_token`.
 
     Raises:
         ConfigError: the objective needs `ref`, `kl`, `entropy` or `selected`, and it was not given; or its loss does
@@ -187,7 +218,9 @@ def policy_loss(
     xp = array_namespace(logp)
     mask = as_mask(mask)
     kl_mask, kl_weights = (mask, weights) if kl_weights is None else (kl_weights > 0, kl_weights)
-    divergence = _divergence(masked(logp, kl_mask), masked(old, kl_mask), kl_mask, objective, ref, kl)
+    divergence = None if kl is None else masked(kl, kl_mask)
+    if objective.kl_estimator in KL_ESTIMATORS:
+        divergence = None if ref is None else objective.estimate_kl(logp, ref, old, kl_mask)
     logp, old, advantages, weights = (masked(x, mask) for x in (logp, old, advantages, weights))
     weights = xp.astype(weights, logp.dtype)
 
@@ -227,7 +260,8 @@ def policy_loss(
     if entropy is not None:
         sums["entropy_sum"] = entropy
         if objective.has_entropy_bonus:
-            loss = loss - coefficient * xp.sum(weights * entropy)
+            mean = xp.sum((weights if entropy_weights is None else xp.astype(entropy_weights, logp.dtype)) * entropy)
+            loss = loss - coefficient * mean
     elif objective.has_entropy_bonus:
         raise ConfigError(
             f"entropy_coef={coefficient}: the bonus needs the entropy of each token, which was "
@@ -239,18 +273,9 @@ def policy_loss(
     metrics["ratio_min"] = xp.min(masked(surrogate.ratio, mask, float("inf")))
     metrics["ratio_max"] = xp.max(masked(surrogate.ratio, mask, -float("inf")))
     metrics["policy_loss"], metrics["loss"] = policy, loss
+    if entropy_weights is not None:
+        metrics["bonus_entropy"] = mean
     return LossTerms(loss, {name: stop_gradient(value) for name, value in metrics.items()})
-
-
-def _divergence(
-    logp: Array, old: Array, mask: Array, objective: Objective, ref: Array | None, kl: Array | None
-) -> Array | None:
-    """Per-token KL `[N, T]` from masked `logp` and `old`, or None where what it needs was not given."""
-    if objective.kl_estimator in VOCABULARY_KL:
-        return None if kl is None else masked(kl, mask)
-    if ref is None:
-        return None
-    return lookup(KL_ESTIMATORS, objective.kl_estimator, "kl_estimator")(logp, masked(ref, mask), old)
 
 
 def add_metrics(parts: Iterable[Mapping[str, Array]]) -> dict[str, Array]:

@@ -52,7 +52,7 @@ class Outcomes:
         groups: `[N]` group ids: completions of the same prompt.
         scale: `algorithm.scale_rewards`: group, batch or none.
         correction: `algorithm.std_correction`: 1 = sample, 0 = population standard deviation.
-        epsilon: to be added to a standard deviation.
+        epsilon: to be added to a standard deviation; `algorithm.adv_parameters` of `grpo` may give another one.
         parts: `[F, N]` unweighted rewards of each function, None for agents.
         weights: `[F]` of the functions.
         mask: `[N, T]` True where the completion has a sampled token.

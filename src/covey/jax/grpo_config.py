@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from inspect import Parameter, Signature
 from typing import Annotated, Any
 
+import jax
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from covey.algorithms import Estimator, Objective, find_estimator
@@ -98,7 +99,9 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
                 f"adv_estimator={self.algorithm.adv_estimator!r}: it needs turns, other log-probabilities or greedy "
                 "completions, which this trainer does not give to estimators; choose another one, such as grpo"
             )
-        if problem := estimator.group_problem({"num_samples_per_prompt": self.sampling.num_generations}):
+        problem = estimator.group_problem({"num_samples_per_prompt": self.sampling.num_generations})
+        problem = problem or estimator.credit_problem(self.objective, jax.grad, jax.numpy.asarray)
+        if problem:
             raise ConfigError(problem)
 
     @field_validator("eos_token_ids", mode="before")

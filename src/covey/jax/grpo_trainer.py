@@ -25,7 +25,6 @@ import optax
 from jax.sharding import Mesh
 
 from covey.algorithms import Outcomes, combine_masks, count_step, policy_masks, token_weights
-from covey.algorithms.masks import masks_by_reference
 from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
 from covey.jax.grpo_config import GRPOConfig
@@ -78,7 +77,8 @@ class GRPOTrainer(Trainer):
                 f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
             )
         self._objective = config.objective
-        self._reads_reference = self._objective.estimates_kl or masks_by_reference(config.algorithm)
+        drift = config.algorithm.reference_drift_threshold
+        self._reads_reference = self._objective.estimates_kl or drift is not None
         self.policy_model, self.ref_model = policy_model, ref_model
         self.reward_fn, self.mesh = reward_fn, check_mesh(mesh)
         self.ref_params = None
@@ -248,6 +248,8 @@ class GRPOTrainer(Trainer):
         rows = {"mask": mask, "old": old, "advantages": advantages, "weights": weights(mask, objective.aggregation)}
         if objective.kl_aggregation is not None:
             rows["kl_weights"] = weights(sampled, objective.kl_aggregation)
+        if objective.entropy_by_token:
+            rows["entropy_weights"] = weights(mask & ~excluded.get("top_entropy_quantile", ~mask), "token_mean")
         if self._reads_reference:
             rows["reference"] = ref
         if algorithm.correction is not None:

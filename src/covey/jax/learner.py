@@ -21,7 +21,7 @@ from covey.jax.packing import MicroBatch, fill, pack_step, sequence_length, size
 from covey.jax.policy import Policy, from_names, named_leaves, to_names
 from covey.jax.scoring import loss_terms, score_batch
 from covey.jax.sharding import DATA, keep_placed, place, place_rows
-from covey.rollout.learning import FloatNT, Gradients, loss_weights
+from covey.rollout.learning import FloatNT, Gradients, entropy_weights, loss_weights
 from covey.rollout.packing import Pack, count_tokens
 from covey.types import Batch, BoolArray
 
@@ -138,6 +138,7 @@ class Learner:
             "trainer_old": trainer_old,
             "kl_weights": kl_weights,
             "selected": selected,
+            "entropy_weights": entropy_weights(batch, objective),
         }
         values = {name: array for name, array in known.items() if array is not None}
         given = {"frozen": self.policy.frozen}

@@ -111,9 +111,9 @@ def loss_terms(
     Args:
         found: of the policy, `[N, T]` each.
         rows: `[N, T]` each, by name: `mask`, `advantages`, `weights`, and `old`, the sampler's log-probabilities. Where
-            the objective needs them `reference`, `kl_weights` and `selected`. With a correction `trainer_old`, the
-            trainer's log-probabilities under the weights that sampled; without it these are the weights that `found` is
-            of.
+            the objective needs them `reference`, `kl_weights`, `entropy_weights` and `selected`. With a correction
+            `trainer_old`, the trainer's log-probabilities under the weights that sampled; without it these are the
+            weights that `found` is of.
         objective: what to minimise.
         correction: for a sampler that differs, or None.
         entropy_coef: the weight of the entropy bonus, where it is another one in each step.
@@ -138,6 +138,7 @@ def loss_terms(
         sampler=rows["old"],
         selected=rows.get("selected"),
         entropy_coef=entropy_coef,
+        entropy_weights=rows.get("entropy_weights"),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeGuard
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
 from covey.observe.records import Record, plain
+from covey.types import equal_rewards
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 WHOLE = 1_000_000
@@ -213,13 +214,14 @@ def _passes(row: Record, group: GroupFacts, wanted: Wanted) -> bool:
 
 def _facts(number: Any, members: Sequence[Record]) -> GroupFacts:
     rewards = [float(value) for row in members if (value := row.get("reward")) is not None and _is_number(value)]
+    least_and_most = min(rewards, default=0.0), max(rewards, default=0.0)
     mean, std, tied = (members[0].get(name) for name in ("group_mean", "group_std", "group_tied"))
     return GroupFacts(
         number,
         len(members),
         float(mean) if _is_number(mean) else (fmean(rewards) if rewards else None),
         float(std) if _is_number(std) else (pstdev(rewards) if rewards else None),
-        tied if isinstance(tied, bool) else len(members) > 1 and len(set(rewards)) < 2,
+        tied if isinstance(tied, bool) else len(members) > 1 and bool(equal_rewards(*least_and_most)),
     )
 
 

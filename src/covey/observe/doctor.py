@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance
 from typing import Any
 
+from covey.types import equal_rewards
+
 Record = Mapping[str, Any]
 
 
@@ -206,7 +208,8 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
         )
     rewards = recent.values("reward")
     spread = recent.mean("reward_std")
-    if len(rewards) >= limits.min_steps and max(rewards) - min(rewards) < 1e-9 and (spread is None or spread < 1e-9):
+    alike = len(rewards) >= limits.min_steps and equal_rewards(min(rewards), max(rewards))
+    if alike and equal_rewards(rewards[0], rewards[0] + (spread or 0.0)):
         value, right = rewards[0], recent.mean("accuracy")
         if right is not None and right >= limits.solved_reward:
             yield Diagnosis(

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, mismatch_correction, policy_loss
-from covey.rollout.learning import FloatNT
+from covey.rollout.learning import FloatNT, entropy_weights
 from covey.rollout.packing import Pack
 from covey.types import Batch, BoolArray, IntArray
 
@@ -59,7 +59,7 @@ class StepLoss:
         mask = view.of(self.batch.mask)
         old = sampler = view.of(self.batch.old_logprobs)
         kl_weights = None if self.kl_weights is None else view.of(self.kl_weights)
-        factor = None
+        bonus, factor = entropy_weights(self.batch, self.objective), None
         if self.correction is not None:
             trainer = current.detach() if self.trainer_old is None else view.of(self.trainer_old)
             counted = mask if kl_weights is None else mask | (kl_weights > 0)
@@ -80,6 +80,7 @@ class StepLoss:
             sampler=sampler,
             selected=None if self.selected is None else view.of(self.selected),
             entropy_coef=self.entropy_coef,
+            entropy_weights=None if bonus is None else view.of(bonus),
         )
 
 

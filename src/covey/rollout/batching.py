@@ -250,7 +250,7 @@ def completion_advantages(
         weights.append(1.0)
     together, sizes = np.stack(parts), [len(group.episodes) for group in groups]
     if algorithm.multi_objective_aggregation == "normalize_then_sum":
-        estimator = replace(estimator, function=gdpo, parameters={})
+        estimator = replace(estimator, function=gdpo)
     return estimator.checked(
         Outcomes(
             np.asarray(combine_rewards(together, np.array(weights))),

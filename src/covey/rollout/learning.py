@@ -171,6 +171,14 @@ def loss_weights(batch: Batch, objective: Objective, max_completion_length: int)
     return weights(batch.mask, objective.aggregation), own
 
 
+def entropy_weights(batch: Batch, objective: Objective) -> FloatNT | None:
+    """`[N, T]` weights of the entropy bonus for `entropy_by_token`, with the step's denominator; else None."""
+    if not (objective.entropy_by_token and objective.has_entropy_bonus):
+        return None
+    mask = batch.mask & ~batch.excluded.get("top_entropy_quantile", ~batch.mask)
+    return np.asarray(token_weights(mask, count_step(mask), "token_mean"), np.float32)
+
+
 def rows_with_gradient(batch: Batch, objective: Objective) -> NDArray[np.int64]:
     """Rows whose gradient can differ from zero; the others are not run at all.
 

@@ -309,10 +309,9 @@ class Scorer:
 
     def take_logged(self) -> Logged:
         """What functions reported through `log_metric` and `log_extra`; afterwards it is forgotten."""
-        logged = Logged(
-            {name: math.fsum(values) / len(values) for name, values in sorted(self._metrics.items())},
-            self._extras,
-        )
+        # Divided first: a sum of huge ones has no float.
+        metrics = {name: sum(one / len(values) for one in values) for name, values in sorted(self._metrics.items())}
+        logged = Logged(metrics, self._extras)
         self._metrics, self._extras = {}, {}
         return logged
 
@@ -384,10 +383,10 @@ class Scorer:
         )
 
     def _log_metric(self, name: str, value: float) -> None:
-        self._metrics.setdefault(name, []).append(float(value))
+        self._metrics.setdefault(str(name), []).append(float(value))
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        self._extras.setdefault(column, []).extend(values)
+        self._extras.setdefault(str(column), []).extend(values)
 
 
 _PROVIDED = frozenset(

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms import KL_ESTIMATORS, LossInputs, Objective, mismatch_correction, policy_loss
+from covey.algorithms import LossInputs, Objective, mismatch_correction, policy_loss
 from covey.algorithms.arrays import masked
 from covey.observe.config import RunConfig
-from covey.rollout.learning import loss_weights, rows_with_gradient
+from covey.rollout.learning import entropy_weights, loss_weights, rows_with_gradient
 from covey.training.update import Pass
 from covey.types import Batch
 
@@ -131,7 +131,8 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
     mask = torch.as_tensor(batch.mask)[rows]
     logp = of(done.gradients.logp).requires_grad_()
     weights, kl_weights = (of(each) for each in loss_weights(batch, objective, options["max_completion_length"]))
-    own = [each.requires_grad_() for each in (weights, kl_weights) if each is not None]
+    bonus = of(entropy_weights(batch, objective))
+    own = [each.requires_grad_() for each in (weights, kl_weights, bonus) if each is not None]
     old = sampler = of(batch.old_logprobs)
     factor = None
     if options.get("correction") is not None:
@@ -156,6 +157,7 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
         sampler=sampler,
         selected=selected,
         entropy_coef=options.get("entropy_coef"),
+        entropy_weights=bonus,
     )
     slope, *by_weight = torch.autograd.grad(terms.loss, [logp, *own], allow_unused=True, materialize_grads=True)
     with torch.no_grad():
@@ -185,7 +187,7 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
         if over_vocabulary is not None:
             found["kl"] = over_vocabulary
         elif ref is not None:
-            found["kl"] = KL_ESTIMATORS[objective.kl_estimator](logp, ref, old)
+            found["kl"] = objective.estimate_kl(logp, ref, old, mask)
     return {
         name: _in_place(values.detach().to(torch.float64).numpy(), numbers, batch) for name, values in found.items()
     }

@@ -62,7 +62,8 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     """The run's advantage estimator, if the rest of the run gives it what it needs.
 
     Raises:
-        ConfigError: There is none of that name, it compares turns and there is no world, or groups are too small.
+        ConfigError: There is none of that name, it compares turns and there is no world, groups are too small, or the
+            loss would average its advantages over a completion.
     """
     estimator = estimator_of(config.algorithm)
     if estimator.needs_turns and world is None:
@@ -79,7 +80,11 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     sizes = config.group_sizes
     if selection is not None and selection.statistics == "selected":
         sizes = {**sizes, "algorithm.down_sampling_size": selection.size}
+    import torch
+
+    turns = config.environment if world is not None and config.environment.context_mode == "conversation" else None
     problem = estimator.group_problem(sizes)
+    problem = problem or estimator.credit_problem(config.algorithm.objective(), torch.func.grad, torch.asarray, turns)
     if problem is not None:
         raise ConfigError(problem)
     return estimator

@@ -16,13 +16,11 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Objective, mean_metrics
 from covey.algorithms.config import AlgorithmConfig
-from covey.algorithms.masks import masks_by_entropy, masks_by_policy, masks_by_reference, policy_masks
+from covey.algorithms.masks import masks_by_policy, policy_masks
 from covey.rollout.learning import Gradients, Learner, rows_with_gradient
 from covey.training.state import TrainerState
 from covey.types import Batch, BoolArray
 
-_ROUNDING = 1e-3
-"""In nats: more than sampler and learner ever differ by where they are of one program."""
 _EXTREMES = ("min", "mean", "max")
 
 
@@ -109,13 +107,15 @@ def update(
         return result
 
     looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
-    wanted = masks_by_entropy(algorithm) or objective.loss.entropy
-    known = on_policy and looks_at_policy and not wanted and not _near(algorithm.reference_drift_threshold)
+    wanted = algorithm.top_entropy_quantile < 1 or objective.loss.entropy
+    drift = algorithm.reference_drift_threshold
+    # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
+    known = on_policy and looks_at_policy and not wanted and (drift is None or abs(drift) >= 1e-3)
     if looks_at_policy:
         # What looks at the policy is taken over all rows of the step, tied groups too.
         rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
     reference = None
-    if objective.estimates_kl or masks_by_reference(algorithm):
+    if objective.estimates_kl or drift is not None:
         reference, _ = learner.scores(batch, rows, temperature=temperature, reference=True)
     referenced = time.perf_counter()
 
@@ -175,7 +175,7 @@ def update(
         if gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(gradients.tokens).items()})
         if algorithm.use_adaptive_entropy and np.isfinite(norm):
-            state.last_entropy = passes[-1]["entropy"]
+            state.last_entropy = gradients.metrics.get("bonus_entropy", passes[-1]["entropy"])
             state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
         if state.entropy_coef is not None:
             passes[-1]["entropy_coef"] = state.entropy_coef
@@ -184,7 +184,8 @@ def update(
             result.metrics["loss_scale"] = scale.value
             result.metrics["skipped_steps"] = result.metrics.get("skipped_steps", 0.0) + (not np.isfinite(norm))
         if not np.isfinite(norm):
-            result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken" + _of_a_file(objective)
+            whose = f" (loss {objective.loss.name!r})" if ":" in objective.loss.name else ""
+            result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken{whose}"
             if scale is not None:
                 result.skipped += f", and float16's loss scale is halved to {scale.value:g}"
             break
@@ -203,11 +204,6 @@ def _rates(learning_rates: float | Sequence[float], algorithm: AlgorithmConfig) 
     """One learning rate for each optimiser step."""
     steps = algorithm.optimizer_steps
     return [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
-
-
-def _near(threshold: float | None) -> bool:
-    """True where rounding could decide on which side a policy is that has not left the reference."""
-    return threshold is not None and abs(threshold) < _ROUNDING
 
 
 def _own_rows(batch: Batch) -> NDArray[np.int64] | None:
@@ -266,10 +262,6 @@ def _mask_by_policy(
     left = policy_masks(algorithm, current, batch.old_logprobs, reference, entropy, batch.advantages, batch.mask)
     reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in left.excluded.items()}
     return replace(batch, advantages=left.advantages, mask=np.asarray(left.mask), excluded=reasons)
-
-
-def _of_a_file(objective: Objective) -> str:
-    return f" (loss {objective.loss.name!r})" if ":" in objective.loss.name else ""
 
 
 def _why_nothing(batch: Batch) -> str:
@@ -334,7 +326,7 @@ def _mismatch_metrics(
         "sampling/sampling_logp_difference/max": float(np.abs(signed).max()),
     }
     if algorithm.correction is not None:
-        ratio = np.exp(signed.astype(np.float64))
+        ratio = np.exp(np.clip(signed.astype(np.float64), -700, 700))  # further away no ratio has a float
         found |= {f"sampling/importance_sampling_ratio/{name}": float(getattr(ratio, name)()) for name in _EXTREMES}
     return found
 

@@ -15,7 +15,7 @@ from covey.trl.environments import EMPTY, Toolset
 from covey.trl.rollouts import RolloutCollector
 from covey.trl.toolchat import ToolChat
 from covey.trl.toolplay import ToolCollector
-from covey.trl.translate import as_mapping, prompts_per_generation
+from covey.trl.translate import RATIO_FROM_THE_LEARNER, as_mapping, prompts_per_generation
 
 _GIVEN = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
 
@@ -50,12 +50,14 @@ class Acting:
         self.rewards = self.toolset.rewards() if self.toolset is not None else []
         self._columns: tuple[str, ...] = ("environments",) if self._data_optional else ()
 
-    def weights(self) -> dict[str, Any]:
-        """Covey's setting of the rewards' weights, those of environments included."""
+    def settings(self) -> dict[str, Any]:
+        """Covey's settings that follow: weights of the environments' rewards, and what ratios begin at."""
         given = self._args.reward_weights
+        # As in TRL: without vLLM's correction, log-probabilities of `rollout_func` are compared and masked by only.
+        found = dict(RATIO_FROM_THE_LEARNER) if self._rollout_func is not None and not self._args.use_vllm else {}
         if given is None or not self.rewards:
-            return {}
-        return {"reward_weights": (*map(float, given), *[1.0] * len(self.rewards))}
+            return found
+        return found | {"reward_weights": (*map(float, given), *[1.0] * len(self.rewards))}
 
     def expect(self, reward_funcs: Sequence[Callable[..., Any]]) -> None:
         """Arguments that reward functions need, and that only `rollout_func` knows, count as columns."""
@@ -95,15 +97,12 @@ class Acting:
 
     def install(self, run: covey.GRPOTrainer, trainer: Any) -> None:
         """Let the run sample so."""
-        collector = self._collector(run, trainer)
-        if collector is not None:
-            run.collect = collector
+        run.collect = self._collector(run, trainer) or run.collect
 
     def _collector(self, run: covey.GRPOTrainer, trainer: Any) -> Collector | None:
         scorer = run.data.scorer
         if self._rollout_func is not None:
-            learner = run.learner if run.args.algorithm.correction is None else None
-            return RolloutCollector(self._rollout_func, trainer, scorer, run.decode, learner)
+            return RolloutCollector(self._rollout_func, trainer, scorer, run.decode, run.learner)
         if self.toolset is None:
             return None
         kwargs = as_mapping("chat_template_kwargs", self._args.chat_template_kwargs)

@@ -159,7 +159,7 @@ class Generating:
             Episode(
                 token_ids=np.concatenate([history, np.array(turn, np.int64)]),
                 sampled=np.arange(len(history) + len(turn)) >= len(history),
-                logprobs=np.zeros(len(history) + len(turn), np.float32),
+                logprobs=np.full(len(history) + len(turn), np.nan, np.float32),
                 text="",
                 finish_reason=reason,
                 policy_version=0,

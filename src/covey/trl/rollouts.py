@@ -27,8 +27,7 @@ class RolloutCollector:
         trainer: passed on.
         scorer: the reward functions, which get further fields of what the function returns by name.
         decode: token ids -> text without special tokens.
-        learner: measures log-probabilities; None = those that the function returns are the sampler's, and the loss
-            corrects for a sampler that computes otherwise.
+        learner: measures log-probabilities that the function does not know.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class RolloutCollector:
         trainer: Any,
         scorer: Scorer,
         decode: Decode,
-        learner: Learner | None,
+        learner: Learner,
     ) -> None:
         self._function, self._trainer, self._scorer = function, trainer, scorer
         self._decode, self._learner = decode, learner
@@ -55,8 +54,8 @@ class RolloutCollector:
         """Call the function with every prompt `num_generations` times in a row, and score what it returns.
 
         It returns a dict of lists, an entry for each of these prompts: `prompt_ids`, `completion_ids`, `logprobs` (of
-        the completion's tokens), and where some of these are not the policy's, `env_mask` (1 = sampled, 0 = not
-        trained). Any other field goes to reward functions.
+        the completion's tokens; None or NaN = not known, the policy's own is taken), and where some of these are not
+        the policy's, `env_mask` (1 = sampled, 0 = not trained). Any other field goes to reward functions.
 
         Raises:
             GenerationError: the function raised, or returned something else.
@@ -73,8 +72,7 @@ class RolloutCollector:
             ) from error
         fields = _checked(returned, len(owners))
         episodes = [self._episode(fields, place, settings, policy_version) for place in range(len(owners))]
-        if self._learner is not None:
-            episodes = measured(episodes, self._learner, settings.temperature)
+        episodes = measured(episodes, self._learner, settings.temperature)
         sampled = time.perf_counter()
         extra = {name: fields[name] for name in fields if name not in (*_REQUIRED, "env_mask")}
         asked = [
@@ -142,12 +140,15 @@ def _checked(returned: Any, count: int) -> dict[str, Any]:
 
 
 def _first(value: Any) -> float:
-    """A log-probability; of several for a token, the first is the sampled one's."""
-    return float(value[0]) if isinstance(value, list | tuple) else float(value)
+    """A log-probability, NaN for None; of several for a token, the first is the sampled one's."""
+    value = value[0] if isinstance(value, list | tuple) else value
+    return float("nan") if value is None else float(value)
 
 
 def measured(episodes: Sequence[Episode], learner: Learner, temperature: float) -> list[Episode]:
-    """With the policy's own log-probabilities, so that its first update begins at a ratio of 1."""
+    """With the policy's own log-probabilities where they are not known, NaN or infinite."""
+    if all(np.isfinite(episode.logprobs).all() for episode in episodes):
+        return list(episodes)
     lengths = np.array([episode.num_sampled for episode in episodes])
     exists: NDArray[np.bool_] = np.arange(max(int(lengths.max()), 1))[None, :] < lengths[:, None]
     zeros, rows = np.zeros(exists.shape, np.float32), np.arange(len(episodes))
@@ -157,5 +158,5 @@ def measured(episodes: Sequence[Episode], learner: Learner, temperature: float) 
     for episode, length, values in zip(episodes, lengths, scores, strict=True):
         logprobs = np.zeros(len(episode.token_ids), np.float32)
         logprobs[episode.sampled] = values[:length]
-        found.append(replace(episode, logprobs=logprobs))
+        found.append(replace(episode, logprobs=np.where(np.isfinite(episode.logprobs), episode.logprobs, logprobs)))
     return found

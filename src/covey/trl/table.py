@@ -25,12 +25,8 @@ def _ours(name: str) -> str:
     if name not in FIELDS:
         return ""
     field = SECTIONS[FIELDS[name]].model_fields[name]
-    return _shown(field.get_default(call_default_factory=True) if not _derived(field) else "by loss_type")
-
-
-def _derived(field: Any) -> bool:
-    factory = field.default_factory
-    return factory is not None and factory is not dict
+    derived = field.default_factory not in (None, dict)
+    return _shown("by loss_type" if derived else field.get_default(call_default_factory=True))
 
 
 def table(former: bool = False) -> str:

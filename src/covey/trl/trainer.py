@@ -145,7 +145,7 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             lora=lora,
             output_dir=str(Path(args.output_dir or "") / RUN_FOLDER),
             **loading,
-            **acting.weights(),
+            **acting.settings(),
         )
         self._peft_config, self._optimizers = peft_config, optimizers
         self._rates = Rates()

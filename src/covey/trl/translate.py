@@ -70,22 +70,30 @@ def _reference(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _loss(args: GRPOConfig) -> dict[str, Any]:
-    """Loss and KL; TRL gives the cap of cispo under the name of the upper clip range."""
+    """Loss, KL and entropy; TRL gives the cap of cispo under the name of the upper clip range."""
     found: dict[str, Any] = {"loss_type": args.loss_type, "epsilon": args.epsilon, "delta": args.delta}
-    found["importance_sampling_level"] = args.importance_sampling_level
+    own: dict[str, Any] = {"entropy_by_token": True}
     if args.loss_type == "sapo":
         found["sapo_temperature_pos"] = args.sapo_temperature_pos
         found["sapo_temperature_neg"] = args.sapo_temperature_neg
     if args.loss_type == "vespo":
         names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
-        found["loss_parameters"] = {name: getattr(args, f"vespo_{name}") for name in names}
-    if args.loss_type == "cispo":
-        found["epsilon_max"] = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    elif args.epsilon_high is not None:
-        found["epsilon_high"] = args.epsilon_high
-    if args.beta:
-        found["kl_estimator"] = "k3_unbiased" if args.use_bias_correction_kl else "k3"
-    return found | {"beta": args.beta}
+        own |= {name: getattr(args, f"vespo_{name}") for name in names}
+    # Always given: Covey's own default of dapo is another one.
+    upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    found["epsilon_max" if args.loss_type == "cispo" else "epsilon_high"] = upper
+    if args.use_bias_correction_kl:
+        own["kl_ratio"] = args.importance_sampling_level
+    found |= {"kl_estimator": "k3", "beta": args.beta, "importance_sampling_level": args.importance_sampling_level}
+    return found | {"loss_parameters": own, "adv_parameters": {"epsilon": 1e-4}}
+
+
+RATIO_FROM_THE_LEARNER: dict[str, Any] = {
+    "importance_sampling_correction": "token_truncate",
+    "importance_sampling_cap": 1.0,
+    "importance_sampling_floor": 1 - 1e-9,
+}
+"""Ratios begin at the learner's own log-probabilities, and nothing is weighed: each factor is held at 1."""
 
 
 def _mismatch(args: GRPOConfig) -> dict[str, Any]:
@@ -93,16 +101,11 @@ def _mismatch(args: GRPOConfig) -> dict[str, Any]:
     if not args.use_vllm:
         return {}
     if not args.vllm_importance_sampling_correction:
-        return {"importance_sampling_correction": "off"}
+        return RATIO_FROM_THE_LEARNER
     cap = args.vllm_importance_sampling_clip_max
-    if cap is None:
-        raise ConfigError(
-            "vllm_importance_sampling_clip_max=None: without a bound nothing is corrected; give one, or set "
-            "vllm_importance_sampling_correction=False"
-        )
     return {
         "importance_sampling_correction": args.vllm_importance_sampling_mode,
-        "importance_sampling_cap": cap,
+        "importance_sampling_cap": 1e9 if cap is None else cap,  # larger than any ratio
         "importance_sampling_floor": args.vllm_importance_sampling_clip_min,
     }
 

@@ -18,6 +18,7 @@ from covey.errors import RunFolderError
 from covey.files import explained, open_regular
 from covey.observe.completions import messages
 from covey.observe.records import Record, plain
+from covey.types import equal_rewards
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 LISTED, WHOLE = 4_000, 500_000
@@ -183,7 +184,8 @@ def _rewards(members: _Members) -> list[float]:
 
 
 def _is_tied(members: _Members) -> bool:
-    return len(members) > 1 and len(set(_rewards(members))) < 2
+    rewards = _rewards(members) or [0.0]
+    return len(members) > 1 and bool(equal_rewards(min(rewards), max(rewards)))
 
 
 def shortened(index: int, row: Record, most: int = LISTED) -> Record:
