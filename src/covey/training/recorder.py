@@ -329,9 +329,9 @@ class Recorder:
         folder.append_event("checkpoint", f"step {state.global_step} is saved")
         self._unsaved = False
         Journal(folder.units).forget(before=state.policy_version)
+        self._callbacks("on_save")  # before old ones go: a callback may keep folders of its own that go with them
         best = state.best_step if run.args.evaluation.load_best_model_at_end else None
         prune_checkpoints(folder.checkpoints, self._settings.save_total_limit, best)
-        self._callbacks("on_save")
 
     def _restore(self, folder: RunFolder, path: Path | None) -> None:
         """Take up a checkpoint; without one the run begins again from its start, which gives the same numbers."""

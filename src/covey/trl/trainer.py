@@ -11,9 +11,7 @@ transformers' layout (`checkpoint-10/`) and the trained model lie in `output_dir
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -26,10 +24,11 @@ from peft import PeftModel
 from transformers import DefaultFlowCallback, TrainerState
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput
 
 import covey
-from covey.errors import CheckpointError, ConfigError, CoveyError, DataError
+from covey.errors import ConfigError, CoveyError, DataError
+from covey.files import remove_folder
 from covey.observe.run_folder import RunFolder
 from covey.rollout.collect import AnswerCollector
 from covey.tasks.dataset import load_rows
@@ -45,18 +44,15 @@ from covey.trl.overriding import NeverCalled
 from covey.trl.publishing import Publishing
 from covey.trl.records import Records
 from covey.trl.reward_models import with_models
+from covey.trl.saving import POINTER, RUN_FOLDER, Saving
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
 
-RUN_FOLDER = "covey"
-"""Covey's run folder, below `output_dir`."""
-_POINTER = "covey.json"
-"""In a checkpoint of transformers' layout: which of Covey's checkpoints it was written with."""
 
 
-class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
+class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
     """Trains a language model with GRPO; arguments, attributes and methods are those of TRL 1.16's trainer.
 
     Args:
@@ -348,14 +344,14 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         folder = Path(self._config.run.output_dir)
         if RunFolder.is_run(folder):
             if not list_checkpoints(folder / "checkpoints"):
-                shutil.rmtree(folder)  # nothing was learned in it
+                remove_folder(folder)  # nothing was learned in it
             else:
                 number = 1
                 while (kept := folder.with_name(f"{folder.name}-{number}")).exists():
                     number += 1
-                folder.rename(kept)
-                for old in folder.parent.glob(f"checkpoint-*/{_POINTER}"):
-                    old.parent.rename(kept / old.parent.name)  # its counts are of that run
+                for old in folder.parent.glob(f"checkpoint-*/{POINTER}"):
+                    old.parent.rename(folder / old.parent.name)  # its counts are of that run
+                folder.rename(kept)  # last, so that a checkpoint and Covey's that it goes with are never apart
                 log.warning("%s: the run that was there is kept as %s", folder, kept.name)
         if self.state.global_step:
             vars(self.state).update(vars(TrainerState(is_local_process_zero=True, is_world_process_zero=True)))
@@ -433,50 +429,3 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             show(columns(rows, self.state.global_step), self.args.num_completions_to_print)
             table = columns(rows, self.state.global_step, unique_prompts=self.args.log_unique_prompts)
             send(table, self.args.report_to or (), self.callback_handler.callbacks)
-
-    # ------------------------------------------------------------------ saving, resuming
-
-    @property
-    def _checkpoints(self) -> Path:
-        """Covey's own."""
-        return Path(self._config.run.output_dir) / "checkpoints"
-
-    def _save_checkpoint(self) -> None:
-        """`output_dir/checkpoint-N`: weights, tokenizer, state, and where Covey's own checkpoint is."""
-        root = Path(self.args.output_dir or "")
-        folder = root / f"checkpoint-{self.state.global_step}"
-        self.run.save_model(folder)
-        newest = list_checkpoints(self._checkpoints)[-1]
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder)
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-        (folder / _POINTER).write_text(json.dumps({"checkpoint": newest.name}) + "\n")
-        limit = self.args.save_total_limit
-        if limit:
-            ours = sorted(
-                (path.parent for path in root.glob(f"checkpoint-*/{_POINTER}")), key=lambda path: int(path.name[11:])
-            )
-            for old in [path for path in ours if str(path) != self.state.best_model_checkpoint][:-limit]:
-                shutil.rmtree(old)
-
-    def _checkpoint(self, wanted: str | bool) -> Path:
-        if wanted is not True:
-            folder = Path(str(wanted))
-        else:
-            root = Path(self.args.output_dir or "")
-            newest = get_last_checkpoint(root) if root.is_dir() else None  # type: ignore[no-untyped-call]
-            if newest is None:
-                raise CheckpointError(
-                    f"resume_from_checkpoint=True: there is no checkpoint-N in {self.args.output_dir}; train without "
-                    "it first"
-                )
-            folder = Path(newest)
-        if not (folder / _POINTER).is_file():
-            raise CheckpointError(
-                f"{folder}: is no checkpoint of covey.trl; give a folder checkpoint-N that this trainer wrote"
-            )
-        return folder
-
-    def _inner_checkpoint(self, folder: Path) -> Path:
-        name = json.loads((folder / _POINTER).read_text())["checkpoint"]
-        return folder.parent / RUN_FOLDER / "checkpoints" / str(name)
