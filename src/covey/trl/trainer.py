@@ -35,6 +35,7 @@ from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
 from covey.trl.acting import Acting
 from covey.trl.arguments import GRPOConfig
+from covey.trl.evaluating import compare_by, compare_rewards, with_loss
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, Rates, eval_names
 from covey.trl.formulas import Formulas
@@ -134,12 +135,14 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         lora = peft_config is not None or isinstance(model, PeftModel)
         self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
+        self._own, self._metric = compare_rewards(args, self._named)
         given, loading = place_model(args, model, processing_class, lora=lora, quantization_config=quantization_config)
         self._config = settings(
             args,
             num_prompts=len(self._rows),
             lora=lora,
             output_dir=str(Path(args.output_dir or "") / RUN_FOLDER),
+            metric_for_best_model=self._metric,
             **loading,
             **acting.weights(),
         )
@@ -181,10 +184,13 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
             reward_funcs=self.reward_funcs,
             args=self._config,
             train_dataset=self._rows,
-            eval_dataset=None if self._named else self._acting.rows(self.eval_dataset, "test"),
+            eval_dataset=self._acting.rows(self._named[self._own] if self._named else self.eval_dataset, "test"),
             processing_class=tokenizer,
             peft_config=self._peft_config,
         )
+        if self.args.metric_for_best_model is not None and run.eval_prompts:
+            compare_by(run, self._metric, self.reward_funcs)
+        run.evaluation = with_loss(run)  # type: ignore[method-assign]
         run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
         if not run.args.server.upload_adapters_to_server:
             run.engine = Generating(run, self.args, self._generate_options)
@@ -208,7 +214,8 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
             steps_per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
             steps_per_generation=self.args.optimizer_steps_per_generation,
             save=self._save_checkpoint,
-            evaluate=self.evaluate if self._named else None,
+            evaluate=self._evaluate_others if self._named else None,
+            own=self._own,
             log=self.log,
         )
 
@@ -382,9 +389,16 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
             for name, rows in source.items():
                 found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        metrics = eval_names(self.run.evaluate(self._acting.rows(source, "test")), self.args, metric_key_prefix)
+        measured = self.run.evaluate(self._acting.rows(source, "test"))
+        logged = self.run.data.scorer.take_logged().metrics  # by reward functions
+        measured |= {f"eval/{name}": value for name, value in logged.items()}
+        metrics = eval_names(measured, self.args, metric_key_prefix)
         self._flow.evaluated(metrics)
         return metrics
+
+    def _evaluate_others(self) -> None:
+        """The evaluation sets that the run does not measure itself."""
+        self.evaluate({name: rows for name, rows in self._named.items() if name != self._own})
 
     def end(self) -> None:
         """Nothing is left to end: one process, and trackers end with training."""
