@@ -1,4 +1,4 @@
-"""Checkpoints in transformers' layout: whole or not at all, whatever kills the run, and the newest whole one is taken."""
+"""Checkpoints in transformers' layout: whole or not at all, whatever kills a run; the newest whole one is taken."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Evaluations as transformers' trainer has them: their loss, by which metric they are compared, several sets by name."""
+"""Evaluations as transformers' trainer has them: a loss, the metric that compares them, sets by name."""
 
 from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,8 +56,8 @@ def compare_by(run: covey.GRPOTrainer, metric: str, reward_funcs: Sequence[Calla
     if not own and not any(_may_log(function) for function in reward_funcs):
         parts = ", ".join(f"eval_rewards/{name}/mean" for name in run.data.scorer.names)
         raise ConfigError(
-            f"metric_for_best_model={metric.removeprefix('eval/')!r}: nobody measures it; choose eval_reward or {parts}, "
-            "or let a reward function report it with log_metric"
+            f"metric_for_best_model={metric.removeprefix('eval/')!r}: nobody measures it; choose eval_reward or {parts}, or "
+            "let a reward function report it with log_metric"
         )
     run.best_metric = metric
 
@@ -101,6 +101,6 @@ def _loss(run: covey.GRPOTrainer, groups: Sequence[Group]) -> float:
     logp = batch.old_logprobs  # the policy that sampled is the one that is measured
     if objective.loss.select is not None:
         known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))
-    arrays = [torch.from_numpy(np.asarray(x)) for x in (logp, logp, batch.advantages, batch.mask, weights)]
-    tensors: Mapping[str, Any] = {name: torch.from_numpy(np.asarray(value)) for name, value in known.items()}
-    return float(policy_loss(*arrays, objective, **tensors).loss)
+    of, given = torch.from_numpy, {name: torch.from_numpy(np.asarray(value)) for name, value in known.items()}
+    old, masks = of(logp), of(np.asarray(batch.mask))
+    return float(policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given).loss)

@@ -77,6 +77,8 @@ class Flow:
     def on_log(self, _args: Any, inner: Any, control: TrainerControl, logs: Mapping[str, Any]) -> TrainerControl:
         """A generation was trained on."""
         numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
+        if self.args.entropy_coef:
+            numbers.setdefault("entropy_coef", self.args.entropy_coef)
         for name, value in numbers.items():
             self._sums.setdefault(name, []).append(value)
         self._losses.append(numbers.get("loss", 0.0))

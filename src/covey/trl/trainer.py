@@ -33,14 +33,15 @@ from covey.observe.run_folder import RunFolder
 from covey.rollout.collect import AnswerCollector
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
-from covey.trl.acting import Acting
+from covey.trl.acting import Acting, is_stream, read_in_order
 from covey.trl.arguments import GRPOConfig
+from covey.trl.environments import methods
 from covey.trl.evaluating import compare_by, compare_rewards, with_loss
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, Rates, eval_names
 from covey.trl.formulas import Formulas
 from covey.trl.generating import Generating, check_options
-from covey.trl.loading import model_name, place_model
+from covey.trl.loading import balance_weight, model_name, place_model
 from covey.trl.overriding import NeverCalled
 from covey.trl.publishing import Publishing
 from covey.trl.records import Records
@@ -50,7 +51,6 @@ from covey.trl.tables import columns, send, show
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
-
 
 
 class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
@@ -113,9 +113,17 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         _ = args.device  # scripts read args.distributed_state, which is made with it
         for sentence in warned(args):
             warnings.warn(sentence, UserWarning, stacklevel=2)
+        if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+            log.warning(
+                "importance_sampling_level='sequence' with loss_type=%r: the loss sums tokens, which weights each "
+                "sequence by its completion length; set loss_type='grpo' for GSPO's objective",
+                args.loss_type,
+            )
         self._acting = acting = Acting(args, tools, environment_factory, rollout_func)
         if reward_funcs is None and not acting.rewards:
-            raise ConfigError("reward_funcs=None: without a reward there is nothing to learn from; pass a function")
+            raise ConfigError(
+                "No reward source provided: reward_funcs is None, no environment has get_reward; pass one"
+            )
         self.reward_funcs, self.reward_processing_classes = with_models(
             [] if reward_funcs is None else reward_funcs,
             reward_processing_classes,
@@ -133,8 +141,9 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         self._generate_options = generate_options(args)
         check_options(self._generate_options)
         lora = peft_config is not None or isinstance(model, PeftModel)
-        self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
+        read_in_order(args, train_dataset, [eval_dataset, *self._named.values()])
+        self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._own, self._metric = compare_rewards(args, self._named)
         given, loading = place_model(args, model, processing_class, lora=lora, quantization_config=quantization_config)
         self._config = settings(
@@ -150,6 +159,8 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         self._rates = Rates()
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.run = self._make_run(given[0], given[1])
+        if args.router_aux_loss_coef is None and (weight := balance_weight(self.model)):
+            log.warning("router_aux_loss_coef=%g of this model: its balance loss is not computed; set it to 0", weight)
         self.callback_handler: Any = CallbackHandler(  # type: ignore[no-untyped-call]
             [DefaultFlowCallback(), *self._trackers(), *(callbacks or ())],
             self.model,
@@ -168,8 +179,8 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
     def _training_rows(self, dataset: Any) -> list[dict[str, Any]]:
         """All rows; of a stream, which may never end, as many as the run needs."""
         if dataset is None:
-            raise DataError("train_dataset=None: pass a dataset with a column 'prompt'")
-        if hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"):
+            raise DataError("train_dataset=None: a `train_dataset` is required; pass one with a column 'prompt'")
+        if is_stream(dataset):
             if self.args.max_steps <= 0:
                 raise ConfigError(
                     "train_dataset: a stream has no length, so the run has none either; set max_steps in GRPOConfig"
@@ -295,6 +306,39 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
     def _tools_accept_completion_idx(self) -> dict[str, bool]:
         """By name, whether a tool is told the number of the completion that calls it."""
         return self._acting.toolset.accepts_index if self._acting.toolset else {}
+
+    @property
+    def _environment_pool(self) -> dict[Any, list[Any]]:
+        """By name, the environments made so far."""
+        return self._acting.toolset.pools if self._acting.toolset else {}
+
+    @property
+    def _env_tools(self) -> dict[Any, list[Callable[..., Any]]]:
+        """By name, what the model may call of each environment."""
+        return {name: methods(pool[0]) for name, pool in self._environment_pool.items()}
+
+    aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus, as it is now."""
+        moved = self.run.state.entropy_coef
+        return self.args.entropy_coef if moved is None else moved
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        """The latest generation, column by column: prompts, completions, rewards, advantages, what functions logged."""
+        table = columns(self._latest(), self.state.global_step)
+        rewards = {name: table.pop(name, []) for name in self.reward_func_names}
+        first = {"images": [], "prompt": table.pop("prompt"), "completion": table.pop("completion"), "rewards": rewards}
+        table.pop("step")
+        return first | {"advantages": table.pop("advantage"), "extra": table}
+
+    def _latest(self) -> list[dict[str, Any]]:
+        """Rows of the run folder, one for each completion of the latest generation; none before the first."""
+        folder = Path(self._config.run.output_dir)
+        step = self.run.state.global_step
+        return RunFolder.read(folder).read_completions(step) if step and RunFolder.is_run(folder) else []
 
     @property
     def num_generations(self) -> int:
@@ -438,7 +482,7 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
 
     def _log_completions(self) -> None:
         """A table of the latest generation."""
-        rows = RunFolder.read(Path(self._config.run.output_dir)).read_completions(self.run.state.global_step)
+        rows = self._latest()
         if rows:
             show(columns(rows, self.state.global_step), self.args.num_completions_to_print)
             table = columns(rows, self.state.global_step, unique_prompts=self.args.log_unique_prompts)
