@@ -231,3 +231,29 @@ def test_a_balance_loss_is_known_to_be_none(make: Any) -> None:
     assert make(router_aux_loss_coef=0.0).aux_loss_enabled is False
     with pytest.raises(ConfigError, match="router_aux_loss_coef"):
         make(router_aux_loss_coef=0.1)
+
+
+def test_the_weight_of_the_entropy_is_told(make: Any) -> None:
+    trainer = make(entropy_coef=0.1)
+    trainer.train()
+    assert trainer.entropy_coef == 0.1
+    assert trainer.state.log_history[-1]["entropy_coef"] == pytest.approx(0.1)
+    trainer = make(entropy_coef=0.01, use_adaptive_entropy=True, entropy_target=15.0, entropy_coef_delta=0.005)
+    trainer.train()
+    assert trainer.entropy_coef == pytest.approx(0.01 + 3 * 0.005)
+
+
+def test_a_wrong_number_of_rewards_is_a_value_error(make: Any) -> None:
+    def one(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0]
+
+    with pytest.raises(ValueError, match="'one' returned 1 rewards for 3 completions"):
+        make(one).train()
+
+
+def test_what_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    with pytest.raises(ValueError, match="No reward source provided"):
+        GRPOTrainer(str(folder), args=args, train_dataset=TRAINING)
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        GRPOTrainer(str(folder), unique_letters, args)

@@ -103,8 +103,8 @@ class Acting:
             return dataset
         if self._named:
             raise DataError(
-                "train_dataset=None: a dict of environments requires a `train_dataset`, each of whose rows names one in "
-                "its column 'environment'; pass it"
+                "train_dataset=None: a dict of environments requires a `train_dataset`, whose column 'environment' "
+                "names one in each row; pass it"
             )
         if self._args.max_steps <= 0:
             raise ConfigError("train_dataset=None: without data the run has no length; set max_steps in GRPOConfig")

@@ -56,8 +56,8 @@ def compare_by(run: covey.GRPOTrainer, metric: str, reward_funcs: Sequence[Calla
     if not own and not any(_may_log(function) for function in reward_funcs):
         parts = ", ".join(f"eval_rewards/{name}/mean" for name in run.data.scorer.names)
         raise ConfigError(
-            f"metric_for_best_model={metric.removeprefix('eval/')!r}: nobody measures it; choose eval_reward or {parts}, or "
-            "let a reward function report it with log_metric"
+            f"metric_for_best_model={metric[5:]!r}: nobody measures it; choose eval_reward or {parts}, "
+            "or let a reward function report it with log_metric"
         )
     run.best_metric = metric
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from transformers import TrainerState
 
 from covey.files import write_atomically, writing
 from covey.trl.arguments import GRPOConfig
-
-log = logging.getLogger("covey.trl")
 
 
 class Records:
@@ -36,11 +33,7 @@ class Records:
         write_atomically(folder / f"{split}_results.json", json.dumps(dict(metrics), indent=4, sort_keys=True))
         if combined:
             path = folder / "all_results.json"
-            try:
-                known = dict(json.loads(path.read_text())) if path.exists() else {}
-            except (ValueError, TypeError) as error:
-                log.warning("%s: holds no metrics (%s); it begins anew", path, error)
-                known = {}
+            known = json.loads(path.read_text()) if path.exists() else {}
             write_atomically(path, json.dumps(known | dict(metrics), indent=4, sort_keys=True))
 
     def save_state(self) -> None:
