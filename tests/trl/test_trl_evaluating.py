@@ -226,7 +226,16 @@ def test_what_counts_is_a_whole_number(name: str, value: Any) -> None:
         GRPOConfig("out", **{name: value})
 
 
-def test_a_balance_loss_is_known_to_be_none(make: Any) -> None:
+def test_a_balance_loss_is_known_to_be_none(make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """TRL adds it by default to a model that has one, which is said; 0 asks for none."""
+    for options, says in (({}, True), ({"router_aux_loss_coef": 0.0}, False)):
+        args = GRPOConfig(str(tmp_path), **SMALL, **options)
+        caplog.clear()
+        trainer = GRPOTrainer(
+            tiny_model("qwen3_moe"), unique_letters, args, TRAINING, processing_class=tiny_tokenizer()
+        )
+        assert trainer.aux_loss_enabled is False
+        assert ("this model has a balance loss, which is not computed" in caplog.text) == says
     assert make().aux_loss_enabled is False
     assert make(router_aux_loss_coef=0.0).aux_loss_enabled is False
     with pytest.raises(ConfigError, match="router_aux_loss_coef"):

@@ -116,8 +116,8 @@ class Toolset:
         name = prompt.columns.get("environment")
         if name not in self._factories:
             raise DataError(
-                f"row {prompt.uid}: environment={name!r:.100} is not among the environments of environment_factory; "
-                f"use one of {', '.join(map(str, self._factories))}"
+                f"row {prompt.uid}: environment={name!r:.100} is none of those that there are, not among the "
+                f"environments of environment_factory; use one of {', '.join(map(str, self._factories))}"
             )
         return name
 

@@ -19,12 +19,6 @@ from covey.trl.translate import as_mapping
 log = logging.getLogger("covey.trl")
 
 
-def balance_weight(model: Any) -> float:
-    """The weight that a mixture of experts gives its balance loss by default; 0 for other models."""
-    config = model.config.get_text_config()
-    return float(hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", 0.0))
-
-
 def place_model(
     args: GRPOConfig, model: Any, tokenizer: Any, *, lora: bool, quantization_config: Any = None
 ) -> tuple[tuple[Any, Any], dict[str, Any]]:

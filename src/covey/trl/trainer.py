@@ -41,7 +41,7 @@ from covey.trl.fields import warned
 from covey.trl.flow import Flow, Rates, eval_names
 from covey.trl.formulas import Formulas
 from covey.trl.generating import Generating, check_options
-from covey.trl.loading import balance_weight, model_name, place_model
+from covey.trl.loading import model_name, place_model
 from covey.trl.overriding import NeverCalled
 from covey.trl.publishing import Publishing
 from covey.trl.records import Records
@@ -122,7 +122,8 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         self._acting = acting = Acting(args, tools, environment_factory, rollout_func)
         if reward_funcs is None and not acting.rewards:
             raise ConfigError(
-                "No reward source provided: reward_funcs is None, no environment has get_reward; pass one"
+                "No reward source provided: without a reward there is nothing to learn from; pass reward_funcs, or give "
+                "the environments get_reward"
             )
         self.reward_funcs, self.reward_processing_classes = with_models(
             [] if reward_funcs is None else reward_funcs,
@@ -159,8 +160,9 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         self._rates = Rates()
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.run = self._make_run(given[0], given[1])
-        if args.router_aux_loss_coef is None and (weight := balance_weight(self.model)):
-            log.warning("router_aux_loss_coef=%g of this model: its balance loss is not computed; set it to 0", weight)
+        text: Any = self.model.config.get_text_config()
+        if args.router_aux_loss_coef is None and getattr(text, "router_aux_loss_coef", False):
+            log.warning("router_aux_loss_coef: this model has a balance loss, which is not computed; set it to 0")
         self.callback_handler: Any = CallbackHandler(  # type: ignore[no-untyped-call]
             [DefaultFlowCallback(), *self._trackers(), *(callbacks or ())],
             self.model,
