@@ -103,8 +103,8 @@ class Acting:
             return dataset
         if self._named:
             raise DataError(
-                "train_dataset=None: a dict of environments requires a `train_dataset`, whose column 'environment' "
-                "names one in each row; pass it"
+                "train_dataset=None: a dict of environments requires a `train_dataset`, each row of which must "
+                "name one in its column 'environment'"
             )
         if self._args.max_steps <= 0:
             raise ConfigError("train_dataset=None: without data the run has no length; set max_steps in GRPOConfig")

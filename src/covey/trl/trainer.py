@@ -122,8 +122,8 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         self._acting = acting = Acting(args, tools, environment_factory, rollout_func)
         if reward_funcs is None and not acting.rewards:
             raise ConfigError(
-                "No reward source provided: without a reward there is nothing to learn from; pass reward_funcs, or give "
-                "the environments get_reward"
+                "No reward source provided: without a reward there is nothing to learn from; pass reward_funcs, "
+                "or give the environments get_reward"
             )
         self.reward_funcs, self.reward_processing_classes = with_models(
             [] if reward_funcs is None else reward_funcs,
