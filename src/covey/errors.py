@@ -69,6 +69,10 @@ class RewardError(CoveyError, RuntimeError):
         self.sample = sample
 
 
+class RewardCountError(RewardError, ValueError):
+    """A reward function returned more or fewer rewards than there are completions."""
+
+
 class EpisodeError(CoveyError, RuntimeError):
     """An environment raised, hung, ended, or returned something that is no observation. It costs one episode."""
 

@@ -285,12 +285,13 @@ def publishing(final: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True) -> str:
+def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others: bool = False) -> str:
     """Say what is wrong with a published folder, or "" when it is whole.
 
     Args:
         path: the folder.
         hashes: compare SHA-256 too; False checks names and sizes only, which is quick.
+        others: files that were added later do not matter.
     """
     folder = Path(path)
     if is_leftover(folder):
@@ -305,7 +306,7 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True) -> str:
             return NAMES_NOTHING
         foreign = [path.relative_to(folder).as_posix() for path in _files_below(folder)]
         foreign = [name for name in foreign if name not in manifest and not name.startswith(".")]
-        if foreign:
+        if foreign and not others:
             return f"its {COMPLETE} file does not name {foreign[0]}, so nobody knows whether that is as it was written"
         for name, entry in manifest.items():
             file = folder / name

@@ -298,7 +298,9 @@ def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
 def _load_problem(folder: str, source: str, error: Exception) -> str:
     reason = _first_line(error)
     if "trust_remote_code" in str(error):
-        return f"{source}: needs code that comes with the model; set model.trust_remote_code=true if you trust it"
+        return (
+            f"{source}: needs custom code, which comes with the model; set model.trust_remote_code=true if you trust it"
+        )
     if "quantiz" in str(error).lower():
         return f"{source}: is quantised ({reason}); use the model that it was made from"
     if not Path(folder).exists():

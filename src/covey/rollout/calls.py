@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.errors import RewardError, raised_at
+from covey.errors import RewardCountError, RewardError, raised_at
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def read_rewards(name: str, returned: Any, rows: Sequence[str]) -> NDArray[np.fl
         )
     if len(returned) != count:
         shown = f"{len(returned)}" if len(returned) < count else f"{len(returned)} (or more)"
-        raise RewardError(
+        raise RewardCountError(
             f"reward function {name!r} returned {shown} rewards for {count} completions; it must return "
             "exactly one for each completion, in order, None for those that it cannot score",
             function=name,

@@ -250,8 +250,8 @@ class Recorder:
         assert self._folder is not None
         self._folder.write_batch(self._run.state.global_step, content)
 
-    def evaluation(self, result: Evaluation, logged: Logged) -> None:
-        """An evaluation is done: metrics, with what reward functions logged, and whether it is the best so far."""
+    def evaluation(self, result: Evaluation, logged: Logged) -> dict[str, Any]:
+        """An evaluation is done: returns its metrics, with what reward functions logged; is it the best so far?"""
         state, folder = self._run.state, self._folder
         assert folder is not None
         metrics: dict[str, Any] = dict(result.metrics) | {f"eval/{name}": v for name, v in logged.metrics.items()}
@@ -267,7 +267,7 @@ class Recorder:
 
         if not result.judged.any():
             self.event("evaluation", f"step {state.global_step}: {NOTHING_JUDGED}; it is not compared with the others")
-            return
+            return metrics
         require_measured(self._run.best_metric, list(metrics))
         value = float(metrics[self._run.best_metric])
         state.best_metric_name = self._run.best_metric
@@ -282,6 +282,7 @@ class Recorder:
                 self._save(folder)
         elif state.global_step > 0:
             state.evaluations_without_improvement += 1
+        return metrics
 
     def _tell_news(self) -> None:
         for pool in self._pools:
@@ -329,9 +330,9 @@ class Recorder:
         folder.append_event("checkpoint", f"step {state.global_step} is saved")
         self._unsaved = False
         Journal(folder.units).forget(before=state.policy_version)
+        self._callbacks("on_save")  # before old ones go: a callback may keep folders of its own that go with them
         best = state.best_step if run.args.evaluation.load_best_model_at_end else None
         prune_checkpoints(folder.checkpoints, self._settings.save_total_limit, best)
-        self._callbacks("on_save")
 
     def _restore(self, folder: RunFolder, path: Path | None) -> None:
         """Take up a checkpoint; without one the run begins again from its start, which gives the same numbers."""

@@ -462,8 +462,8 @@ class GRPOTrainer(StepByStep):
         )
         if due:
             result = self.evaluation()
-            recorder.evaluation(result, self.data.scorer.take_logged())
-            self._callbacks("on_evaluate", metrics=result.metrics)
+            metrics = recorder.evaluation(result, self.data.scorer.take_logged())
+            self._callbacks("on_evaluate", metrics=metrics)
 
     # ------------------------------------------------------------------ saving, resuming
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,30 @@ from covey.trl.toolchat import ToolChat
 from covey.trl.toolplay import ToolCollector
 from covey.trl.translate import RATIO_FROM_THE_LEARNER, as_mapping, prompts_per_generation
 
+log = logging.getLogger("covey.trl")
+
 _GIVEN = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"})
+
+
+def is_stream(dataset: Any) -> bool:
+    """Can rows only be read one after the other, as those of an `IterableDataset`?"""
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__")
+
+
+def read_in_order(args: GRPOConfig, training: Any, held_out: Sequence[Any]) -> None:
+    """Say in `args` how streams are read, as TRL does: by one process, in their order.
+
+    Raises:
+        ConfigError: it is to be otherwise.
+    """
+    if is_stream(training) and args.dataloader_num_workers:
+        log.warning("dataloader_num_workers=%d: a stream is read by one process", args.dataloader_num_workers)
+        args.dataloader_num_workers = 0
+    if is_stream(training) or any(map(is_stream, held_out)):
+        loader: Any = args.accelerator_config
+        if loader.dispatch_batches:
+            raise ConfigError("accelerator_config: Iterable datasets require `dispatch_batches=False`; leave it out")
+        loader.dispatch_batches = False
 
 
 class Acting:
@@ -81,14 +105,18 @@ class Acting:
             return dataset
         if self._named:
             raise DataError(
-                "train_dataset=None: with several environments each row must name one in its column 'environment'"
+                "train_dataset=None: a dict of environments requires a `train_dataset`, each row of which must "
+                "name one in its column 'environment'"
             )
         if self._args.max_steps <= 0:
             raise ConfigError("train_dataset=None: without data the run has no length; set max_steps in GRPOConfig")
         return [{"prompt": [dict(EMPTY)]} for _ in range(prompts_per_generation(self._args))]
 
     def rows(self, source: Any, split: str = "train") -> Any:
-        """Data with a prompt in every row, which environments need not have, and the columns that come later."""
+        """Data with a prompt in every row, which environments need not have, and the columns that come later; a stream
+        is read to its end.
+        """
+        source = list(source) if is_stream(source) else source
         if source is None or not (self._data_optional or self._columns):
             return source
         later = dict.fromkeys(self._columns)

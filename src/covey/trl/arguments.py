@@ -196,6 +196,10 @@ class GRPOConfig(TrainingArguments):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name}={value!r}: a {type(value).__name__}; give a number")
+        for name in ("num_completions_to_print", "num_generations_eval", "max_tool_calling_iterations"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise ConfigError(f"{name}={value!r}: it counts something; give a whole number, or None")
         for name in ("bf16", "fp16", "log_completions", "use_vllm", "sync_ref_model", "use_adaptive_entropy"):
             if getattr(self, name) not in (True, False, None):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: it is on or off; give True or False")

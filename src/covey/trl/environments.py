@@ -59,12 +59,12 @@ class Toolset:
         self._factories: dict[Any, Callable[[], Any]] = dict(factory) if self._by_name else {None: factory}
         if factory is None:
             self._factories = {}
-        self._pools: dict[Any, list[Any]] = {name: [_made(make)] for name, make in self._factories.items()}
+        self.pools: dict[Any, list[Any]] = {name: [_made(make)] for name, make in self._factories.items()}
         shown = [tool_schema(tool) for tool in self._functions]
-        self._schemas = {name: [*shown, *map(tool_schema, _methods(pool[0]))] for name, pool in self._pools.items()}
+        self._schemas = {name: [*shown, *map(tool_schema, methods(pool[0]))] for name, pool in self.pools.items()}
         self._schemas.setdefault(None, shown)
         self.tools: list[Tool] = self._functions + [
-            method for pool in self._pools.values() for method in _methods(pool[0])
+            method for pool in self.pools.values() for method in methods(pool[0])
         ]
         self.accepts_index = {tool_name(tool): takes_index(tool) for tool in self.tools}
         self.environments: list[Any] = []
@@ -76,7 +76,7 @@ class Toolset:
 
     def rewards(self) -> list[Callable[..., Any]]:
         """A reward function for each class of environments that has `get_reward`."""
-        kinds = dict.fromkeys(type(pool[0]) for pool in self._pools.values())
+        kinds = dict.fromkeys(type(pool[0]) for pool in self.pools.values())
         return [_own_reward(kind) for kind in kinds if callable(getattr(kind, "get_reward", None))]
 
     def scenes(self, prompts: Sequence[Prompt]) -> list[Scene]:
@@ -100,11 +100,11 @@ class Toolset:
         if not self.has_environments:
             return Scene(prompt, None, {tool_name(tool): tool for tool in self._functions}, self._schemas[None])
         name = self._name(prompt)
-        pool, number = self._pools[name], used.get(name, 0)
+        pool, number = self.pools[name], used.get(name, 0)
         if number == len(pool):
             pool.append(_made(self._factories[name]))
         used[name], environment = number + 1, pool[number]
-        tools = {tool_name(tool): tool for tool in (*self._functions, *_methods(environment))}
+        tools = {tool_name(tool): tool for tool in (*self._functions, *methods(environment))}
         content = self._reset(environment, prompt)
         columns = {**prompt.columns, "environments": environment}
         begun = replace(prompt, content=content, columns=columns)
@@ -116,8 +116,8 @@ class Toolset:
         name = prompt.columns.get("environment")
         if name not in self._factories:
             raise DataError(
-                f"row {prompt.uid}: environment={name!r:.100} is none of those of environment_factory; use one of "
-                f"{', '.join(map(str, self._factories))}"
+                f"row {prompt.uid}: environment={name!r:.100} is none of those that there are, not among the "
+                f"environments of environment_factory; use one of {', '.join(map(str, self._factories))}"
             )
         return name
 
@@ -161,7 +161,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
-def _methods(environment: Any) -> list[Tool]:
+def methods(environment: Any) -> list[Tool]:
     """What the model can call, in alphabetical order. Properties are not looked at."""
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     return [getattr(environment, name) for name in names if name not in _OWN and not name.startswith("_")]

@@ -206,6 +206,7 @@ _NOTHING: dict[str, tuple[Any, ...]] = {
     "fsdp_config": ({}, None),
     "parallelism_config": (None,),
     "optim_args": ("", None),
+    "router_aux_loss_coef": (None, 0),
 }
 
 

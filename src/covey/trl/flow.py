@@ -30,7 +30,8 @@ class Flow:
         steps_per_epoch: optimiser steps of one pass over the data.
         steps_per_generation: optimiser steps that one generation is trained on.
         save: writes a checkpoint in transformers' layout.
-        evaluate: measures several evaluation sets by name, in place of Covey's trainer, which has one.
+        evaluate: measures the evaluation sets that Covey's trainer, which has one, does not.
+        own: name of the set that it has, where there are several.
         log: is given each record; hands it on to `record`.
 
     Attributes:
@@ -48,12 +49,14 @@ class Flow:
         steps_per_generation: int,
         save: Callable[[], None],
         evaluate: Callable[[], Any] | None = None,
+        own: str = "",
         log: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self.args, self.state, self.handler = args, state, handler
         self.control = TrainerControl()
         self._steps, self._per_epoch, self._per_generation = steps, steps_per_epoch, steps_per_generation
         self._save, self._evaluate, self.log = save, evaluate, log or self.record
+        self._prefix = f"eval_{own}" if own else "eval"
         self._asked_to_save = False
         self._sums: dict[str, list[float]] = {}
         self._losses: list[float] = []
@@ -74,6 +77,8 @@ class Flow:
     def on_log(self, _args: Any, inner: Any, control: TrainerControl, logs: Mapping[str, Any]) -> TrainerControl:
         """A generation was trained on."""
         numbers = {name: float(value) for name, value in logs.items() if isinstance(value, int | float)}
+        if self.args.entropy_coef:
+            numbers.setdefault("entropy_coef", self.args.entropy_coef)
         for name, value in numbers.items():
             self._sums.setdefault(name, []).append(value)
         self._losses.append(numbers.get("loss", 0.0))
@@ -101,16 +106,15 @@ class Flow:
         if self.control.should_log:
             self.control.should_log = False
             self.log(self._means())
-        if self.control.should_evaluate and self._evaluate is not None:
-            self.control.should_evaluate = False
-            self._evaluate()
         return self._ask(control)
 
     def on_evaluate(
         self, _args: Any, _state: Any, control: TrainerControl, metrics: Mapping[str, Any]
     ) -> TrainerControl:
         """An evaluation is done."""
-        self.evaluated(eval_names(metrics, self.args))
+        self.evaluated(eval_names(metrics, self.args, self._prefix))
+        if self._evaluate is not None:
+            self._evaluate()
         return self._ask(control)
 
     def on_save(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
@@ -158,7 +162,6 @@ class Flow:
         name = self.args.metric_for_best_model
         if name is not None:
             value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
-            value = metrics.get("eval_reward") if value is None and name.removeprefix("eval_") == "loss" else value
             if value is not None and (self.state.best_metric is None or value > self.state.best_metric):
                 self.state.best_metric = value
                 self.state.best_global_step = self.state.global_step

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
@@ -18,23 +17,6 @@ from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 
 log = logging.getLogger("covey.trl")
-
-
-def check_arguments(callbacks: Any, optimizers: Any) -> None:
-    """Refuse arguments of another kind.
-
-    Raises:
-        ConfigError: `callbacks` is no list of callbacks, or `optimizers` no pair.
-    """
-    if callbacks is not None and not isinstance(callbacks, list | tuple):
-        raise ConfigError(f"callbacks={callbacks!r:.200}: a {type(callbacks).__name__}; pass a list of callbacks")
-    for callback in callbacks or ():
-        if not hasattr(callback, "on_step_end"):
-            raise ConfigError(f"callbacks: {callback!r:.200} is no transformers.TrainerCallback; derive it from that")
-    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-        raise ConfigError(f"optimizers={optimizers!r:.200}: pass a pair (optimizer, scheduler), either may be None")
-    if optimizers[0] is not None and not isinstance(optimizers[0], torch.optim.Optimizer):
-        raise ConfigError(f"optimizers: {optimizers[0]!r:.200} is no torch.optim.Optimizer; pass one, or None")
 
 
 def place_model(

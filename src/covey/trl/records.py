@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerState
 
+from covey.files import write_atomically, writing
 from covey.trl.arguments import GRPOConfig
 
 
@@ -29,14 +30,15 @@ class Records:
         """Write metrics to `output_dir/SPLIT_results.json`, and into `all_results.json`."""
         folder = Path(self.args.output_dir or "")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
+        write_atomically(folder / f"{split}_results.json", json.dumps(dict(metrics), indent=4, sort_keys=True))
         if combined:
             path = folder / "all_results.json"
             known = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps(known | dict(metrics), indent=4, sort_keys=True))
+            write_atomically(path, json.dumps(known | dict(metrics), indent=4, sort_keys=True))
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to `output_dir`."""
         folder = Path(self.args.output_dir or "")
         folder.mkdir(parents=True, exist_ok=True)
-        self.state.save_to_json(str(folder / "trainer_state.json"))
+        with writing(folder / "trainer_state.json") as aside:
+            self.state.save_to_json(str(aside))

@@ -42,13 +42,13 @@ def show(table: Mapping[str, Sequence[Any]], number: int | None = None, console:
 
     Args:
         table: from `columns`.
-        number: rows to show, drawn at random; None = all.
+        number: rows to show, drawn at random; None = all, 0 or less = none.
         console: where to; None = standard output.
     """
     names = [name for name in table if name != "step"]
     rows = list(zip(*(table[name] for name in names), strict=True))
     if number is not None and number < len(rows):
-        rows = [rows[at] for at in sorted(random.Random(0).sample(range(len(rows)), number))]
+        rows = [rows[at] for at in sorted(random.Random(0).sample(range(len(rows)), max(number, 0)))]
     shown = Table(title=f"Step {table['step'][0]}" if table["step"] else None, show_lines=True, expand=True)
     for name in names:
         shown.add_column(name)

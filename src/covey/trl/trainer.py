@@ -11,9 +11,7 @@ transformers' layout (`checkpoint-10/`) and the trained model lie in `output_dir
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -26,16 +24,19 @@ from peft import PeftModel
 from transformers import DefaultFlowCallback, TrainerState
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainOutput
 
 import covey
-from covey.errors import CheckpointError, ConfigError, CoveyError, DataError
+from covey.errors import ConfigError, CoveyError, DataError
+from covey.files import remove_folder
 from covey.observe.run_folder import RunFolder
 from covey.rollout.collect import AnswerCollector
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
-from covey.trl.acting import Acting
+from covey.trl.acting import Acting, is_stream, read_in_order
 from covey.trl.arguments import GRPOConfig
+from covey.trl.environments import methods
+from covey.trl.evaluating import compare_by, compare_rewards, with_loss
 from covey.trl.fields import warned
 from covey.trl.flow import Flow, Rates, eval_names
 from covey.trl.formulas import Formulas
@@ -45,18 +46,14 @@ from covey.trl.overriding import NeverCalled
 from covey.trl.publishing import Publishing
 from covey.trl.records import Records
 from covey.trl.reward_models import with_models
+from covey.trl.saving import POINTER, RUN_FOLDER, Saving
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
 
-RUN_FOLDER = "covey"
-"""Covey's run folder, below `output_dir`."""
-_POINTER = "covey.json"
-"""In a checkpoint of transformers' layout: which of Covey's checkpoints it was written with."""
 
-
-class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
+class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
     """Trains a language model with GRPO; arguments, attributes and methods are those of TRL 1.16's trainer.
 
     Args:
@@ -116,9 +113,18 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         _ = args.device  # scripts read args.distributed_state, which is made with it
         for sentence in warned(args):
             warnings.warn(sentence, UserWarning, stacklevel=2)
+        if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+            log.warning(
+                "importance_sampling_level='sequence' with loss_type=%r: the loss sums tokens, which weights each "
+                "sequence by its completion length; set loss_type='grpo' for GSPO's objective",
+                args.loss_type,
+            )
         self._acting = acting = Acting(args, tools, environment_factory, rollout_func)
         if reward_funcs is None and not acting.rewards:
-            raise ConfigError("reward_funcs=None: without a reward there is nothing to learn from; pass a function")
+            raise ConfigError(
+                "No reward source provided: without a reward there is nothing to learn from; pass reward_funcs, "
+                "or give the environments get_reward"
+            )
         self.reward_funcs, self.reward_processing_classes = with_models(
             [] if reward_funcs is None else reward_funcs,
             reward_processing_classes,
@@ -136,14 +142,17 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         self._generate_options = generate_options(args)
         check_options(self._generate_options)
         lora = peft_config is not None or isinstance(model, PeftModel)
-        self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
         self._named: dict[str, Any] = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else {}
+        read_in_order(args, train_dataset, [eval_dataset, *self._named.values()])
+        self._rows = acting.rows(self._training_rows(acting.training_rows(train_dataset)))
+        self._own, self._metric = compare_rewards(args, self._named)
         given, loading = place_model(args, model, processing_class, lora=lora, quantization_config=quantization_config)
         self._config = settings(
             args,
             num_prompts=len(self._rows),
             lora=lora,
             output_dir=str(Path(args.output_dir or "") / RUN_FOLDER),
+            metric_for_best_model=self._metric,
             **loading,
             **acting.settings(),
         )
@@ -151,6 +160,9 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         self._rates = Rates()
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.run = self._make_run(given[0], given[1])
+        text: Any = self.model.config.get_text_config()
+        if args.router_aux_loss_coef is None and getattr(text, "router_aux_loss_coef", False):
+            log.warning("router_aux_loss_coef: this model has a balance loss, which is not computed; set it to 0")
         self.callback_handler: Any = CallbackHandler(  # type: ignore[no-untyped-call]
             [DefaultFlowCallback(), *self._trackers(), *(callbacks or ())],
             self.model,
@@ -169,8 +181,8 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
     def _training_rows(self, dataset: Any) -> list[dict[str, Any]]:
         """All rows; of a stream, which may never end, as many as the run needs."""
         if dataset is None:
-            raise DataError("train_dataset=None: pass a dataset with a column 'prompt'")
-        if hasattr(dataset, "__iter__") and not hasattr(dataset, "__len__"):
+            raise DataError("train_dataset=None: a `train_dataset` is required; pass one with a column 'prompt'")
+        if is_stream(dataset):
             if self.args.max_steps <= 0:
                 raise ConfigError(
                     "train_dataset: a stream has no length, so the run has none either; set max_steps in GRPOConfig"
@@ -185,10 +197,13 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             reward_funcs=self.reward_funcs,
             args=self._config,
             train_dataset=self._rows,
-            eval_dataset=None if self._named else self._acting.rows(self.eval_dataset, "test"),
+            eval_dataset=self._acting.rows(self._named[self._own] if self._named else self.eval_dataset, "test"),
             processing_class=tokenizer,
             peft_config=self._peft_config,
         )
+        if self.args.metric_for_best_model is not None and run.eval_prompts:
+            compare_by(run, self._metric, self.reward_funcs)
+        run.evaluation = with_loss(run)  # type: ignore[method-assign]
         run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
         if not run.args.server.upload_adapters_to_server:
             run.engine = Generating(run, self.args, self._generate_options)
@@ -212,7 +227,8 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             steps_per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
             steps_per_generation=self.args.optimizer_steps_per_generation,
             save=self._save_checkpoint,
-            evaluate=self.evaluate if self._named else None,
+            evaluate=self._evaluate_others if self._named else None,
+            own=self._own,
             log=self.log,
         )
 
@@ -294,6 +310,39 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         return self._acting.toolset.accepts_index if self._acting.toolset else {}
 
     @property
+    def _environment_pool(self) -> dict[Any, list[Any]]:
+        """By name, the environments made so far."""
+        return self._acting.toolset.pools if self._acting.toolset else {}
+
+    @property
+    def _env_tools(self) -> dict[Any, list[Callable[..., Any]]]:
+        """By name, what the model may call of each environment."""
+        return {name: methods(pool[0]) for name, pool in self._environment_pool.items()}
+
+    aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus, as it is now."""
+        moved = self.run.state.entropy_coef
+        return self.args.entropy_coef if moved is None else moved
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        """The latest generation, column by column: prompts, completions, rewards, advantages, what functions logged."""
+        table = columns(self._latest(), self.state.global_step)
+        rewards = {name: table.pop(name, []) for name in self.reward_func_names}
+        first = {"images": [], "prompt": table.pop("prompt"), "completion": table.pop("completion"), "rewards": rewards}
+        table.pop("step")
+        return first | {"advantages": table.pop("advantage"), "extra": table}
+
+    def _latest(self) -> list[dict[str, Any]]:
+        """Rows of the run folder, one for each completion of the latest generation; none before the first."""
+        folder = Path(self._config.run.output_dir)
+        step = self.run.state.global_step
+        return RunFolder.read(folder).read_completions(step) if step and RunFolder.is_run(folder) else []
+
+    @property
     def num_generations(self) -> int:
         """Completions for each prompt."""
         return int(self.args.num_generations or 0)
@@ -348,14 +397,14 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
         folder = Path(self._config.run.output_dir)
         if RunFolder.is_run(folder):
             if not list_checkpoints(folder / "checkpoints"):
-                shutil.rmtree(folder)  # nothing was learned in it
+                remove_folder(folder)  # nothing was learned in it
             else:
                 number = 1
                 while (kept := folder.with_name(f"{folder.name}-{number}")).exists():
                     number += 1
-                folder.rename(kept)
-                for old in folder.parent.glob(f"checkpoint-*/{_POINTER}"):
-                    old.parent.rename(kept / old.parent.name)  # its counts are of that run
+                for old in folder.parent.glob(f"checkpoint-*/{POINTER}"):
+                    old.parent.rename(folder / old.parent.name)  # its counts are of that run
+                folder.rename(kept)  # last, so that a checkpoint and Covey's that it goes with are never apart
                 log.warning("%s: the run that was there is kept as %s", folder, kept.name)
         if self.state.global_step:
             vars(self.state).update(vars(TrainerState(is_local_process_zero=True, is_world_process_zero=True)))
@@ -386,9 +435,16 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             for name, rows in source.items():
                 found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
-        metrics = eval_names(self.run.evaluate(self._acting.rows(source, "test")), self.args, metric_key_prefix)
+        measured = self.run.evaluate(self._acting.rows(source, "test"))
+        logged = self.run.data.scorer.take_logged().metrics  # by reward functions
+        measured |= {f"eval/{name}": value for name, value in logged.items()}
+        metrics = eval_names(measured, self.args, metric_key_prefix)
         self._flow.evaluated(metrics)
         return metrics
+
+    def _evaluate_others(self) -> None:
+        """The evaluation sets that the run does not measure itself."""
+        self.evaluate({name: rows for name, rows in self._named.items() if name != self._own})
 
     def end(self) -> None:
         """Nothing is left to end: one process, and trackers end with training."""
@@ -428,55 +484,8 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
 
     def _log_completions(self) -> None:
         """A table of the latest generation."""
-        rows = RunFolder.read(Path(self._config.run.output_dir)).read_completions(self.run.state.global_step)
+        rows = self._latest()
         if rows:
             show(columns(rows, self.state.global_step), self.args.num_completions_to_print)
             table = columns(rows, self.state.global_step, unique_prompts=self.args.log_unique_prompts)
             send(table, self.args.report_to or (), self.callback_handler.callbacks)
-
-    # ------------------------------------------------------------------ saving, resuming
-
-    @property
-    def _checkpoints(self) -> Path:
-        """Covey's own."""
-        return Path(self._config.run.output_dir) / "checkpoints"
-
-    def _save_checkpoint(self) -> None:
-        """`output_dir/checkpoint-N`: weights, tokenizer, state, and where Covey's own checkpoint is."""
-        root = Path(self.args.output_dir or "")
-        folder = root / f"checkpoint-{self.state.global_step}"
-        self.run.save_model(folder)
-        newest = list_checkpoints(self._checkpoints)[-1]
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder)
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-        (folder / _POINTER).write_text(json.dumps({"checkpoint": newest.name}) + "\n")
-        limit = self.args.save_total_limit
-        if limit:
-            ours = sorted(
-                (path.parent for path in root.glob(f"checkpoint-*/{_POINTER}")), key=lambda path: int(path.name[11:])
-            )
-            for old in [path for path in ours if str(path) != self.state.best_model_checkpoint][:-limit]:
-                shutil.rmtree(old)
-
-    def _checkpoint(self, wanted: str | bool) -> Path:
-        if wanted is not True:
-            folder = Path(str(wanted))
-        else:
-            root = Path(self.args.output_dir or "")
-            newest = get_last_checkpoint(root) if root.is_dir() else None  # type: ignore[no-untyped-call]
-            if newest is None:
-                raise CheckpointError(
-                    f"resume_from_checkpoint=True: there is no checkpoint-N in {self.args.output_dir}; train without "
-                    "it first"
-                )
-            folder = Path(newest)
-        if not (folder / _POINTER).is_file():
-            raise CheckpointError(
-                f"{folder}: is no checkpoint of covey.trl; give a folder checkpoint-N that this trainer wrote"
-            )
-        return folder
-
-    def _inner_checkpoint(self, folder: Path) -> Path:
-        name = json.loads((folder / _POINTER).read_text())["checkpoint"]
-        return folder.parent / RUN_FOLDER / "checkpoints" / str(name)

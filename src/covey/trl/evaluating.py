@@ -1,0 +1,106 @@
+"""Evaluations as transformers' trainer has them: a loss, the metric that compares them, sets by name."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+import covey
+from covey.algorithms import policy_loss
+from covey.errors import ConfigError
+from covey.rollout.learning import loss_weights
+from covey.training.evaluate import Evaluation
+from covey.trl.arguments import GRPOConfig
+from covey.types import Group
+
+
+def compare_rewards(args: GRPOConfig, named: Iterable[str]) -> tuple[str, str]:
+    """Which of several evaluation sets Covey's trainer measures itself, "" = there is one; and its metric.
+
+    A policy is good for its reward: where the loss is asked for, `args` says so afterwards, and callbacks that read
+    `args.metric_for_best_model` compare rewards too.
+
+    Raises:
+        ConfigError: evaluations are to be compared, and no set of several is named.
+    """
+    wanted = args.metric_for_best_model or "loss"
+    bare = wanted.removeprefix("eval_").removeprefix("eval/")
+    own = max((name for name in named if bare.startswith(f"{name}_")), key=len, default="")
+    metric = bare[len(own) + 1 :] if own else bare
+    if metric == "loss":
+        metric, bare = "reward", bare.removesuffix("loss") + "reward"
+        if args.metric_for_best_model is not None:
+            args.metric_for_best_model, args.greater_is_better = f"eval_{bare}", True
+    if list(named) and not own:
+        if args.load_best_model_at_end or args.save_strategy == "best":
+            raise ConfigError(
+                f"metric_for_best_model={wanted!r}: there are several evaluation sets, and it names none; give one of "
+                + ", ".join(repr(f"eval_{name}_reward") for name in named)
+            )
+        own, metric = next(iter(named)), "reward"
+    return own, f"eval/{metric}"
+
+
+def compare_by(run: covey.GRPOTrainer, metric: str, reward_funcs: Sequence[Callable[..., Any]]) -> None:
+    """Let the run choose its best evaluation by a metric that it may not measure itself, but that functions log.
+
+    Raises:
+        ConfigError: nobody can measure it.
+    """
+    own = run.best_metric == metric and metric.startswith(("eval/reward", "eval/accuracy", "eval/completions/"))
+    if not own and not any(_may_log(function) for function in reward_funcs):
+        parts = ", ".join(f"eval_rewards/{name}/mean" for name in run.data.scorer.names)
+        raise ConfigError(
+            f"metric_for_best_model={metric[5:]!r}: nobody measures it; choose eval_reward or {parts}, "
+            "or let a reward function report it with log_metric"
+        )
+    run.best_metric = metric
+
+
+def _may_log(function: Any) -> bool:
+    """Can a reward function call `log_metric`? It does not if it neither takes it nor uses its `**columns`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+        rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
+        used = {instruction.argval for instruction in dis.get_instructions(inspect.unwrap(function))}
+    except (TypeError, ValueError):
+        return True  # written in C, or an object that is called: nobody knows
+    return any(parameter.name == "log_metric" for parameter in parameters) or not used.isdisjoint(rest)
+
+
+def with_loss(run: covey.GRPOTrainer) -> Callable[..., Evaluation]:
+    """`run.evaluation` with `eval/loss`: that of its completions as one step of the policy that sampled them."""
+    plain = run.evaluation
+
+    def evaluation(*values: Any, **options: Any) -> Evaluation:
+        found = plain(*values, **options)
+        found.metrics["eval/loss"] = _loss(run, found.rollout.groups)
+        return found
+
+    return evaluation
+
+
+def _loss(run: covey.GRPOTrainer, groups: Sequence[Group]) -> float:
+    args = run.args
+    objective, temperature = args.algorithm.objective(), args.evaluation.eval_temperature
+    batch = run.make_batch(groups, run.phases.at(run._elapsed()))
+    rows = np.flatnonzero(batch.sampled.any(axis=1))
+    known: dict[str, Any] = {}
+    if objective.estimates_kl:
+        known["ref"] = run.learner.scores(batch, rows, temperature=temperature, reference=True)[0]
+    if objective.differentiates_entropy:
+        known["entropy"] = run.learner.scores(batch, rows, temperature=temperature, entropy=True)[1]
+    weights, own = loss_weights(batch, objective, args.sampling.max_completion_length)
+    if own is not None:
+        known["kl_weights"] = own
+    logp = batch.old_logprobs  # the policy that sampled is the one that is measured
+    if objective.loss.select is not None:
+        known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))
+    of, given = torch.from_numpy, {name: torch.from_numpy(np.asarray(value)) for name, value in known.items()}
+    old, masks = of(logp), of(np.asarray(batch.mask))
+    return float(policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given).loss)

@@ -1,0 +1,218 @@
+"""Checkpoints in transformers' layout: whole or not at all, whatever kills a run; the newest whole one is taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, tiny_tokenizer
+from transformers import TrainerCallback
+
+from covey.errors import CheckpointError
+from covey.trl import GRPOConfig, GRPOTrainer
+
+ROWS = [{"prompt": text} for text in ["Flat is", "Simple is better", "Now is", "Errors"]]
+SMALL: dict[str, Any] = {
+    "learning_rate": 0.1,
+    "per_device_train_batch_size": 3,
+    "num_generations": 3,
+    "max_completion_length": 4,
+    "max_steps": 3,
+    "save_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
+def unique_letters(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(set(completion))) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, with checkpoint-1, 2 and 3."""
+    base = tmp_path_factory.mktemp("stopped") / "out"
+    GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(base), **SMALL), ROWS).train()
+    return base
+
+
+class Taken(Exception):  # noqa: N818
+    """Says what would have been resumed from."""
+
+
+@pytest.fixture
+def taken(
+    folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Any], str]]:
+    """What `train` takes of Covey's checkpoints, in a copy of the stopped run at `tmp_path / "out"`."""
+    shutil.copytree(stopped, tmp_path / "out")
+    trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "out"), **SMALL), ROWS)
+
+    def stop(resume_from_checkpoint: str) -> None:
+        raise Taken(Path(resume_from_checkpoint).name)
+
+    monkeypatch.setattr(trainer.run, "train", stop)
+
+    def take(wanted: Any) -> str:
+        with pytest.raises(Taken) as found:
+            trainer.train(resume_from_checkpoint=wanted)
+        return str(found.value)
+
+    take.trainer = trainer  # type: ignore[attr-defined]
+    return take
+
+
+def damages(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What a kill or a failing disk makes of a file."""
+    content = path.read_bytes()
+    yield "cut", lambda: path.write_bytes(content[: len(content) // 2])
+    yield "empty", lambda: path.write_bytes(b"")
+    yield "other", lambda: path.write_bytes(bytes(len(content)))
+    yield "missing", path.unlink
+
+
+def test_damage_to_any_file_of_the_newest_costs_that_one_only(taken: Any, tmp_path: Path) -> None:
+    """True takes the one before; the damaged one by its name is one error, which names the file."""
+    newest = tmp_path / "out" / "checkpoint-3"
+    assert taken(True) == taken(str(newest)) == "step_000003"
+    inner = tmp_path / "out" / "covey" / "checkpoints" / "step_000003"
+    files = [path for path in (*newest.iterdir(), *inner.iterdir()) if path.is_file()]
+    assert {"trainer_state.json", "covey.json", "model.safetensors", "optimizer.safetensors"} <= {p.name for p in files}
+    for path in files:
+        content = path.read_bytes()
+        for what, damage in damages(path):
+            damage()
+            assert taken(True) == "step_000002", f"{path.name} {what}"
+            with pytest.raises(CheckpointError, match="checkpoint-3") as error:
+                taken.trainer.train(resume_from_checkpoint=str(newest))
+            assert "\n" not in str(error.value)
+            path.write_bytes(content)
+    assert taken(True) == "step_000003"
+
+
+def test_all_damaged_or_none_is_one_error(taken: Any, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / "out" / f"checkpoint-{number}" / "trainer_state.json").write_text('{"global_step": ')
+    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoints .* checkpoint-3: trainer_state.json has 16"):
+        taken.trainer.train(resume_from_checkpoint=True)
+    for number in (1, 2, 3):
+        shutil.rmtree(tmp_path / "out" / f"checkpoint-{number}")
+    with pytest.raises(CheckpointError, match="no checkpoint-N"):
+        taken.trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        taken.trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+
+
+def test_what_does_not_belong_to_a_checkpoint(taken: Any, tmp_path: Path) -> None:
+    """Remains of killed writes and of others' trainers are passed over; what a callback adds does no harm."""
+    out = tmp_path / "out"
+    (out / "checkpoint-3" / "notes.txt").write_text("of a callback")
+    (out / "checkpoint-10").mkdir()
+    (out / "checkpoint-10" / "trainer_state.json").write_text("{}")
+    shutil.copytree(out / "checkpoint-3", out / "checkpoint-4.tmp-7-0123abcd")
+    (out / "checkpoint-9").write_text("a file")
+    assert taken(True) == "step_000003"
+
+
+def test_json_that_is_none_is_found_though_its_hash_is_right(taken: Any, tmp_path: Path) -> None:
+    from covey.files import publishing
+
+    newest = tmp_path / "out" / "checkpoint-3"
+    for name, text in (("trainer_state.json", "[]"), ("trainer_state.json", "null"), ("covey.json", "{}")):
+        with publishing(newest) as aside:
+            for path in (tmp_path / "out" / "checkpoint-2").iterdir():
+                if path.name != "COMPLETE":
+                    shutil.copy(path, aside)
+            (aside / name).write_text(text)
+        assert taken(True) == "step_000002"
+
+
+class Killed(BaseException):
+    """Nothing runs after it, no cleaning up either."""
+
+
+def test_a_kill_at_any_moment_of_saving(
+    taken: Any, folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 3 is saved again with a limit of one: whenever it is killed, a whole checkpoint can be taken."""
+    trainer = taken.trainer
+    calls, last = [0], [10**9]
+
+    def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*values: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] >= last[0]:
+                raise Killed
+            return function(*values, **options)
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
+    monkeypatch.setattr(Path, "write_text", guarded(Path.write_text))
+
+    def save(kill_at: int) -> None:
+        calls[0], last[0] = 0, 10**9
+        shutil.rmtree(tmp_path / "out")
+        shutil.copytree(stopped, tmp_path / "out")
+        trainer.state.global_step, trainer.args.save_total_limit = 3, 1
+        calls[0], last[0] = 0, kill_at
+        trainer._save_checkpoint()
+
+    save(10**9)
+    writes = calls[0]
+    assert writes > 20
+    last[0] = 10**9
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
+    for kill_at in range(1, writes + 1):
+        with pytest.raises(Killed):
+            save(kill_at)
+        last[0] = 10**9
+        assert taken(True) in ("step_000002", "step_000003"), kill_at
+        trainer._save_checkpoint()  # the next save clears what was left
+        assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"], kill_at
+
+
+def test_a_checkpoint_never_outlives_the_one_it_goes_with(folder: Path, tmp_path: Path) -> None:
+    """With a limit of one, each `checkpoint-N` that is there can be resumed from at every moment."""
+
+    class Watching(TrainerCallback):
+        seen = 0
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            for path in tmp_path.glob("checkpoint-*/covey.json"):
+                assert (tmp_path / "covey" / "checkpoints" / json.loads(path.read_text())["checkpoint"]).is_dir()
+                self.seen += 1
+            assert len(list((tmp_path / "covey" / "checkpoints").iterdir())) == min(state.global_step, 2)
+
+    watching = Watching()
+    args = GRPOConfig(str(tmp_path), **SMALL | {"save_total_limit": 1})
+    GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[watching]).train()
+    assert watching.seen == 3
+
+
+def test_resuming_past_a_damaged_one_gives_the_same_numbers(folder: Path, stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped, tmp_path / "out")
+    (tmp_path / "out" / "checkpoint-3" / "model.safetensors").write_bytes(b"cut")
+    (tmp_path / "out" / "checkpoint-2" / "trainer_state.json").write_text("")
+    resumed = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "out"), **SMALL), ROWS)
+    resumed.train(resume_from_checkpoint=True)
+    from safetensors.torch import load_file
+
+    whole = load_file(stopped / "checkpoint-3" / "model.safetensors")
+    again = load_file(tmp_path / "out" / "checkpoint-3" / "model.safetensors")
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
