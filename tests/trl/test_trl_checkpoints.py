@@ -216,3 +216,14 @@ def test_resuming_past_a_damaged_one_gives_the_same_numbers(folder: Path, stoppe
     whole = load_file(stopped / "checkpoint-3" / "model.safetensors")
     again = load_file(tmp_path / "out" / "checkpoint-3" / "model.safetensors")
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_checkpoints_without_hashes_are_taken_up(taken: Callable[[Any], str], tmp_path: Path) -> None:
+    """Earlier versions wrote the pointer last, and no `COMPLETE`: a kill before it left none."""
+    for number in (2, 3):
+        old = tmp_path / "out" / f"checkpoint-{number}"
+        (old / "COMPLETE").unlink()
+        (old / "covey.json").write_text(json.dumps({"checkpoint": f"step_{number:06d}"}) + "\n")
+    assert taken(True) == "step_000003"
+    (tmp_path / "out" / "checkpoint-3" / "covey.json").unlink()
+    assert taken(True) == "step_000002"

@@ -49,7 +49,7 @@ class Saving:
         with publishing(folder) as aside:
             self.run.save_model(aside)
             self.state.save_to_json(str(aside / "trainer_state.json"))
-            (aside / POINTER).write_text(json.dumps({"checkpoint": newest.name}) + "\n")
+            (aside / POINTER).write_text(json.dumps({"checkpoint": newest.name, "hashed": True}) + "\n")
         if self.args.save_total_limit:
             whole = [path for path in reversed(self._listed()) if not self._problem(path, hashes=False)]
             doomed = [path for path in whole if str(path) != self.state.best_model_checkpoint]
@@ -65,7 +65,11 @@ class Saving:
         """Why nothing can be resumed from it, or with `hashes` from Covey's that it goes with; "" = it can be."""
         if folder.is_dir() and not (folder / POINTER).is_file():
             return "is no checkpoint of covey.trl, or was not written to the end"
-        problem = folder_problem(folder, hashes=hashes, others=True)  # callbacks may have put files into it
+        try:  # in earlier checkpoints the pointer came last, and there are no hashes
+            hashed = not folder.is_dir() or not json.loads((folder / POINTER).read_text()).keys() <= {"checkpoint"}
+        except (OSError, ValueError, AttributeError):
+            hashed = True  # cut off: the hashes tell what is wrong
+        problem = folder_problem(folder, hashes=hashes, others=True) if hashed else ""  # callbacks may add files
         if problem or not hashes:
             return problem
         try:
