@@ -173,10 +173,14 @@ def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
     for name in ("loss", "grad_norm"):
         bad = recent.bad_steps(name)
         if bad:
+            from_the_first = recent.steps[0].get("step") == 1 and _Window(recent.steps[:1]).bad_steps(name)
             yield Diagnosis(
                 "not_finite",
                 f"{name} was NaN or infinite in {bad} of the last {total} steps",
-                "Lower optim.learning_rate, and if model.dtype is float16, use bfloat16 or float32",
+                "It began at step 1, before optim.learning_rate had a part: the model's weights or activations are too "
+                "large for model.dtype (use bfloat16 or float32), or this copy of it is damaged"
+                if from_the_first
+                else "Lower optim.learning_rate, and if model.dtype is float16, use bfloat16 or float32",
             )
             return
 
