@@ -143,7 +143,7 @@ class _Id(int):
 
 def _wants_text(function: Any) -> bool:
     """Whether a reward function says, by its names or the hint of its first argument, that it takes texts."""
-    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)
+    code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
     hint = str(next(iter(getattr(function, "__annotations__", {}).values()), ""))
     told = "completions" in named or hasattr(function, "batch_verify") or "str" in hint
