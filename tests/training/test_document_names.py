@@ -91,9 +91,7 @@ def test_rollout_says_what_a_row_is(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("use_peft", [True, False])
 @pytest.mark.parametrize("loaded", [True, False])
-def test_a_reference_that_is_another_model(
-    settings: dict[str, Any], other: Path, use_peft: bool, loaded: bool
-) -> None:
+def test_a_reference_that_is_another_model(settings: dict[str, Any], other: Path, use_peft: bool, loaded: bool) -> None:
     model = type(tiny_model("llama")).from_pretrained(other)
     expected = model(TOKENS).logits
     trainer = make(settings, model if loaded else other, use_peft=use_peft, kl_estimator="k1")
