@@ -475,7 +475,7 @@ def test_an_upload_to_nobody_is_told_within_the_time_that_was_given() -> None:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     began = time.monotonic()
-    with pytest.raises(ServingError, match="does not answer .*is the server running"):
+    with pytest.raises(ServingError, match=r"does not answer .*is the server running"):
         asyncio.run(upload_adapter_weights(b"", {}, url, 1, timeout=1.0, retry_seconds=0.0))
     assert time.monotonic() - began < 30
     assert inspect.signature(upload_adapter_weights).parameters["retry_seconds"].default == 5.0

@@ -82,7 +82,7 @@ def test_rollout_says_what_a_row_is(settings: dict[str, Any]) -> None:
     for text in (["say one"], "say one"):
         with pytest.raises(DataError, match=r"row 0 is 'say one', not an object .* must look like \{\"prompt\": ...,"):
             trainer.rollout(text)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="row 0 has no column 'prompt' .*did you mean prompt_column='question'"):
+    with pytest.raises(DataError, match=r"row 0 has no column 'prompt' .*did you mean prompt_column='question'"):
         trainer.complete([{"question": "1+1"}])
     of_task = GRPOTrainer(args=GRPOConfig(**(settings | {"task": "arithmetic", "max_completion_length": 4})))
     with pytest.raises(DataError, match=r"data.task='arithmetic' makes it .* pass rows of trainer.data.train"):
@@ -134,7 +134,7 @@ def test_a_reference_that_is_another_adapter(settings: dict[str, Any], tmp_path:
     trainer = make(settings, folder)
     torch.testing.assert_close(trainer.ref_model(TOKENS).logits, expected)
     assert not torch.equal(trainer.policy_model(TOKENS).logits, expected)  # a fresh adapter is the base
-    with pytest.raises(ModelError, match="ref_model: .*its r is 4, the attached adapter has 8.*covey export"):
+    with pytest.raises(ModelError, match=r"ref_model: .*its r is 4, the attached adapter has 8.*covey export"):
         make(settings, folder, lora_r=8)
 
 
@@ -162,7 +162,7 @@ def test_what_is_no_reference(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="ref_model=int: no model"):
         make(settings, 3)
     small = tiny_model("llama", vocab_size=384)
-    with pytest.raises(ModelError, match="ref_model=LlamaForCausalLM: .*give a model of its form"):
+    with pytest.raises(ModelError, match=r"ref_model=LlamaForCausalLM: .*give a model of its form"):
         make(settings, small)
 
 

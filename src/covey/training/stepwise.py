@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from covey.adapters import CONFIG_FILE
-from covey.algorithms import Estimator
 from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import ConfigError, DataError
@@ -86,12 +85,6 @@ class StepByStep:
     state: TrainerState
     collect: Collector
     make_batch: Any
-    learn: Any
-    data: setup.Data
-    estimator: Estimator
-    publish: Any
-    _publish: Any
-    _count: Any
     _tokenize: Any
     _next_prompts: Any
     _elapsed: Any
@@ -109,7 +102,7 @@ class StepByStep:
         """
         return self.policy.reference if uses_reference(self.args) else None
 
-    def train_step(self, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    def train_step(self: Any, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """One step: sample, score, learn, publish; `rows` as in `rollout`. Returns its metrics, and writes nothing."""
         began, phase, state = time.perf_counter(), self.phases.at(self._elapsed()), self.state
         rollout = self.rollout(rows)
@@ -161,11 +154,12 @@ class StepByStep:
             rows: like those of `train_dataset`, with the columns that the reward functions need.
             num_generations: completions of each.
         """
+        prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
         return self.collect(
-            self._prompts(rows),
+            prompts,
             setup.sampling_settings(self.args, self.policy, self.args.sampling.temperature),
             num_generations=num_generations,
-            streams=[(self.args.run.seed, COMPLETION_STREAM, self.state.global_step, row) for row in range(len(rows))],
+            streams=[(*first, row) for row in range(len(prompts))],
             policy_version=self.state.policy_version,
         )
 
