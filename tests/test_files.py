@@ -188,3 +188,32 @@ def test_a_sampled_hash_sees_both_ends_and_the_length(tmp_path, length):
         held[place] ^= 1
     file.write_bytes(bytes(length + 1))
     assert files.sampled_hash([file]) != first
+
+
+def test_tokenizers_and_configs_are_for_readers_of_any_version(tmp_path):
+    """Transformers 4 knows no TokenizersBackend, calls `.keys()` on extra_special_tokens, and reads `rope_theta`."""
+    from tiny_models import tiny_model, tiny_tokenizer
+    from transformers import AutoConfig, AutoTokenizer
+
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    model.config.save_pretrained(tmp_path)
+    files.save_tokenizer(tokenizer, tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert saved["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert isinstance(saved.get("extra_special_tokens", {}), dict)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]) == (5e5, {"rope_type": "linear", "factor": 2.0})
+    again = AutoTokenizer.from_pretrained(tmp_path)  # and version 5 reads what it wrote
+    assert again("say one")["input_ids"] == tokenizer("say one")["input_ids"]
+    assert again.all_special_ids == tokenizer.all_special_ids
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == model.config.rope_parameters
+
+
+def test_a_tokenizer_with_a_class_of_its_own_keeps_it(tmp_path):
+    class Own:
+        def save_pretrained(self, folder):
+            Path(folder, "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+
+    files.save_tokenizer(Own(), tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == {"tokenizer_class": "Qwen2Tokenizer"}

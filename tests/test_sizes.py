@@ -76,3 +76,20 @@ def test_broken_and_quantised_models_are_named(tmp_path: Path) -> None:
     whole.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(ModelError, match=r"is quantised \(bitsandbytes, 4 bits\)"):
         load_model(whole, tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_generations": 10**6, "prompts_per_step": 1},
+        {"prompts_per_step": 10**6, "num_generations": 2},
+        {"phases": [{"steps": 1, "num_generations": 10**6}], "prompts_per_step": 1},
+        {"num_generations_eval": 10**6, "eval_temperature": 1.0},
+    ],
+)
+def test_more_completions_than_anybody_waits_for(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they would fit: a machine of 10 TB."""
+    monkeypatch.setattr("covey.training.setup.total_memory", lambda: 10**13)
+    with pytest.raises(ConfigError, match=r"1000000.*[12],000,000 completions at once; use up to 250,000"):
+        require_memory(GRPOConfig(**({"max_completion_length": 8} | settings)))
+    require_memory(GRPOConfig(num_generations=1024, prompts_per_step=128))

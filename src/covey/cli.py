@@ -43,7 +43,7 @@ from covey.cli_watch import report, watch
 from covey.cli_weights import config_for, recipe_file
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
-from covey.observe.console import visible
+from covey.observe.console import accept_any_text, print_table, visible
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -74,6 +74,7 @@ def main() -> None:
     """Entry point of the `covey` command."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    accept_any_text(sys.stdout)
     # Waiting threads spin about 10 us, then sleep. Longer spins take the core from the thread that is waited for when
     # the machine has other work (8 times slower sampling); no spin costs a quarter of the speed on a quiet one.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -233,7 +234,7 @@ def evaluate(
     for name, value in result.metrics.items():
         if not name.startswith(PER_KIND):
             table.add_row(name, f"{value:.4g}")
-    out.print(table)
+    print_table(out, table)
     print_kinds(out, result)
     if other is not None:
         before = _trainer(other).evaluation()
@@ -262,6 +263,7 @@ def sample(
     from covey.types import Request
 
     require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
+    prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
     config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
     task = setup.load_task(config) if system is None else None
     backend = load_backend(config.model.backend)

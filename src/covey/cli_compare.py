@@ -34,7 +34,7 @@ from covey.observe.comparison import (
     read_answers,
 )
 from covey.observe.completions import messages, read_rows
-from covey.observe.console import format_number, visible
+from covey.observe.console import format_number, print_table, visible
 from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
 
@@ -219,7 +219,7 @@ def _print(
             table = Table("settings that differ", *labels)
             for name, values in list(differing.items())[:_MOST_ROWS]:
                 table.add_row(_cell(name), *(_cell("-" if value is None else value) for value in values))
-            out.print(table)
+            print_table(out, table)
         elif all(run.settings for run in runs):
             out.print("all settings and versions are equal", highlight=False)
     _print_metrics(found, labels)
@@ -229,7 +229,7 @@ def _print(
         )
         for (label, side), entry in zip(sides, found["held_out"], strict=True):
             table.add_row(_cell(label), str(side.step), _score(side, entry["accuracy"]), str(len(side.by_uid)))
-        out.print(table)
+        print_table(out, table)
     for label, before, after, result in pairs:
         _print_pair(sides[0][0], label, before, after, result, questions)
     for note in found["notes"]:
@@ -252,7 +252,7 @@ def _print_metrics(found: Mapping[str, Any], labels: Sequence[str]) -> None:
         for number, (when, cells) in enumerate(rows.items()):
             table.add_row("" if number else _cell(name), when, *cells)
     if table.row_count:
-        out.print(table)
+        print_table(out, table)
         out.print(
             f"Of training, means over the last {MEAN_OF} steps; of evaluations, each as it was measured.",
             style="dim",
@@ -310,7 +310,7 @@ def _print_questions(labels: tuple[str, str], sides: tuple[Answers, Answers], re
             asked = messages(new.get("prompt"))[-1]["content"]
             shown = (asked, old.get("completion"), new.get("completion"))
             table.add_row(_cell(uid), *(_cell(text, 200) for text in shown))
-        out.print(table)
+        print_table(out, table)
 
 
 def _score(side: Answers, accuracy: Mapping[str, Any] | None) -> str:

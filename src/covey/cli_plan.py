@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.config import GRPOConfig
+from covey.observe.console import print_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,7 +83,7 @@ def print_forecast(known: Forecast | None, where: str) -> None:
         for when, parts in (("", process.held), ("sampling", process.sampling), ("learning", process.learning)):
             for part in parts:
                 table.add_row(f"  {part.name}", f"{part.amount / 1e9:.2f}", when)
-    out.print(table)
+    print_table(out, table)
     for saved in known.savings:
         _say(saved)
     if known.receivers:
@@ -121,7 +122,7 @@ def print_fits(recipe: Recipe, fits: Sequence[Fit]) -> None:
     for when, parts in recipe.phases(fits[-1].room).items():
         for name, amount in sorted(parts.items(), key=lambda part: -part[1]):
             table.add_row(name, f"{amount / 1e9:.2f}", "always" if when == "held" else when)
-    out.print(table)
+    print_table(out, table)
     if chosen.longest > shape.context:
         _say(f"longer than the {shape.context:,} tokens that the model was built for: it will not be trained so")
     for each in fits:
@@ -145,14 +146,13 @@ def print_plan(found: Plan, *, alone: bool = True) -> None:
         (f"peak memory of the {found.device}", found.memory, "GB", 2, 1e9),
     ):
         total = sum(part.amount for part in parts)
-        table = Table(title, unit, "share")
-        table.add_column("to halve it", overflow="fold")
+        table = Table(title, unit, "share", "to halve it")
         for part in sorted(parts, key=lambda part: -part.amount):
             share = part.amount / total if total else 0.0
             advice = part.advice if share >= 0.15 else ""
             table.add_row(part.name, f"{part.amount / size:.{digits}f}", f"{100 * share:.0f} %", advice)
         table.add_row("total", f"{total / size:.{digits}f}", "", "", style="bold")
-        out.print(table)
+        print_table(out, table)
     _say(
         f"completions of {found.mean_length:.0f} tokens on average; {100 * found.mixed_share:.0f} % of the groups have "
         "unequal rewards, the others need no update"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.errors import ConfigError, CoveyError
-from covey.observe.console import visible
+from covey.observe.console import print_table, visible
 
 if TYPE_CHECKING:
     from covey.training.replay import Report
@@ -94,7 +94,7 @@ def _print(report: Report) -> None:
         row = (str(check.compared), str(check.unequal), f"{check.largest:.2g}", f"{check.tolerance:g}")
         if check.compared or not check.agrees:
             table.add_row(visible(check.name, 100), *row, verdict if check.agrees else "DIFFERS", style=style)
-    out.print(table)
+    print_table(out, table)
     for check in report.checks:
         for found in check.examples:
             text = f"{check.name}: {found['where']}: recorded {found['recorded']}, replayed {found['replayed']}"
@@ -132,7 +132,7 @@ def _print_changes(report: Report) -> None:
     for title, found in (("gradient's norm", changed.gradient), ("norm of the optimiser's step", changed.step)):
         if found:
             table.add_row(title, _number(found["norm_before"]), _number(found["norm_after"]))
-    out.print(table)
+    print_table(out, table)
     whole = int(tokens["tokens"])
     for title, name in (
         ("advantages", "advantages_changed"),

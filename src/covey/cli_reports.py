@@ -5,6 +5,7 @@ And which runs of `covey curve` are seeds of one experiment.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.errors import ConfigError
-from covey.observe.console import visible
+from covey.observe.console import print_table, visible
 from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference, paired_difference
 
@@ -70,7 +71,7 @@ def print_choices(out: Console, report: Mapping[str, Any]) -> None:
         for model in models
     ]
     table.add_row("letters chosen", *chosen)
-    out.print(table)
+    print_table(out, table)
     if "against_baseline" in report:
         name = models[1]["name"]
         out.print(f"accuracy against {name}: {difference(report['against_baseline'])}", markup=False, highlight=False)
@@ -86,9 +87,8 @@ def print_questions(out: Console, questions: Sequence[Question], prompts: Mappin
         first = sum(low <= question.first <= high for question in questions)
         last = sum(low <= question.last <= high for question in questions)
         table.add_row(name, str(first), str(last))
-    out.print(table)
-    hardest = Table("hardest", "visits", "right", "first", "last")
-    hardest.add_column("question", overflow="ellipsis", no_wrap=True, max_width=70)
+    print_table(out, table)
+    hardest = Table("hardest", "visits", "right", "first", "last", "question")
     for question in questions[:number]:
         shares = (f"{100 * value:.0f} %" for value in (question.accuracy, question.first, question.last))
         hardest.add_row(
@@ -97,7 +97,7 @@ def print_questions(out: Console, questions: Sequence[Question], prompts: Mappin
             *shares,
             visible(prompts.get(question.uid, ""), 120).replace("\n", " "),
         )
-    out.print(hardest)
+    print_table(out, hardest)
 
 
 def kind_shares(metrics: Mapping[str, float]) -> list[tuple[str, dict[str, float]]]:
@@ -114,7 +114,7 @@ def print_kinds(out: Console, result: Evaluation) -> None:
         table = Table("kind", "answers", "right (95 %)")
         for name, share in shares:
             table.add_row(visible(name, 40), f"{share['total']:.0f}", percent(share))
-        out.print(table)
+        print_table(out, table)
 
 
 def print_left_out(out: Console, name: str, result: Evaluation) -> None:
@@ -167,7 +167,7 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
             table.add_row(f"{label} (step {record['step']})", value, interval, f"{record['eval/num_completions']:.0f}")
             for kind, share in kind_shares(record):
                 table.add_row(f"  {kind}", *percent(share).rstrip(")").split(" ("), f"{share['total']:.0f}")
-        out.print(table)
+        print_table(out, table)
     minutes, seconds = divmod(round(trainer.state.seconds), 60)
     out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)
     for name in ("learning_curve.png", "metrics.jsonl", "completions", "adapter"):
@@ -176,8 +176,12 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     kept = [event["message"] for event in RunFolder.read(folder).read_events() if event.get("kind") == "adapter"]
     for message in kept[-1:]:
         out.print(str(message), markup=False, highlight=False, soft_wrap=True)
-    out.print(f"try it: covey sample {folder} 'your prompt'", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"use it elsewhere: covey export {folder}", markup=False, highlight=False, soft_wrap=True)
+    out.print(
+        f"try it: covey sample {shlex.quote(str(folder))} 'your prompt'", markup=False, highlight=False, soft_wrap=True
+    )
+    out.print(
+        f"use it elsewhere: covey export {shlex.quote(str(folder))}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 _OWN = tuple(f"run.{name}" for name in ("seed", "output_dir", "run_name", "progress", "num_completions_to_print"))

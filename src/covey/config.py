@@ -240,6 +240,17 @@ class GRPOConfig(BaseModel):
         return type(self)(**(written | canonical_names(settings, base=current)))
 
 
+def _frozen(self: BaseModel, name: str, value: Any) -> None:
+    raise ConfigError(
+        f"{name}={shown(value)}: settings are frozen; make others with config.replace({name}=...), or let a run change "
+        "its temperature, beta, num_generations or learning_rate with schedule.phases"
+    )
+
+
+for _settings in (GRPOConfig, PhaseConfig, *SECTIONS.values()):
+    _settings.__setattr__ = _frozen  # type: ignore[method-assign, assignment]
+
+
 def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _without_none(inner) for name, inner in value.items() if inner is not None}

@@ -383,3 +383,25 @@ def _readable(size: int) -> str:
         if size >= scale:
             return f"{size / scale:.1f} {unit}"
     return f"{size / 1e3:.0f} kB"
+
+
+def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:
+    """Write a tokenizer beside a model's config, both for readers of any version.
+
+    Transformers 5 writes what version 4, and vLLM with it, refuse (its new name of the generic class, further special
+    tokens as a list) or pass over without a word (the base of rotary positions).
+    """
+    tokenizer.save_pretrained(str(folder))
+    for path in (Path(folder) / "tokenizer_config.json", Path(folder) / "config.json"):
+        settings = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        if settings.get("tokenizer_class") == "TokenizersBackend":
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(settings.get("extra_special_tokens"), list):
+            settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+        rope = settings.get("rope_parameters") or {}
+        if "rope_theta" in rope:  # and not one for each type of layer
+            settings["rope_theta"] = rope["rope_theta"]
+            scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+            settings["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
+        if settings:
+            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -12,6 +12,7 @@ import pytest
 from jax_cases import END, PROMPTS, VOCAB, Bigram, even_share, make_trainer, small_transformer, table_logp
 from scipy import stats
 
+from covey.errors import ConfigError, RewardError
 from covey.jax.drawing import SamplingParams, kept
 from covey.jax.sampling import score
 
@@ -178,3 +179,40 @@ def test_validity_is_judged_on_text() -> None:
     assert (lengths[valid] >= 3).all()
     _, metrics = jax.jit(trainer.loss_and_metrics)(state.params, record)
     assert float(metrics["mask_ratio"]) == pytest.approx(valid.mean())  # completions that are left
+
+
+def test_a_reward_that_takes_texts_needs_decode() -> None:
+    def by_name(completions: Any, **columns: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def by_hint(responses: list[str]) -> list[float]:
+        return [0.0 for _ in responses]
+
+    class Verifies:
+        def batch_verify(self, pairs: Any) -> list[float]:
+            return [0.0 for _ in pairs]
+
+    class Called:
+        def __call__(self, completions: Any, answer: Any) -> list[float]:
+            return [0.0 for _ in completions]
+
+    for reward in (by_name, by_hint, Verifies(), Called()):
+        with pytest.raises(ConfigError, match=r"reward_fn='\w+': it takes texts.*decode=tokenizer.decode"):
+            make_trainer(reward=reward)
+        make_trainer(reward=reward, decode=str)
+
+    def by_ids(completions: Any, completion_ids: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    make_trainer(reward=by_ids)
+    make_trainer(reward=len)  # built in: it says nothing
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [lambda row: "7" in row, lambda row: row.count("7"), lambda row: row[0] == "7", lambda row: row.strip() == "7"],
+)
+def test_an_id_is_not_compared_with_text_in_silence(looks: Any) -> None:
+    trainer, state = make_trainer(reward=lambda responses: [float(looks(row)) for row in responses])
+    with pytest.raises(RewardError, match=r"responses are lists of token ids here: pass decode= for texts"):
+        trainer.rollout(state.params, {"prompts": PROMPTS})

@@ -282,3 +282,23 @@ def test_definitions():
     assert inner is not None
     assert inner.unit == "tokens"
     assert all(definition.meaning for definition in METRICS.values())
+
+
+def test_a_low_kl_is_spoken_of_where_its_penalty_may_hold_a_still_reward_back():
+    """usmle-qa.md: "If too low: Decrease kl_coef"."""
+    steps = history(60, reward=0.3, kl=0.002, kl_penalty=0.002 * 0.04)
+    for number, step in enumerate(steps):
+        step["reward"] = 0.4 if number % 2 else 0.3
+    assert codes(steps) == ["kl_low", "reward_flat"]
+    assert "0.0020 nats" in diagnose(steps)[0].message
+    assert "algorithm.beta" in diagnose(steps)[0].fix
+    assert codes([{**step, "kl": 0.02} for step in steps]) == ["reward_flat"]
+    assert codes([{**step, "kl_penalty": 0.0} for step in steps]) == ["reward_flat"]  # nothing holds it
+    assert codes([{**step, "reward": step["reward"] + 0.002 * step["step"]} for step in steps]) == []
+
+
+def test_numbers_that_are_not_finite_at_step_1_are_no_matter_of_the_learning_rate():
+    first, later = history(8, loss=float("nan")), [{**step, "step": step["step"] + 5} for step in history(8)]
+    later[-1]["loss"] = None
+    assert "another copy of the model" in diagnose(first)[0].fix
+    assert diagnose(later)[0].fix.startswith("Lower optim.learning_rate")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -465,3 +467,15 @@ def test_a_server_that_is_killed_while_it_samples(model_folder: Path) -> None:
     here.publish(weights_of(model, 3))
     for one, other in zip(found, here(requests, long, policy_version=3), strict=True):
         same(one, other)
+
+
+def test_an_upload_to_nobody_is_told_within_the_time_that_was_given() -> None:
+    """Five seconds unless somebody says otherwise; no second is waited here."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(ServingError, match=r"does not answer .*is the server running"):
+        asyncio.run(upload_adapter_weights(b"", {}, url, 1, timeout=1.0, retry_seconds=0.0))
+    assert time.monotonic() - began < 30
+    assert inspect.signature(upload_adapter_weights).parameters["retry_seconds"].default == 5.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -202,7 +203,7 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
             raise SystemExit(1) from error
         if _REFUSED not in os.environ or mended:  # by another start
             raise
-        Path(os.environ[_REFUSED]).write_text(str(error))  # who has started the ranks shows it, once
+        Path(os.environ[_REFUSED]).write_text(str(error), "utf-8")  # who has started the ranks shows it, once
         raise SystemExit(error.exit_status) from error
     except KeyboardInterrupt as error:
         ranks.leave()
@@ -260,10 +261,10 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str
                 return True
             if refused.exists():
                 lost = status == ClusterLostError.exit_status
-                raise (ClusterLostError if lost else CoveyError)(refused.read_text())
+                raise (ClusterLostError if lost else CoveyError)(refused.read_text("utf-8"))
     raise ModelError(
         f"distributed.learners={chosen.learners}: ranks have died {chosen.max_restarts + 1} times; see what they "
-        f"printed, and continue with covey resume {config.run.output_dir}"
+        f"printed, and continue with covey resume {shlex.quote(config.run.output_dir)}"
     )
 
 

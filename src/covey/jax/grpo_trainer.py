@@ -48,7 +48,8 @@ class GRPOTrainer(Trainer):
         optimizer: any Optax gradient transformation.
         reward_fn: `f(responses) -> list of numbers`, see `HostRewards`; or a JAX function marked by `jax_reward`.
         grpo_config: a `GRPOConfig`, or a dictionary of its fields.
-        decode: token ids to text, e.g. `tokenizer.decode`; without it reward functions get lists of ids.
+        decode: token ids to text, e.g. `tokenizer.decode`; without it reward functions get lists of ids, and one whose
+            signature says that it takes texts (`completions`, a hint with `str`, a verifier) is refused.
         mesh: devices: prompts are spread over its axis `data`, weights and optimiser state over its axis `tensor`, see
             `covey.jax.sharding`; it has one of them or both. None = one device.
 

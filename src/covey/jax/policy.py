@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from covey.adapters import Adapter, Array, check_fits
 from covey.errors import ModelError
+from covey.files import save_tokenizer
 from covey.jax.model import Transformer
 from covey.jax.programs import merge, scale_of
 from covey.jax.saving import adapter_of, model_tensors, save_model
@@ -160,7 +161,7 @@ class Policy:
         else:
             save_model(path, config, unstack(self.trained["params"], config.num_layers), self._hf_config)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(str(path))
+            save_tokenizer(self.tokenizer, path)
 
 
 class Reference:

@@ -69,6 +69,11 @@ class HostRewards:
                 "validity_mask=True: validity is judged on text; pass decode=tokenizer.decode, or unset it"
             )
         self.function, self.name = function, _name(function)
+        if decode is None and _wants_text(function):
+            raise ConfigError(
+                f"reward_fn={self.name!r}: it takes texts, and without decode= it would get token ids; pass "
+                "decode=tokenizer.decode, or name completion_ids in it"
+            )
         self.config, self.decode = config, decode
 
     def __call__(
@@ -93,7 +98,8 @@ class HostRewards:
         except (Exception, SystemExit) as error:
             raise RewardError(
                 f"reward function {self.name!r} raised {describe_error(error)} for {len(said)} responses; correct it, "
-                "or return None for a response that it cannot score",
+                "or return None for a response that it cannot score"
+                + (" (responses are lists of token ids here: pass decode= for texts)" if self.decode is None else ""),
                 function=self.name,
             ) from error
         rewards = read_rewards(
@@ -116,12 +122,32 @@ class HostRewards:
         return self.function(said, **_accepted(self.function, columns))
 
     def _content(self, ids: NDArray[Any]) -> Any:
-        listed = [int(token) for token in ids]
+        listed = [(int if self.decode else _Id)(token) for token in ids]
         return listed if self.decode is None else self.decode(listed)
 
     def _without_end(self, ids: NDArray[Any]) -> NDArray[Any]:
         ended = self.decode is not None and len(ids) > 0 and int(ids[-1]) in self.config.eos_token_ids
         return ids[:-1] if ended else ids
+
+
+class _Id(int):
+    """A token id that no text equals in silence, as in `"7" in response`."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            raise TypeError(f"the text {other!r:.40} is compared with a token id")
+        return int(self) == other
+
+
+def _wants_text(function: Any) -> bool:
+    """Whether a reward function says, by its names or the hint of its first argument, that it takes texts."""
+    code = getattr(function, "__code__", None) or getattr(vars(type(function)).get("__call__"), "__code__", None)
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] if code else ()
+    hint = str(next(iter(getattr(function, "__annotations__", {}).values()), ""))
+    told = "completions" in named or hasattr(function, "batch_verify") or "str" in hint
+    return told and "completion_ids" not in named
 
 
 def _accepted(function: Any, columns: Mapping[str, Any]) -> dict[str, Any]:

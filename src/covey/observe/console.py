@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from covey.observe.observers import BaseObserver, Metrics
@@ -25,6 +28,27 @@ def visible(text: str, limit: int = 400) -> str:
     """
     kept = "".join(char if char.isprintable() or char == "\n" else "?" for char in text[: limit + 1])
     return kept if len(text) <= limit else kept[:limit] + " [...]"
+
+
+def accept_any_text(stream: object) -> None:
+    """Let a stream write `?` for what its encoding does not have (an ASCII console), in place of an error."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table of which a narrow screen cuts nothing off, and breaks words only where whole ones do not fit."""
+    sizes = [[Measurement.get(console, console.options, x) for x in (c.header, *c.cells)] for c in table.columns]
+    widths, most = ([max(getattr(size, end) for size in column) for column in sizes] for end in Measurement._fields)
+    lines = len(widths) + 1
+    table.padding = (0, int(sum(widths) + 2 * len(widths) + lines <= console.width))
+    free = console.width - sum(widths) - 2 * len(widths) * table.padding[1] - lines
+    for _ in range(free):  # one place to the column that lacks most
+        lacking = max(range(len(widths)), key=lambda n: most[n] - widths[n])
+        widths[lacking] += most[lacking] > widths[lacking]
+    for column, width in zip(table.columns, widths, strict=True):
+        column.overflow, column.width = "fold", width if free >= 0 else None
+    console.print(table)
 
 
 def format_number(value: Any) -> str:

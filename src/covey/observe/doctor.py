@@ -50,6 +50,7 @@ class Thresholds:
     clipped_completions: float = 0.3
     kl: float = 0.5
     """usmle-qa.md, Tips for Success: KL "should stay < 0.5"."""
+    low_kl: float = 0.01  # the same: "If too low: Decrease kl_coef"
     clip_fraction: float = 0.3
     entropy: float = 0.02
     same_actions: float = 0.7
@@ -175,10 +176,13 @@ def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
     for name in ("loss", "grad_norm"):
         bad = recent.bad_steps(name)
         if bad:
+            from_the_first = recent.steps[0].get("step") == 1 and _Window(recent.steps[:1]).bad_steps(name)
             yield Diagnosis(
                 "not_finite",
                 f"{name} was NaN or infinite in {bad} of the last {total} steps",
-                "Lower optim.learning_rate, and if model.dtype is float16, use bfloat16 or float32",
+                "At step 1 optim.learning_rate had no part in it: use bfloat16 or float32, or another copy of the model"
+                if from_the_first
+                else "Lower optim.learning_rate, and if model.dtype is float16, use bfloat16 or float32",
             )
             return
 
@@ -486,6 +490,10 @@ def _flat(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
         return
     older, newer, error = _halves(rewards)
     if abs(newer - older) <= error:
+        kl, penalty = recent.mean("kl"), recent.mean("kl_penalty")
+        if kl is not None and penalty and kl < limits.low_kl:
+            about = f"the reward stands still at a KL of {kl:.4f} nats for each token, below {limits.low_kl:g}"
+            yield Diagnosis("kl_low", f"{about}: the penalty may hold the policy back", "Lower algorithm.beta")
         yield Diagnosis(
             "reward_flat",
             f"the mean reward stands still: {older:.3f}, then {newer:.3f} in the newer half of {len(rewards)} steps, "

@@ -54,7 +54,7 @@ reward_std | | standard deviation of the reward within a group (0 with fewer tha
     count), mean over groups
 accuracy | fraction | sampled completions that are right: by the task's rule, by success in a world (of the episodes
     that no failure of the environment ended), or by the reward that rewards.correctness names; absent where nothing
-    says so
+    says so. Masks leave it alone, unlike usmle-qa.md's, which is the mean reward of what they keep
 accuracy/<kind> | fraction | the same of one kind of question, which is the row's column `kind` (a world's `type`);
     in evaluations whose rows name 2 to 20 kinds
 accuracy_low/<kind> | fraction | lower end of its 95 % Wilson interval
@@ -79,6 +79,7 @@ completions/mean_terminated_length | tokens | mean length of the completions tha
 completions/min_terminated_length | tokens | the shortest completion that ended by itself
 completions/max_terminated_length | tokens | the longest completion that ended by itself
 kl | nats | divergence from the reference by algorithm.kl_estimator, mean over trained tokens
+kl_penalty | | algorithm.beta times kl; only where beta is above 0
 entropy | nats | entropy of the policy's next-token distribution (at the sampling temperature, and with
     algorithm.keep_sampling_mask over the ids that were left), mean over trained tokens
 entropy_coef | | weight of the entropy bonus after the step; only with algorithm.use_adaptive_entropy

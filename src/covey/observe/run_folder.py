@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import time
 import uuid
@@ -244,7 +245,7 @@ class RunFolder:
         """What the user is to do after a stop."""
         if self.needs_python:
             return "`trainer.train(resume_from_checkpoint=True)` in the Python program that started it"
-        return f"`covey resume {self.path}`"
+        return f"`covey resume {shlex.quote(str(self.path))}`"
 
     # ------------------------------------------------------------------ writing
     def write_config(self, toml: str) -> None:

@@ -15,6 +15,7 @@ import functools
 import importlib.util
 import json
 import re
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -267,7 +268,7 @@ def _only_gguf(folder: Path, source: str) -> str:
     if not files:
         fix = "give a folder with a saved model"
         if (folder / "versions.json").is_file():
-            fix = f"it is a run: write its model with `covey export {source}`, and give that"
+            fix = f"it is a run: write its model with `covey export {shlex.quote(source)}`, and give that"
         raise ModelError(f"{source}: holds neither config.json nor a .gguf file; {fix}")
     raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
 

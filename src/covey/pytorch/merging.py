@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from covey.errors import ModelError
+from covey.files import save_tokenizer
 from covey.pytorch.loading import LoadedModel, load_model
 from covey.pytorch.lora import attach_adapter
 from covey.pytorch.rounding import unexplained
@@ -67,7 +68,7 @@ def save_model(loaded: LoadedModel, folder: str | Path, dtype: str = "float32") 
     """
     model: Any = loaded.model.to(getattr(torch, dtype))
     model.save_pretrained(str(folder))
-    loaded.tokenizer.save_pretrained(str(folder))
+    save_tokenizer(loaded.tokenizer, folder)
     for file in Path(folder).glob("*.safetensors"):
         file.chmod((Path(folder) / "config.json").stat().st_mode)  # safetensors lets nobody but the owner read
 

@@ -7,8 +7,7 @@ own logits. Models that fail it are scored sequence by sequence in one padded ba
 
 LoRA on a model of Llama's shape (`form`) is run by the fused layers (`fused`), which keep half of what autograd would.
 
-Dropout stays off unless LoRA dropout was asked for: the log-probabilities of a policy that samples without
-dropout are those without dropout.
+Dropout stays off unless LoRA dropout was asked for: a policy that samples without it has log-probabilities without it.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.adapters import check_fits
 from covey.errors import ModelError
+from covey.files import save_tokenizer
 from covey.pytorch.dropout import dropout_obstacle, switch_dropout_off
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
@@ -494,7 +494,7 @@ class Policy:
             save_adapter(self.model, path, state)
         else:
             self._lm.save_pretrained(str(path), state_dict=state)
-        self.tokenizer.save_pretrained(str(path))
+        save_tokenizer(self.tokenizer, path)
         usual = next(Path(path).glob("*config.json")).stat().st_mode
         for file in Path(path).glob("*.safetensors"):
             file.chmod(usual)  # safetensors lets nobody but the owner read, not even a server of another user

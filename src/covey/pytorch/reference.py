@@ -3,8 +3,9 @@
 Three states, told apart by the snapshot:
 
     LoRA, no snapshot       the base model: the same network with its adapters off. Costs nothing
-    LoRA, with snapshot     an earlier adapter; its tensors take the place of the current ones for a moment
-    full fine-tuning        a frozen copy of the trained weights, used in the same way
+    LoRA, with snapshot     another adapter, or another model's weights for a network with its adapters off; its
+                            tensors take the place of the current ones for a moment
+    full fine-tuning        a frozen copy of the trained weights, or another model's, used in the same way
 
 Taking the place means exchanging `parameter.data` pointers: nothing is copied, tied weights stay tied, and a
 graph that was built before and is walked backward after sees its own tensors. With `optim.offload` a snapshot lies in
@@ -16,9 +17,11 @@ product is not the average of the products; with the usual decays of 0.9 and mor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from peft import PeftModel
@@ -26,7 +29,8 @@ from torch import Tensor, nn
 
 from covey.adapters import check_fits
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.lora import adapters_off
+from covey.pytorch.loading import load_model
+from covey.pytorch.lora import adapters_off, load_adapter
 from covey.pytorch.offload import HostMemory
 
 ReferenceUpdate = Literal["none", "copy", "ema"]
@@ -76,6 +80,7 @@ class Reference:
         self._model = model
         self._update, self._every, self._ema_decay = update, every, ema_decay
         self._snapshot: dict[str, Tensor] = {}
+        self._is_base_of_another = False
         self._needed, self._host = needed, host
         if not needed:
             self._update = "none"
@@ -94,11 +99,42 @@ class Reference:
             raise ModelError("the policy was built without a reference; build it with needs_reference=True")
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            if self.is_base_model:
+            if self.is_base_model or self._is_base_of_another:
                 stack.enter_context(adapters_off(self._model))
-            else:
+            if not self.is_base_model:
                 stack.enter_context(self._exchanged())
             yield
+
+    def hold(self, other: nn.Module | str | Path) -> None:
+        """Hold on to another checkpoint: a folder with an adapter of the policy's form, or a model of its form, loaded
+        or by its name. Beside an adapter a model needs the model's own layers (`model.fused_layers` off).
+
+        Raises:
+            ModelError: it is of another form; the reference is what it was.
+        """
+        lora, path = isinstance(self._model, PeftModel), other if isinstance(other, str | Path) else None
+        if lora and path and (Path(path).expanduser() / "adapter_config.json").is_file():
+            mine = {name: p.detach().clone() for name, p in self._trainable().items()}
+            try:
+                load_adapter(cast(PeftModel, self._model), Path(path).expanduser())
+            except ModelError as error:
+                raise ModelError(f"ref_model: {error}; or give a folder of it merged (covey export)") from error
+            self.copy_current()
+            for name, parameter in self._trainable().items():
+                parameter.data.copy_(mine[name])
+            return
+        like = next(self._model.parameters())
+        dtype, device = str(like.dtype).removeprefix("torch."), str(like.device)
+        found = load_model(path, dtype=dtype, device=device).model if path else cast(nn.Module, other)
+        theirs, held = dict(found.named_parameters()), dict(self._model.named_parameters())
+        own = {re.sub(r"^base_model\.model\.|(?<=\.)(base_layer|original_module)\.", "", n): n for n in held}
+        own = {bare: name for bare, name in own.items() if not re.search(r"\.(lora_|modules_to_save)", name)}
+        what = f"ref_model={path or type(found).__name__}"
+        check_fits({bare: held[name].shape for bare, name in own.items()}, theirs, what, "give a model of its form")
+        self._snapshot, self._is_base_of_another = {}, lora
+        for bare, name in own.items():
+            self._keep(name, theirs[bare].detach().to(held[name]))
+        self._settle()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward pass with the reference's weights, without gradients."""
@@ -121,9 +157,10 @@ class Reference:
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
-        current = [(parameter, parameter.data) for parameter in self._trainable().values()]
+        replaced = {name: p for name, p in self._model.named_parameters() if name in self._snapshot}
+        current = [(parameter, parameter.data) for parameter in replaced.values()]
         try:
-            for name, parameter in self._trainable().items():
+            for name, parameter in replaced.items():
                 parameter.data = self._brought(name)
             yield
         finally:
@@ -152,7 +189,8 @@ class Reference:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The snapshot, empty for the base model: all that a resumed run needs."""
-        return {name: value.clone() for name, value in self._snapshot.items()}
+        held = {} if self._is_base_of_another else self._snapshot
+        return {name: value.clone() for name, value in held.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned.
@@ -162,7 +200,7 @@ class Reference:
         """
         own = self._trainable()
         if not state and (isinstance(self._model, PeftModel) or not self._needed):
-            self._snapshot = {}
+            self._snapshot = self._snapshot if self._is_base_of_another else {}
             return
         check_fits({name: p.shape for name, p in own.items()}, state, "the saved reference")
         for name, parameter in own.items():

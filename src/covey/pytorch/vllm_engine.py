@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from covey.adapters import Adapter
 from covey.errors import AdapterError, ConfigError, GenerationError, ModelError
+from covey.files import save_tokenizer
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model, weights_of
 from covey.pytorch.vllm_device import INSTEAD, VLLMDevice
 from covey.rollout.config import VLLMConfig
@@ -100,8 +101,8 @@ class VLLMEngine:
         self._adapter: Any = None
         self._numbers = itertools.count(1)
         self._version, self._asleep = NO_VERSION, False
-        tokenizer.save_pretrained(str(self._scratch / "tokenizer"))
         bare_model(model).config.save_pretrained(str(self._scratch / "tokenizer"))  # type: ignore[operator, union-attr]
+        save_tokenizer(tokenizer, self._scratch / "tokenizer")
         arguments: dict[str, Any] = {
             "model": folder or str(_write_base(model, self._scratch / "model")),
             "tokenizer": str(self._scratch / "tokenizer"),

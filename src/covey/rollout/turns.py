@@ -428,8 +428,9 @@ class Session(Generic[D]):
     def _end_bad(self, row: Row) -> None:
         """A row went wrong: so does the session, or the row alone is over."""
         row.error = row.error or GenerationError(
-            f"completion token {row.sampled}: the model's logits are not finite; the weights have "
-            f"diverged or {self.device.logits_dtype} overflows: lower optim.learning_rate or use float32"
+            f"completion token {row.sampled}: the model's logits are not finite. Before any update its weights hold "
+            f"such numbers, or {self.device.logits_dtype} overflows: use another copy, or model.dtype=float32. After "
+            "updates the weights have diverged: go back to a checkpoint, and lower optim.learning_rate"
         )
         if not self._alone:
             self.device.clear()

@@ -219,11 +219,14 @@ async def upload_adapter_weights(
     *,
     token: str | None = None,
     trainer: str = "",
+    timeout: float = 600.0,
+    retry_seconds: float = 5.0,
 ) -> int:
     """Upload adapter weights and compare the server's version with the local one (`policy_version`).
 
     Version 1 is a trainer's first: whatever a server holds from an earlier run, its count begins again with it. A
-    server with another version is warned of, and the local one goes on to count.
+    server with another version is warned of, and the local one goes on to count. One request may take `timeout`
+    seconds; while nobody answers, or the server is busy, it is tried again for `retry_seconds`.
 
     Returns:
         The server's version.
@@ -231,7 +234,7 @@ async def upload_adapter_weights(
     Raises:
         ServingError: the upload failed.
     """
-    client = InferenceClient(inference_server_url, token)
+    client = InferenceClient(inference_server_url, token, timeout=timeout, retry_seconds=retry_seconds)
     try:
         answer = await asyncio.to_thread(
             client.upload_adapter,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,7 @@ def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False, i
         ConfigError: there is none yet, or it is gone or damaged.
     """
     run = folder.path
-    again = f"`covey resume {run}` writes a finished run's adapter anew"
+    again = f"`covey resume {shlex.quote(str(run))}` writes a finished run's adapter anew"
     if folder.is_finished() and not best and not folder.adapter.is_dir():
         raise ConfigError(f"{run}: the run is finished, and its adapter/ is gone; {again}")
     kept = next((path for path in (folder.adapter, folder.best)[best:] if path.is_dir()), None)

@@ -327,6 +327,8 @@ _TOKEN_BYTES = 16
 """Of a sampled token at the least: its id, its log-probability, its advantage."""
 _COMPLETION_BYTES = 2000
 """Of a completion at the least: text, request, table row."""
+_MOST_COMPLETIONS = 250_000
+"""Of a step: several times what the largest published runs have."""
 _ENVIRONMENT_BYTES = 2_000_000
 """Of an environment's process at the least, most of its memory being shared with the others'."""
 
@@ -444,9 +446,11 @@ def require_room_for(name: str, completions: int, length: int) -> None:
     """The same for so many completions of up to `length` tokens, that `name` asks for.
 
     Raises:
-        ConfigError: the machine has less memory.
+        ConfigError: the machine has less memory, or nobody means to wait for so many.
     """
     _require(name, completions * (_COMPLETION_BYTES + _TOKEN_BYTES * length))
+    if completions > _MOST_COMPLETIONS:
+        raise ConfigError(f"{name}: {completions:,} completions at once; use up to {_MOST_COMPLETIONS:,}")
 
 
 def _require(name: str, size: int) -> None:

@@ -23,7 +23,7 @@ from covey.backend import Backend, load_backend
 from covey.config import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
 from covey.environments.base import World
-from covey.errors import ConfigError, CoveyError, DataError
+from covey.errors import CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
 from covey.observe.memory import memory_metrics
@@ -56,7 +56,7 @@ from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
 from covey.training.setup import best_metric, require_memory
 from covey.training.state import Callbacks, TrainerState, check_callbacks
 from covey.training.step import episode_credit, scorer, step_batch, step_update
-from covey.training.stepwise import StepByStep
+from covey.training.stepwise import StepByStep, named_model, one_of, other_reference
 from covey.training.update import Update
 from covey.types import Batch, Group, Progress, Prompt
 
@@ -79,8 +79,8 @@ class GRPOTrainer(StepByStep):
     """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
 
     Args:
-        model: hub id, folder, .gguf file, `pkg:NAME`, or a loaded `transformers` model; None = `args.model.model`.
-        reward_funcs: one reward function or several: `f(prompts, completions, **columns) -> list[float | None]`, sync
+        model, policy_model: hub id, folder, .gguf file, `pkg:NAME`, or a loaded model; None = `args.model.model`.
+        reward_funcs, reward_function: one or several: `f(prompts, completions, **columns) -> list[float | None]`, sync
             or async, or a `Verifier`; None = those of the task.
         args: the settings.
         train_dataset: list of dicts, Hugging Face `Dataset`, file, or hub id, with a `prompt` column; None = those of
@@ -92,6 +92,8 @@ class GRPOTrainer(StepByStep):
         task: a task object in place of `args.data.task`.
         world: a world in place of `args.environment.world`; rewards and tasks are then its own.
         backend: what computes, in place of that of `args.model.backend`; see `covey.backend`.
+        ref_model: folder of an adapter, or a model (loaded, folder, hub id), to compare with in place of the policy as
+            it was at the start.
 
     Attributes:
         state: counters and `log_history`.
@@ -125,24 +127,21 @@ class GRPOTrainer(StepByStep):
         task: Task | None = None,
         world: World | None = None,
         backend: Backend | None = None,
+        policy_model: Any = None,
+        ref_model: Any = None,
+        reward_function: Any = None,
     ) -> None:
-        args = GRPOConfig() if args is None else args
-        if not isinstance(args, GRPOConfig):
-            raise ConfigError(
-                f"args={args!r:.200}: a {type(args).__name__}; pass a GRPOConfig, such as GRPOConfig(...)"
-            )
+        args, model = named_model(args, one_of(model=model, policy_model=policy_model))
+        reward_funcs = one_of(reward_funcs=reward_funcs, reward_function=reward_function)
         check_callbacks(callbacks or ())
-        if isinstance(model, str | Path):
-            args, model = args.replace(model=str(model)), None
-        elif model is not None:
-            args = args.replace(model=str(getattr(model, "name_or_path", "") or type(model).__name__))
         sources = (reward_funcs, train_dataset, eval_dataset)
         stranger = None if type(backend).__module__.startswith("covey.") else backend
-        given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, stranger)
+        given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, stranger, ref_model)
         self.world = world = agents.load_world(args) if world is None else world
-        named = reward_funcs is None and task is None
-        task = setup.load_task(args) if task is None else task
-        self.args = args = setup.with_defaults(args, world or task).with_whole_paths()
+        named, task = reward_funcs is None and task is None, setup.load_task(args) if task is None else task
+        args = setup.with_defaults(args, world or task).with_whole_paths()
+        args, ref_model = other_reference(args, ref_model, model)
+        self.args = args
         args.algorithm.objective()  # a loss in a file is found and tried
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
@@ -163,6 +162,8 @@ class GRPOTrainer(StepByStep):
         self.phases = setup.phase_plan(args)
         self.length = setup.run_length(args, self.phases, len(self.data.train))
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
+        if ref_model is not None:
+            self.policy.reference.hold(ref_model)
         self.engine = make_sampler(args, backend, self.policy)
         if world is None:
             scale_scoring(args, self.data.scorer, named=named)

@@ -193,6 +193,8 @@ def update(
     if not passes and not result.skipped:
         result.skipped = _why_nothing(masked)
     result.metrics |= _of_all_passes(passes) | _means(masks) | tokens
+    if objective.beta and "kl" in result.metrics:
+        result.metrics["kl_penalty"] = objective.beta * result.metrics["kl"]
     result.metrics.setdefault("loss", 0.0)
     result.metrics.setdefault("grad_norm", 0.0)
     result.metrics["time/reference"] = referenced - began

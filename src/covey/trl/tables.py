@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
+from covey.observe.console import accept_any_text
+
 Row = Mapping[str, Any]
 
 _SHOWN_ELSEWHERE = (
@@ -51,9 +53,10 @@ def show(table: Mapping[str, Sequence[Any]], number: int | None = None, console:
         rows = [rows[at] for at in sorted(random.Random(0).sample(range(len(rows)), max(number, 0)))]
     shown = Table(title=f"Step {table['step'][0]}" if table["step"] else None, show_lines=True, expand=True)
     for name in names:
-        shown.add_column(name)
+        shown.add_column(name, overflow="fold")
     for row in rows:
         shown.add_row(*(Text(f"{value:.2f}" if isinstance(value, float) else str(value)) for value in row))
+    accept_any_text(sys.stdout)
     (console or Console()).print(shown)
 
 
@@ -90,4 +93,5 @@ class RichProgressCallback(TrainerCallback):
         shown.add_column("value", justify="right")
         for name, value in (logs or {}).items():
             shown.add_row(Text(name), Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
+        accept_any_text(sys.stdout)
         Console().print(shown)

@@ -155,9 +155,9 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 def page_with(archive: Record) -> str:
     """The whole page in one text, which lets no other script run and asks nobody."""
-    plot = (_PAGE / "uPlot.iife.min.js").read_text()
+    plot = (_PAGE / "uPlot.iife.min.js").read_text("utf-8")
     scripts = [plot, bundled("main")]
-    styles = [(_PAGE / name).read_text() for name in ("uPlot.min.css", "style.css")]
+    styles = [(_PAGE / name).read_text("utf-8") for name in ("uPlot.min.css", "style.css")]
     policy = (
         f"default-src 'none'; script-src {_hashes(scripts)}; style-src {_hashes(styles)}; img-src data: blob:; "
         "base-uri 'none'; form-action 'none'"
@@ -172,7 +172,9 @@ def page_with(archive: Record) -> str:
     tail = f'<script type="application/json" id="archive">{data}</script>\n' + "".join(
         f"<script>{script}</script>\n" for script in scripts
     )
-    index = re.sub(r"<(?:link rel=\"stylesheet\"|script)[^>]*>(?:</script>)?\n", "", (_PAGE / "index.html").read_text())
+    index = re.sub(
+        r"<(?:link rel=\"stylesheet\"|script)[^>]*>(?:</script>)?\n", "", (_PAGE / "index.html").read_text("utf-8")
+    )
     return index.replace("<title>", head + "<title>", 1).replace("</body>", tail + "</body>", 1)
 
 
@@ -189,7 +191,7 @@ def bundled(main: str) -> str:
     parts: dict[str, str] = {}
 
     def add(name: str) -> None:
-        text = (_PAGE / f"{name}.js").read_text()
+        text = (_PAGE / f"{name}.js").read_text("utf-8")
         for match in _IMPORT.finditer(text):
             if match[3] not in parts:
                 add(match[3])

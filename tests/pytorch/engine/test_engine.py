@@ -306,7 +306,9 @@ def test_weights_that_diverged_are_named_and_do_not_poison_the_next_call() -> No
     with torch.no_grad():
         broken.model.layers[0].self_attn.k_proj.weight.fill_(float("nan"))
     engine.publish(weights_of(broken, 1))
-    with pytest.raises(GenerationError, match="not finite"):
+    with pytest.raises(
+        GenerationError, match=r"not finite. Before any update .* another copy, or model.dtype=float32. After updates"
+    ):
         engine(groups(2), GREEDY, policy_version=1)
     engine.publish(weights_of(model, 2))
     assert texts(engine(groups(2), GREEDY, policy_version=2)) == texts(expected)
