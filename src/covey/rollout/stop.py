@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _UNFINISHED = "\ufffd"
+_LONGEST_CHARACTER = 8
+"""Tokens that an unfinished character may have: UTF-8's have at most four bytes, so text after these is settled."""
 
 
 class StopMatcher:
@@ -40,9 +42,12 @@ class StopMatcher:
         before = self._decode(self._ids[self._window : self._settled])
         after = self._decode(self._ids[self._window :])
         text = self._tail + after[len(before) :]
-        if not after.endswith(_UNFINISHED):
+        if before and after == before:  # an id without a text: a window of these alone would lose the next one's space
+            del self._ids[self._settled :]
+        elif not after.endswith(_UNFINISHED) or len(self._ids) - self._settled >= _LONGEST_CHARACTER:
             self._tail = text[len(text) - self._overlap :] if self._overlap < len(text) else text
-            self._window, self._settled = self._settled, len(self._ids)
+            del self._ids[: self._window]
+            self._window, self._settled = self._settled - self._window, len(self._ids)
         return any(stop in text for stop in self._stop_strings)
 
     def _decode(self, ids: list[int]) -> str:

@@ -22,12 +22,15 @@ from covey.serving.bodies import Found, Part, answer_body, envelope, stream_choi
 from covey.serving.chat import chat_text
 from covey.serving.neutral import RequestError
 from covey.serving.requests import MAX_COMPLETIONS, Asked, ChatRequest, CompletionRequest, read_request
+from covey.serving.texts import GrowingText, GrowingTexts
 from covey.types import Request, SamplingSettings
 
 Done = TypeVar("Done")
 _CHARACTERS = 32
 """Most characters of a prompt for each token of the context: a longer text does not fit, and is not tokenised."""
 _LONGEST_TEXT = 1 << 20
+_TOLD_AT_ONCE = 64
+"""Pieces of a stream that are decoded in one go."""
 _REMEMBERED_TEXTS = 1 << 16
 """Texts of single tokens that are kept: decoding one takes as long as looking up a hundred."""
 
@@ -49,6 +52,7 @@ class Answering:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
+        self._growing = GrowingTexts(tokenizer)
         self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token: str(tokenizer.decode([token])))
         eos = tokenizer.eos_token_id
         self._ends = () if eos is None else (int(eos),)
@@ -201,46 +205,49 @@ class Answering:
     async def _events(
         self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]
     ) -> AsyncIterator[str]:
-        common = envelope(asked, self._name)
-        sampled = 0
+        common, texts = envelope(asked, self._name), [GrowingText(self._growing) for _ in jobs]
+        begun: set[int] = set()
+        left, sampled, error = len(jobs), 0, None
         try:
-            async for part in self._parts(jobs, queue):
-                sampled += len(part.token_ids)
-                tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
-                body = common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version}
-                yield f"data: {json.dumps(body)}\n\n"
-            if asked.stream_options.include_usage:
+            while left and error is None:
+                told = [await queue.get()]
+                while len(told) < _TOLD_AT_ONCE and not queue.empty():
+                    told.append(queue.get_nowait())
+                error = next((what for _, what in told if isinstance(what, CoveyError)), None)
+                for part in await self._in_thread(self._parts, told, texts, begun):
+                    left -= part.finish_reason is not None
+                    sampled += len(part.token_ids)
+                    tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
+                    yield _event(common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version})
+                    await asyncio.sleep(0)  # others have their turn, however fast the engine is
+            if error is not None:
+                yield _event({"error": {"message": str(error), "type": type(error).__name__}})
+            elif asked.stream_options.include_usage:
                 prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
-                yield f"data: {json.dumps(common | {'choices': [], 'usage': usage(prompts, sampled)})}\n\n"
-        except CoveyError as error:
-            yield f"data: {json.dumps({'error': {'message': str(error), 'type': type(error).__name__}})}\n\n"
-        yield "data: [DONE]\n\n"
-
-    async def _parts(self, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]) -> AsyncIterator[Part]:
-        said: list[list[int]] = [[] for _ in jobs]
-        told = [""] * len(jobs)
-        left = len(jobs)
-        try:
-            while left:
-                index, what = await queue.get()
-                if isinstance(what, CoveyError):
-                    raise what
-                ids, logprobs, version = ([], [], what.versions[-1][1]) if isinstance(what, Answer) else what
-                first = not said[index]
-                said[index] += ids
-                whole = str(self._tokenizer.decode(said[index], skip_special_tokens=True))
-                if isinstance(what, Answer):
-                    left -= 1
-                    reason = what.completion.finish_reason
-                    yield Part(index, [], [], version, reason, whole[len(told[index]) :], first)
-                    continue
-                # a character may need several tokens: what is not whole yet is told later
-                new = "" if whole.endswith("\ufffd") else whole[len(told[index]) :]
-                told[index] += new
-                yield Part(index, ids, logprobs, version, None, new, first)
+                yield _event(common | {"choices": [], "usage": usage(prompts, sampled)})
+            yield "data: [DONE]\n\n"
         finally:
             if left:
                 self._engine.cancel(jobs)
+
+    @staticmethod
+    def _parts(told: Sequence[tuple[int, Any]], texts: Sequence[GrowingText], begun: set[int]) -> list[Part]:
+        """What the engine told of the completions, up to what went wrong."""
+        parts = []
+        for index, what in told:
+            if isinstance(what, CoveyError):
+                break
+            over = isinstance(what, Answer)
+            ids, logprobs, version = ([], [], what.versions[-1][1]) if over else what
+            reason = what.completion.finish_reason if over else None
+            new = texts[index].push(ids, last=over)
+            parts.append(Part(index, ids, logprobs, version, reason, new, index not in begun))
+            begun.add(index)
+        return parts
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
 
 
 def _settle(future: asyncio.Future[Any], found: Answer | CoveyError) -> None:
