@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from covey.errors import CoveyError
-from covey.serving.batching import Answer, BatchingEngine, Job
+from covey.rollout.learning import Weights
+from covey.serving.batching import Answer, BatchingEngine, Job, unheld
 from covey.serving.bodies import Found, Part, answer_body, envelope, stream_choice, usage
 from covey.serving.chat import chat_text
 from covey.serving.neutral import RequestError
@@ -78,7 +79,12 @@ class Answering:
             raise UnknownModelError(f"model={name!r:.200}: this server has {self._name!r}")
 
     async def complete(self, asked: CompletionRequest | ChatRequest) -> bytes:
-        """The answer to a request, `n` completions for each prompt, as JSON."""
+        """The answer to a request, `n` completions for each prompt, as JSON.
+
+        Raises:
+            VersionConflictError: other weights are held than it asks for.
+        """
+        weights = self._asked_weights(asked)
         loop = asyncio.get_running_loop()
         requests, settings = await self._in_thread(self._prepared, asked)
         futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in requests]
@@ -88,7 +94,7 @@ class Answering:
             def tell(found: Answer | CoveyError) -> None:
                 loop.call_soon_threadsafe(_settle, future, found)
 
-            return Job(request, settings, tell, policy_version=asked.policy_version, kept=kept)
+            return Job(request, settings, tell, weights=weights, kept=kept)
 
         jobs = [job(request, future) for request, future in zip(requests, futures, strict=True)]
         await self._submit(jobs)
@@ -103,6 +109,7 @@ class Answering:
 
     async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
         """The same as server-sent events. What cannot be served is refused now, not in the stream."""
+        weights = self._asked_weights(asked)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
@@ -113,7 +120,7 @@ class Answering:
                 loop.call_soon_threadsafe(queue.put_nowait, (index, what))
 
             tokens = lambda *new: put(new)  # noqa: E731
-            return Job(request, settings, put, tokens, policy_version=asked.policy_version)
+            return Job(request, settings, put, tokens, weights=weights)
 
         jobs = [job(index, request) for index, request in enumerate(requests)]
         await self._submit(jobs)
@@ -122,6 +129,12 @@ class Answering:
     def close(self) -> None:
         """Stops reading and writing texts; what is under way is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _asked_weights(self, asked: CompletionRequest | ChatRequest) -> Weights | None:
+        """The weights that are held, if a request names their version; None = it takes any."""
+        if asked.policy_version in (None, self._engine.version):
+            return None if asked.policy_version is None else self._engine.held
+        raise unheld(asked.policy_version, self._engine.version)
 
     async def _submit(self, jobs: list[Job]) -> None:
         try:

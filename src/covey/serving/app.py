@@ -24,7 +24,7 @@ from covey.adapters import Adapter, MalformedConfigError, read_adapter, read_con
 from covey.errors import AdapterError, GenerationError
 from covey.pytorch.lora import linear_layers
 from covey.serving.answers import Answering, UnknownModelError
-from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, unheld
+from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError
 from covey.serving.forms import read_form, spool
 from covey.serving.gate import Gate, ServeSettings
 from covey.serving.metrics import prometheus_text
@@ -115,8 +115,6 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     async def answer(request: Request, kind: type[Any]) -> Any:
         started = time.monotonic()
         asked = await answering.read(kind, await request.body())
-        if asked.policy_version not in (None, engine.version):
-            raise unheld(asked.policy_version, engine.version)
         if asked.stream:
             events = _timed(await answering.stream(asked), lambda: observe(time.monotonic() - started))
             return StreamingResponse(events, media_type="text/event-stream")
