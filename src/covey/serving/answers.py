@@ -11,6 +11,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ Done = TypeVar("Done")
 _CHARACTERS = 32
 """Most characters of a prompt for each token of the context: a longer text does not fit, and is not tokenised."""
 _LONGEST_TEXT = 1 << 20
+_LARGE_BODY = 1 << 16
+"""Larger ones are read one after the other: each holds the interpreter for a moment."""
 _TOLD_AT_ONCE = 64
 """Pieces of a stream that are decoded in one go."""
 _REMEMBERED_TEXTS = 1 << 16
@@ -53,6 +56,7 @@ class Answering:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
+        self._one_large = asyncio.Lock()
         self._growing = GrowingTexts(tokenizer)
         self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token: str(tokenizer.decode([token])))
         eos = tokenizer.eos_token_id
@@ -65,7 +69,8 @@ class Answering:
             RequestError: it is none.
             UnknownModelError: it names another model.
         """
-        asked: Asked = await self._in_thread(read_request, kind, body)
+        async with self._one_large if len(body) > _LARGE_BODY else nullcontext():
+            asked: Asked = await self._in_thread(read_request, kind, body)
         self.check_model(asked.model)
         return asked
 
@@ -231,7 +236,9 @@ class Answering:
                     left -= part.finish_reason is not None
                     sampled += len(part.token_ids)
                     tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
-                    yield _event(common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version})
+                    yield _event(
+                        common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version}
+                    )
                     await asyncio.sleep(0)  # others have their turn, however fast the engine is
             if error is not None:
                 yield _event({"error": {"message": str(error), "type": type(error).__name__}})

@@ -23,6 +23,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.constrained import check_choices
 from covey.rollout.learning import Weights, check_settings
+from covey.rollout.turns import REUSED_BLOCK
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
 
@@ -376,7 +377,7 @@ class BatchingEngine:
             self._fail_running(_as_covey_error(error))
             return
         stats = self._session.stats()
-        self.counts.reused_prompts, self.counts.reused_tokens = stats.reused_prompts, stats.reused_tokens
+        self.counts.reused_prompts, self.counts.reused_tokens = stats.reused_prompts, stats.reused_blocks * REUSED_BLOCK
         for row in finished:
             job = self._running.pop(id(row), None)
             if job is None:

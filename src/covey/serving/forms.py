@@ -20,7 +20,7 @@ _LONGEST_FIELD = 1 << 20
 
 async def spool(body: AsyncIterator[bytes]) -> IO[bytes]:
     """A request's body in a file without a name, for the caller to close."""
-    file, arrived = tempfile.TemporaryFile(), bytearray()
+    file, arrived = tempfile.TemporaryFile(), bytearray()  # noqa: SIM115
     try:
         async for part in body:
             arrived += part
@@ -53,7 +53,9 @@ def read_form(content_type: str, file: IO[bytes], known: Sequence[str]) -> dict[
     found: dict[str, bytes] = {}
     for name, value in parts:
         if name not in known or name in found:
-            raise AdapterError(f"the part {name!r:.80} is unknown, or comes twice; send each of {', '.join(known)} once")
+            raise AdapterError(
+                f"the part {name!r:.80} is unknown, or comes twice; send each of {', '.join(known)} once"
+            )
         if name != known[0] and len(value) > _LONGEST_FIELD:
             raise AdapterError(f"{name} has more than {_LONGEST_FIELD} bytes; send PEFT's adapter_config.json as it is")
         found[name] = value
