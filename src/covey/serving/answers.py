@@ -114,6 +114,11 @@ class Answering:
 
     async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
         """The same as server-sent events. What cannot be served is refused now, not in the stream."""
+        chunks = await self.chunks(asked)
+        return (event async for chunk in chunks for event in chunk)
+
+    async def chunks(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[list[str]]:
+        """Likewise, those together that are ready together: a client that is behind costs no more for it."""
         weights = self._asked_weights(asked)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
@@ -222,7 +227,7 @@ class Answering:
 
     async def _events(
         self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]
-    ) -> AsyncIterator[str]:
+    ) -> AsyncIterator[list[str]]:
         common, texts = envelope(asked, self._name), [GrowingText(self._growing) for _ in jobs]
         begun: set[int] = set()
         left, sampled, error = len(jobs), 0, None
@@ -232,28 +237,30 @@ class Answering:
                 while len(told) < _TOLD_AT_ONCE and not queue.empty():
                     told.append(queue.get_nowait())
                 error = next((what for _, what in told if isinstance(what, CoveyError)), None)
-                for part in await self._in_thread(self._parts, told, texts, begun):
-                    left -= part.finish_reason is not None
-                    sampled += len(part.token_ids)
-                    tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
-                    yield _event(
-                        common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version}
-                    )
-                    await asyncio.sleep(0)  # others have their turn, however fast the engine is
+                left -= sum(isinstance(what, Answer) for _, what in told)
+                sampled += sum(len(what[0]) for _, what in told if isinstance(what, tuple))
+                yield await self._in_thread(self._written, asked, common, told, texts, begun)
+            last = []
             if error is not None:
-                yield _event({"error": {"message": str(error), "type": type(error).__name__}})
+                last.append(_event({"error": {"message": str(error), "type": type(error).__name__}}))
             elif asked.stream_options.include_usage:
                 prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
-                yield _event(common | {"choices": [], "usage": usage(prompts, sampled)})
-            yield "data: [DONE]\n\n"
+                last.append(_event(common | {"choices": [], "usage": usage(prompts, sampled)}))
+            yield [*last, "data: [DONE]\n\n"]
         finally:
             if left:
                 self._engine.cancel(jobs)
 
-    @staticmethod
-    def _parts(told: Sequence[tuple[int, Any]], texts: Sequence[GrowingText], begun: set[int]) -> list[Part]:
-        """What the engine told of the completions, up to what went wrong."""
-        parts = []
+    def _written(
+        self,
+        asked: CompletionRequest | ChatRequest,
+        common: dict[str, Any],
+        told: Sequence[tuple[int, Any]],
+        texts: Sequence[GrowingText],
+        begun: set[int],
+    ) -> list[str]:
+        """The events of what the engine told of the completions, up to what went wrong."""
+        events = []
         for index, what in told:
             if isinstance(what, CoveyError):
                 break
@@ -261,9 +268,11 @@ class Answering:
             ids, logprobs, version = ([], [], what.versions[-1][1]) if over else what
             reason = what.completion.finish_reason if over else None
             new = texts[index].push(ids, last=over)
-            parts.append(Part(index, ids, logprobs, version, reason, new, index not in begun))
+            part = Part(index, ids, logprobs, version, reason, new, index not in begun)
             begun.add(index)
-        return parts
+            choice = stream_choice(asked, part, self._texts(ids) if asked.wants_logprobs else [])
+            events.append(_event(common | {"choices": [choice], "policy_version": version}))
+        return events
 
 
 def _event(body: dict[str, Any]) -> str:

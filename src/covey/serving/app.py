@@ -116,7 +116,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         started = time.monotonic()
         asked = await answering.read(kind, await request.body())
         if asked.stream:
-            events = _timed(await answering.stream(asked), lambda: observe(time.monotonic() - started))
+            events = _timed(await answering.chunks(asked), lambda: observe(time.monotonic() - started))
             return StreamingResponse(events, media_type="text/event-stream")
         response = await _until_disconnected(request, answering.complete(asked))
         observe(time.monotonic() - started)
@@ -150,9 +150,9 @@ async def _until_disconnected(request: Request, work: Any) -> Response:
         task.cancel()
 
 
-async def _timed(events: AsyncIterator[str], done: Callable[[], None]) -> AsyncIterator[str]:
-    async for event in events:
-        yield event
+async def _timed(chunks: AsyncIterator[list[str]], done: Callable[[], None]) -> AsyncIterator[str]:
+    async for chunk in chunks:
+        yield "".join(chunk)
     done()
 
 
