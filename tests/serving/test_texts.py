@@ -115,7 +115,7 @@ SAID = {
 
 @pytest.mark.parametrize("said", SAID.values(), ids=SAID)
 def test_streams_and_stop_strings_cost_as_many_decoded_tokens_as_there_are_tokens(said: list[str]) -> None:
-    """At most 40 for each, a window of 16 and its making; a decoding of the whole for each would be 1,000 times that."""
+    """At most 40 for each: a window of 16, and making it. Decoding the whole for each would be 1,000 for each."""
     tokens = 2000
     for kind in ("stream", "stop"):
         counting = Counting(byte_level())

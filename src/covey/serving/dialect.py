@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.errors import AdapterError, ServingError
 from covey.rollout.learning import Weights
-from covey.serving.client import OTHER_SERVERS, InferenceClient, RefusedError
+from covey.serving.client import InferenceClient, RefusedError
 from covey.types import Request, SamplingSettings
 
 
@@ -181,5 +181,5 @@ def choices_of(answer: Mapping[str, Any], count: int, url: str) -> list[Mapping[
     """
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != count:
-        raise ServingError(f"{url} answered {answer!r:.200} to {count} prompts; {OTHER_SERVERS}")
+        raise ServingError(f"{url} answered {answer!r:.200} to {count} prompts")
     return choices

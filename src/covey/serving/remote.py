@@ -305,6 +305,8 @@ class RemoteEngine:
             if len(found) != len(requests):
                 raise ServingError(f"{dialect.client.url} answered {len(found)} completions to {len(requests)} prompts")
             return [_checked(one, settings, version, dialect.client.url, self._vocabulary) for one in found]
+        except ServingError as error:
+            raise ServingError(f"{error}; {OTHER_SERVERS}") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ServingError(
                 f"{dialect.client.url} answered what {type(dialect).__name__}.read cannot read "
