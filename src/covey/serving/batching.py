@@ -46,8 +46,7 @@ class Job:
         on_tokens: called with the ids and log-probabilities of new tokens, and the version of the weights that they
             were sampled with; None = only the end is told.
         on_end: called with the completion and its (token, version) list, or with what went wrong.
-        weights: that it must begin with, see `BatchingEngine.held`; None = any. A version does not name them: a trainer
-            that begins again gives the same one to others.
+        weights: that it must begin with; None = any. A trainer that begins again may give their version to others.
         since: when it was asked for, by `time.monotonic`.
         kept: how many ids of supports are held, counted over all completions that share the counter.
     """
@@ -310,11 +309,10 @@ class BatchingEngine:
                 continue
             self.version, self.sha256, self.held = version, upload.adapter.sha256, weights
             self.counts.uploads += 1
-            if upload.restart:  # the same version may be other weights now: an answer could not tell which
-                for job in list(self._running.values()):
-                    if job.weights is not None:
-                        self._drop(job)
-                        self._end(job, unheld(job.weights.version, version))
+            for job in list(self._running.values()):
+                if upload.restart and job.weights is not None:  # an answer could not tell which of the two it is from
+                    self._drop(job)
+                    self._end(job, unheld(job.weights.version, version))
             if self._running:
                 self._session.change_version(version)
             else:
@@ -487,8 +485,8 @@ class BatchingEngine:
 
 def unheld(asked: int, held: int) -> VersionConflictError:
     """What a client is told that asks for other weights."""
-    others = " with other weights, of a trainer that began again" if asked == held else ""
-    return VersionConflictError(f"policy_version={asked} was asked for; this server holds {held}{others}")
+    again = " with other weights, of a trainer that began again" * (asked == held)
+    return VersionConflictError(f"policy_version={asked} was asked for; this server holds {held}{again}")
 
 
 def _as_covey_error(error: Exception) -> CoveyError:
