@@ -137,3 +137,29 @@ def fake_server(answer: Callable[[str, bytes], tuple[int, Any]]) -> Iterator[str
         server.shutdown()
         server.server_close()
         thread.join(10)
+
+
+def training_server(**deviations: Any) -> Callable[[str, bytes], tuple[int, Any]]:
+    """The least server that can be trained with, for `fake_server`, but for what deviates.
+
+    Args:
+        deviations: `health`, `upload`, `choice`, `answer`: changes to these; `choices`: makes them of the right ones;
+            `replace`: (path, status, answer) said in place of the right one. A value of `...` takes the name out.
+    """
+
+    def changed(what: dict[str, Any], name: str) -> dict[str, Any]:
+        return {key: value for key, value in (what | deviations.get(name, {})).items() if value is not ...}
+
+    def answer(path: str, body: bytes) -> tuple[int, Any]:
+        if (instead := deviations.get("replace")) and path == instead[0]:
+            return instead[1], instead[2]
+        if path == "/health":
+            return 200, changed({"status": "ok", "policy_version": 0}, "health")
+        if path != "/v1/completions":
+            return 200, changed({"policy_version": 1}, "upload")
+        asked = json.loads(body)
+        choice = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
+        choices = [changed(choice | {"text": "ab", "policy_version": 1}, "choice") for _ in asked["prompt"]]
+        return 200, changed({"choices": deviations.get("choices", list)(choices), "policy_version": 1}, "answer")
+
+    return answer

@@ -13,7 +13,7 @@ from typing import Any
 
 _UNFINISHED = "\ufffd"
 _LONGEST_CHARACTER = 8
-"""Tokens that one character may take; UTF-8 needs four bytes."""
+"""Tokens that an unfinished character may have: UTF-8's have at most four bytes, so text after these is settled."""
 
 
 class StopMatcher:
@@ -42,10 +42,12 @@ class StopMatcher:
         before = self._decode(self._ids[self._window : self._settled])
         after = self._decode(self._ids[self._window :])
         text = self._tail + after[len(before) :]
-        # what so many tokens do not finish is no character: waiting on would decode an ever longer text for every token
-        if not after.endswith(_UNFINISHED) or len(self._ids) - self._settled > _LONGEST_CHARACTER:
+        if before and after == before:  # an id without a text: a window of these alone would lose the next one's space
+            del self._ids[self._settled :]
+        elif not after.endswith(_UNFINISHED) or len(self._ids) - self._settled >= _LONGEST_CHARACTER:
             self._tail = text[len(text) - self._overlap :] if self._overlap < len(text) else text
-            self._window, self._settled = self._settled, len(self._ids)
+            del self._ids[: self._window]
+            self._window, self._settled = self._settled - self._window, len(self._ids)
         return any(stop in text for stop in self._stop_strings)
 
     def _decode(self, ids: list[int]) -> str:

@@ -29,6 +29,8 @@ from covey.rollout.streams import stream_key
 from covey.types import Completion, FinishReason, IntArray, Progress, Request, SamplingSettings, Support
 
 NO_LIMIT = 1 << 62
+REUSED_BLOCK = 128
+"""Tokens. What is reused is told to others in whole blocks: by single tokens they would find out prompts by trying."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class GenerationStats:
         prefill_tokens: tokens computed that were not sampled: prompts, and what was said in between.
         reused_tokens: those that were not computed because they were held already: both together are the tokens that
             came before every row's every turn.
+        reused_blocks: whole blocks of `REUSED_BLOCK` tokens among these.
         reused_prompts: first prompts that were held whole, in use by no other row.
         decoded_tokens: tokens sampled, the first of each turn included.
         prefill_seconds: time in forward passes of such tokens.
@@ -51,6 +54,7 @@ class GenerationStats:
 
     prefill_tokens: int = 0
     reused_tokens: int = 0
+    reused_blocks: int = 0
     reused_prompts: int = 0
     decoded_tokens: int = 0
     prefill_seconds: float = 0.0

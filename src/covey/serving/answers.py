@@ -11,23 +11,30 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
 
 from covey.errors import CoveyError
-from covey.serving.batching import Answer, BatchingEngine, Job
+from covey.rollout.learning import Weights
+from covey.serving.batching import Answer, BatchingEngine, Job, unheld
 from covey.serving.bodies import Found, Part, answer_body, envelope, stream_choice, usage
 from covey.serving.chat import chat_text
 from covey.serving.neutral import RequestError
 from covey.serving.requests import MAX_COMPLETIONS, Asked, ChatRequest, CompletionRequest, read_request
+from covey.serving.texts import GrowingText, GrowingTexts
 from covey.types import Request, SamplingSettings
 
 Done = TypeVar("Done")
 _CHARACTERS = 32
 """Most characters of a prompt for each token of the context: a longer text does not fit, and is not tokenised."""
 _LONGEST_TEXT = 1 << 20
+_LARGE_BODY = 1 << 16
+"""Larger ones are read one after the other: each holds the interpreter for a moment."""
+_TOLD_AT_ONCE = 64
+"""Pieces of a stream that are decoded in one go."""
 _REMEMBERED_TEXTS = 1 << 16
 """Texts of single tokens that are kept: decoding one takes as long as looking up a hundred."""
 
@@ -49,6 +56,8 @@ class Answering:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="covey-texts")
         self._most_characters = min(_LONGEST_TEXT, _CHARACTERS * engine.context_length)
+        self._one_large = asyncio.Lock()
+        self._growing = GrowingTexts(tokenizer)
         self._text = lru_cache(_REMEMBERED_TEXTS)(lambda token: str(tokenizer.decode([token])))
         eos = tokenizer.eos_token_id
         self._ends = () if eos is None else (int(eos),)
@@ -60,7 +69,8 @@ class Answering:
             RequestError: it is none.
             UnknownModelError: it names another model.
         """
-        asked: Asked = await self._in_thread(read_request, kind, body)
+        async with self._one_large if len(body) > _LARGE_BODY else nullcontext():
+            asked: Asked = await self._in_thread(read_request, kind, body)
         self.check_model(asked.model)
         return asked
 
@@ -74,7 +84,12 @@ class Answering:
             raise UnknownModelError(f"model={name!r:.200}: this server has {self._name!r}")
 
     async def complete(self, asked: CompletionRequest | ChatRequest) -> bytes:
-        """The answer to a request, `n` completions for each prompt, as JSON."""
+        """The answer to a request, `n` completions for each prompt, as JSON.
+
+        Raises:
+            VersionConflictError: other weights are held than it asks for.
+        """
+        weights = self._asked_weights(asked)
         loop = asyncio.get_running_loop()
         requests, settings = await self._in_thread(self._prepared, asked)
         futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in requests]
@@ -84,7 +99,7 @@ class Answering:
             def tell(found: Answer | CoveyError) -> None:
                 loop.call_soon_threadsafe(_settle, future, found)
 
-            return Job(request, settings, tell, policy_version=asked.policy_version, kept=kept)
+            return Job(request, settings, tell, weights=weights, kept=kept)
 
         jobs = [job(request, future) for request, future in zip(requests, futures, strict=True)]
         await self._submit(jobs)
@@ -99,6 +114,12 @@ class Answering:
 
     async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
         """The same as server-sent events. What cannot be served is refused now, not in the stream."""
+        chunks = await self.chunks(asked)
+        return (event async for chunk in chunks for event in chunk)
+
+    async def chunks(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[list[str]]:
+        """Likewise, those together that are ready together: a client that is behind costs no more for it."""
+        weights = self._asked_weights(asked)
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
@@ -109,7 +130,7 @@ class Answering:
                 loop.call_soon_threadsafe(queue.put_nowait, (index, what))
 
             tokens = lambda *new: put(new)  # noqa: E731
-            return Job(request, settings, put, tokens, policy_version=asked.policy_version)
+            return Job(request, settings, put, tokens, weights=weights)
 
         jobs = [job(index, request) for index, request in enumerate(requests)]
         await self._submit(jobs)
@@ -118,6 +139,12 @@ class Answering:
     def close(self) -> None:
         """Stops reading and writing texts; what is under way is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _asked_weights(self, asked: CompletionRequest | ChatRequest) -> Weights | None:
+        """The weights that are held, if a request names their version; None = it takes any."""
+        if asked.policy_version in (None, self._engine.version):
+            return None if asked.policy_version is None else self._engine.held
+        raise unheld(asked.policy_version, self._engine.version)
 
     async def _submit(self, jobs: list[Job]) -> None:
         try:
@@ -200,47 +227,56 @@ class Answering:
 
     async def _events(
         self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]
-    ) -> AsyncIterator[str]:
-        common = envelope(asked, self._name)
-        sampled = 0
+    ) -> AsyncIterator[list[str]]:
+        common, texts = envelope(asked, self._name), [GrowingText(self._growing) for _ in jobs]
+        begun: set[int] = set()
+        left, sampled, error = len(jobs), 0, None
         try:
-            async for part in self._parts(jobs, queue):
-                sampled += len(part.token_ids)
-                tokens = self._texts(part.token_ids) if asked.wants_logprobs else []
-                body = common | {"choices": [stream_choice(asked, part, tokens)], "policy_version": part.version}
-                yield f"data: {json.dumps(body)}\n\n"
-            if asked.stream_options.include_usage:
+            while left and error is None:
+                told = [await queue.get()]
+                while len(told) < _TOLD_AT_ONCE and not queue.empty():
+                    told.append(queue.get_nowait())
+                error = next((what for _, what in told if isinstance(what, CoveyError)), None)
+                left -= sum(isinstance(what, Answer) for _, what in told)
+                sampled += sum(len(what[0]) for _, what in told if isinstance(what, tuple))
+                yield await self._in_thread(self._written, asked, common, told, texts, begun)
+            last = []
+            if error is not None:
+                last.append(_event({"error": {"message": str(error), "type": type(error).__name__}}))
+            elif asked.stream_options.include_usage:
                 prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
-                yield f"data: {json.dumps(common | {'choices': [], 'usage': usage(prompts, sampled)})}\n\n"
-        except CoveyError as error:
-            yield f"data: {json.dumps({'error': {'message': str(error), 'type': type(error).__name__}})}\n\n"
-        yield "data: [DONE]\n\n"
-
-    async def _parts(self, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]) -> AsyncIterator[Part]:
-        said: list[list[int]] = [[] for _ in jobs]
-        told = [""] * len(jobs)
-        left = len(jobs)
-        try:
-            while left:
-                index, what = await queue.get()
-                if isinstance(what, CoveyError):
-                    raise what
-                ids, logprobs, version = ([], [], what.versions[-1][1]) if isinstance(what, Answer) else what
-                first = not said[index]
-                said[index] += ids
-                whole = str(self._tokenizer.decode(said[index], skip_special_tokens=True))
-                if isinstance(what, Answer):
-                    left -= 1
-                    reason = what.completion.finish_reason
-                    yield Part(index, [], [], version, reason, whole[len(told[index]) :], first)
-                    continue
-                # a character may need several tokens: what is not whole yet is told later
-                new = "" if whole.endswith("\ufffd") else whole[len(told[index]) :]
-                told[index] += new
-                yield Part(index, ids, logprobs, version, None, new, first)
+                last.append(_event(common | {"choices": [], "usage": usage(prompts, sampled)}))
+            yield [*last, "data: [DONE]\n\n"]
         finally:
             if left:
                 self._engine.cancel(jobs)
+
+    def _written(
+        self,
+        asked: CompletionRequest | ChatRequest,
+        common: dict[str, Any],
+        told: Sequence[tuple[int, Any]],
+        texts: Sequence[GrowingText],
+        begun: set[int],
+    ) -> list[str]:
+        """The events of what the engine told of the completions, up to what went wrong."""
+        events = []
+        for index, what in told:
+            if isinstance(what, CoveyError):
+                break
+            over = isinstance(what, Answer)
+            ids, logprobs, version = ([], [], what.versions[-1][1]) if over else what
+            reason = what.completion.finish_reason if over else None
+            new = texts[index].push(ids, last=over)
+            part = Part(index, ids, logprobs, version, reason, new, index not in begun)
+            begun.add(index)
+            choice = stream_choice(asked, part, self._texts(ids) if asked.wants_logprobs else [])
+            events.append(_event(common | {"choices": [choice], "policy_version": version}))
+        return events
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
 
 
 def _settle(future: asyncio.Future[Any], found: Answer | CoveyError) -> None:

@@ -11,22 +11,21 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
-from fastapi import FastAPI, File, Form, Request, UploadFile
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from pydantic import BeforeValidator
-from starlette.datastructures import FormData
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from covey.adapters import Adapter, MalformedConfigError, read_adapter, read_config
 from covey.errors import AdapterError, GenerationError
 from covey.pytorch.lora import linear_layers
 from covey.serving.answers import Answering, UnknownModelError
-from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError, unheld
+from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError
+from covey.serving.forms import read_form, spool
 from covey.serving.gate import Gate, ServeSettings
 from covey.serving.metrics import prometheus_text
 from covey.serving.neutral import RequestError
@@ -35,7 +34,6 @@ from covey.serving.trainers import TrainerLease, TwoTrainersError
 from covey.serving.trial import try_adapter
 
 _PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "takeover", "restart")
-_LARGEST_CONFIG = 1 << 20
 
 
 def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, model: Any) -> FastAPI:
@@ -92,42 +90,33 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
         return {"id": settings.model_name, "object": "model", "owned_by": "covey", "policy_version": engine.version}
 
     @app.post("/upload_adapter")
-    async def upload_adapter(
-        request: Request,
-        adapter_weights: UploadFile = File(),  # noqa: B008 (that is how FastAPI is told)
-        adapter_config: UploadFile | str = File(),  # noqa: B008
-        policy_version: Annotated[int | None, BeforeValidator(_digits), Form(ge=1, le=1 << 53)] = None,
-        trainer: str = Form(default="", max_length=200),
-        takeover: bool = Form(default=False),
-        restart: bool = Form(default=False),
-    ) -> dict[str, Any]:
-        lease.check(trainer, takeover=takeover)
-        _check_parts(await request.form(), _PARTS)
-        async with uploading:  # one at a time is in memory
-            adapter = await asyncio.to_thread(_read_upload, adapter_weights, adapter_config, layers)
-            lease.check(trainer, takeover=takeover)
-            conflict = engine.conflict(policy_version, adapter.sha256, restart=restart)
-            if conflict is not None:
-                raise conflict
-            if not engine.holds(policy_version, adapter.sha256):
-                await asyncio.to_thread(try_adapter, model, adapter)
-            lease.take(trainer, takeover=takeover)
-            await asyncio.wrap_future(engine.upload(adapter, policy_version, restart=restart))
-            return {"policy_version": engine.version, "sha256": engine.sha256, "instance": instance}
+    async def upload_adapter(request: Request) -> dict[str, Any]:
+        with await spool(request.stream()) as body:
+            async with uploading:  # one at a time is in memory
+                kind = request.headers.get("content-type", "")
+                adapter, form = await asyncio.to_thread(_read_upload, kind, body, layers, lease)
+                lease.check(form.trainer, takeover=form.takeover)
+                conflict = engine.conflict(form.policy_version, adapter.sha256, restart=form.restart)
+                if conflict is not None:
+                    raise conflict
+                if not engine.holds(form.policy_version, adapter.sha256):
+                    await asyncio.to_thread(try_adapter, model, adapter)
+                lease.take(form.trainer, takeover=form.takeover)
+                await asyncio.wrap_future(engine.upload(adapter, form.policy_version, restart=form.restart))
+                return {"policy_version": engine.version, "sha256": engine.sha256, "instance": instance}
 
     @app.post("/release_trainer")
-    async def release_trainer(request: Request, trainer: str = Form(max_length=200)) -> dict[str, Any]:
-        _check_parts(await request.form(), ("trainer",))
-        lease.release(trainer)
+    async def release_trainer(request: Request) -> dict[str, Any]:
+        with await spool(request.stream()) as body:
+            parts = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body, ("trainer",))
+        lease.release(_form_of(parts).trainer)
         return {"policy_version": engine.version}
 
     async def answer(request: Request, kind: type[Any]) -> Any:
         started = time.monotonic()
         asked = await answering.read(kind, await request.body())
-        if asked.policy_version not in (None, engine.version):
-            raise unheld(asked.policy_version, engine.version)
         if asked.stream:
-            events = _timed(await answering.stream(asked), lambda: observe(time.monotonic() - started))
+            events = _timed(await answering.chunks(asked), lambda: observe(time.monotonic() - started))
             return StreamingResponse(events, media_type="text/event-stream")
         response = await _until_disconnected(request, answering.complete(asked))
         observe(time.monotonic() - started)
@@ -161,22 +150,10 @@ async def _until_disconnected(request: Request, work: Any) -> Response:
         task.cancel()
 
 
-async def _timed(events: AsyncIterator[str], done: Callable[[], None]) -> AsyncIterator[str]:
-    async for event in events:
-        yield event
+async def _timed(chunks: AsyncIterator[list[str]], done: Callable[[], None]) -> AsyncIterator[str]:
+    async for chunk in chunks:
+        yield "".join(chunk)
     done()
-
-
-def _check_parts(form: FormData, known: Sequence[str]) -> None:
-    """Each part once, and none that means nothing here."""
-    names = [name for name, _ in form.multi_items()]
-    for name, value in form.multi_items():
-        if name not in known or names.count(name) > 1:
-            raise AdapterError(
-                f"the part {name!r:.80} is unknown, or comes twice; send each of {', '.join(known)} once"
-            )
-        if value == "" and name in ("policy_version", "takeover", "restart"):  # FastAPI would take its default
-            raise AdapterError(f"the part {name!r} is empty; give it a value, or leave it out")
 
 
 def _digits(value: Any) -> Any:
@@ -186,14 +163,35 @@ def _digits(value: Any) -> Any:
     return value
 
 
-def _read_upload(weights: UploadFile, config: UploadFile | str, layers: Mapping[str, tuple[int, int]]) -> Adapter:
+class _Form(BaseModel):
+    """The texts of an upload."""
+
+    policy_version: Annotated[int | None, Field(ge=1, le=1 << 53), BeforeValidator(_digits)] = None
+    trainer: str = Field(default="", max_length=200)
+    takeover: bool = False
+    restart: bool = False
+
+
+def _form_of(parts: Mapping[str, bytes]) -> _Form:
+    try:
+        return _Form(**{name: value.decode("utf-8", "replace") for name, value in parts.items()})  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise AdapterError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from error
+
+
+def _read_upload(
+    kind: str, body: IO[bytes], layers: Mapping[str, tuple[int, int]], lease: TrainerLease
+) -> tuple[Adapter, _Form]:
     """An upload, checked, with its hash."""
-    text = config if isinstance(config, str) else config.file.read(_LARGEST_CONFIG + 1)
-    if len(text) > _LARGEST_CONFIG:
-        raise AdapterError(f"adapter_config has more than {_LARGEST_CONFIG} bytes; send PEFT's adapter_config.json")
-    adapter = read_adapter(weights.file.read(), read_config(text), layers)
+    parts = read_form(kind, body, _PARTS)
+    weights, config = (parts.pop(name, None) for name in _PARTS[:2])
+    form = _form_of(parts)
+    lease.check(form.trainer, takeover=form.takeover)
+    if weights is None or config is None:
+        raise AdapterError(f"an upload has the parts {_PARTS[0]} and {_PARTS[1]}; send both")
+    adapter = read_adapter(weights, read_config(config), layers)
     assert adapter.sha256  # computed here, once
-    return adapter
+    return adapter, form
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -207,13 +205,11 @@ def _add_errors(app: FastAPI) -> None:
         AdapterError: 422,
         RequestError: 400,
         GenerationError: 400,
-        RequestValidationError: 422,
     }
 
     def answer(status: int) -> Any:
         async def handler(_: Request, error: Exception) -> JSONResponse:
-            message = _readable(error) if isinstance(error, RequestValidationError) else str(error)
-            message = message.encode("utf-8", "replace").decode()  # half a character may stand in a name
+            message = str(error).encode("utf-8", "replace").decode()  # half a character may stand in a name
             headers = {"Retry-After": "1"} if status == 429 else None
             body = {"error": {"message": message, "type": type(error).__name__, "code": status}}
             return JSONResponse(body, status_code=status, headers=headers)
@@ -227,8 +223,3 @@ def _add_errors(app: FastAPI) -> None:
     for kind, status in statuses.items():
         app.add_exception_handler(kind, answer(status))
     app.add_exception_handler(HTTPException, unknown)
-
-
-def _readable(error: Any) -> str:
-    lines = (f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors())
-    return "; ".join(lines)

@@ -23,6 +23,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.constrained import check_choices
 from covey.rollout.learning import Weights, check_settings
+from covey.rollout.turns import REUSED_BLOCK
 from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
 
@@ -45,7 +46,7 @@ class Job:
         on_tokens: called with the ids and log-probabilities of new tokens, and the version of the weights that they
             were sampled with; None = only the end is told.
         on_end: called with the completion and its (token, version) list, or with what went wrong.
-        policy_version: of the weights that it must begin with; None = any.
+        weights: that it must begin with; None = any. A trainer that begins again may give their version to others.
         since: when it was asked for, by `time.monotonic`.
         kept: how many ids of supports are held, counted over all completions that share the counter.
     """
@@ -54,7 +55,7 @@ class Job:
     settings: SamplingSettings
     on_end: Callable[[Answer | CoveyError], None]
     on_tokens: Callable[[list[int], list[float], int], None] | None = None
-    policy_version: int | None = None
+    weights: Weights | None = None
     row: Any = None
     told: int = 0
     begun: bool = False
@@ -144,7 +145,7 @@ class BatchingEngine:
         self._session: Any = None
         self._stopping = False
         self.version, self.sha256 = 0, ""
-        self._held: Weights | None = weights_of(model, 0)  # by the engine; None = nothing whole
+        self.held: Weights | None = weights_of(model, 0)  # by the engine; None = nothing whole
         self.counts, self.latencies = Counts(), Latencies()
         first = self._open()
         self.session_rows = first.device.slots
@@ -171,7 +172,7 @@ class BatchingEngine:
     @property
     def healthy(self) -> bool:
         """The engine's thread is alive, and it has weights."""
-        return self._thread.is_alive() and not self._stopping and self._held is not None
+        return self._thread.is_alive() and not self._stopping and self.held is not None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the completions of one request, all or none. Those of one prompt share its array.
@@ -183,7 +184,7 @@ class BatchingEngine:
         """
         for job in jobs:
             self._check(job)
-        if self._held is None:
+        if self.held is None:
             raise NoWeightsError("the weights are incomplete after an upload that failed; upload again")
         with self._lock:
             if self._stopping or not self._thread.is_alive():
@@ -229,7 +230,7 @@ class BatchingEngine:
         """Why an adapter cannot become `version` now; None if it can, or is it already."""
         if restart or version is None or version > self.version or self.holds(version, sha256):
             return None
-        if version == self.version and self._held is None:
+        if version == self.version and self.held is None:
             return None
         what = "with other weights; nothing was changed" if version == self.version else "and does not go back"
         return VersionConflictError(
@@ -239,7 +240,7 @@ class BatchingEngine:
 
     def holds(self, version: int | None, sha256: str) -> bool:
         """Whether it samples from this adapter under this version."""
-        return self._held is not None and version is not None and (version, sha256) == (self.version, self.sha256)
+        return self.held is not None and version is not None and (version, sha256) == (self.version, self.sha256)
 
     def close(self, drain_seconds: float = 10.0) -> None:
         """Take no more, let what runs finish for a while, fail the rest, and end the thread."""
@@ -284,8 +285,11 @@ class BatchingEngine:
         self.counts.cancelled += sum(not job.over for job in cancelled)  # what is over is counted already
         for job in cancelled:
             job.over = True
-            if job.row is not None and self._running.pop(id(job.row), None) is not None:
-                self._session.drop(job.row)
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        if job.row is not None and self._running.pop(id(job.row), None) is not None:
+            self._session.drop(job.row)
 
     def _change_weights(self) -> None:
         """In "finish" mode only once nothing runs; `_admit` lets nothing start while an upload waits."""
@@ -303,8 +307,12 @@ class BatchingEngine:
                 self._bring_back()
                 upload.done.set_exception(AdapterError(f"the adapter could not be applied: {error}"))
                 continue
-            self.version, self.sha256, self._held = version, upload.adapter.sha256, weights
+            self.version, self.sha256, self.held = version, upload.adapter.sha256, weights
             self.counts.uploads += 1
+            for job in list(self._running.values()):
+                if upload.restart and job.weights is not None:  # an answer could not tell which of the two it is from
+                    self._drop(job)
+                    self._end(job, unheld(job.weights.version, version))
             if self._running:
                 self._session.change_version(version)
             else:
@@ -324,11 +332,11 @@ class BatchingEngine:
 
     def _bring_back(self) -> None:
         """The weights before an upload that failed half way: computed from the same numbers, they are the same bits."""
-        held, self._held = self._held, None
+        held, self.held = self.held, None
         try:
             if held is not None:
                 self._engine.publish(held)
-                self._held = held
+                self.held = held
                 return
         except Exception:
             log.exception("the weights before it could not be brought back")
@@ -343,8 +351,8 @@ class BatchingEngine:
                 job = self._waiting.popleft()
             if job.cancelled:
                 continue
-            if job.policy_version not in (None, self.version):
-                self._end(job, unheld(job.policy_version, self.version))
+            if job.weights is not None and job.weights is not self.held:
+                self._end(job, unheld(job.weights.version, self.version))
                 continue
             try:
                 if self._session is None:
@@ -367,7 +375,7 @@ class BatchingEngine:
             self._fail_running(_as_covey_error(error))
             return
         stats = self._session.stats()
-        self.counts.reused_prompts, self.counts.reused_tokens = stats.reused_prompts, stats.reused_tokens
+        self.counts.reused_prompts, self.counts.reused_tokens = stats.reused_prompts, stats.reused_blocks * REUSED_BLOCK
         for row in finished:
             job = self._running.pop(id(row), None)
             if job is None:
@@ -475,9 +483,10 @@ class BatchingEngine:
         check_choices(choices, job.settings, self.context_length - length)
 
 
-def unheld(asked: int | None, held: int) -> VersionConflictError:
+def unheld(asked: int, held: int) -> VersionConflictError:
     """What a client is told that asks for other weights."""
-    return VersionConflictError(f"policy_version={asked} was asked for; this server holds {held}")
+    again = " with other weights, of a trainer that began again" * (asked == held)
+    return VersionConflictError(f"policy_version={asked} was asked for; this server holds {held}{again}")
 
 
 def _as_covey_error(error: Exception) -> CoveyError:

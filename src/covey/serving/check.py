@@ -1,11 +1,12 @@
-"""`covey serve --check URL`: is there a server, does it take an adapter, and does it count and apply it right?
+"""`covey serve --check URL`: is there a server that can be trained with, as `covey serve` can?
 
-Works with any server that has `/health` and `/upload_adapter` and answers `policy_version`; what only ours says (the
-hash, completions with versions) is checked where it is there.
+It is asked what training asks, in the same words and by the same code: `/health`, a first upload, and completions that
+must name its version.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ import numpy as np
 
 from covey.adapters import Adapter, read_adapter
 from covey.errors import CoveyError
-from covey.serving.client import InferenceClient, RefusedError
+from covey.rollout.learning import Weights
+from covey.serving.client import InferenceClient
+from covey.serving.remote import RemoteEngine
+from covey.types import Request, SamplingSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,38 +51,47 @@ def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] 
             steps.append(Step(name, True, do()))
             return True
         except CoveyError as error:
-            steps.append(Step(name, False, str(error)))
+            made = " (what was tried fits SmolLM2-135M only)" if name == "upload" and adapter is None else ""
+            steps.append(Step(name, False, f"{error}{made}"))
             return False
 
     health: dict[str, Any] = {}
-    if not tried("health", lambda: str(health.update(client.health()) or f"{client.url} answers")):
+    engines: list[RemoteEngine] = []
+
+    def reach() -> str:
+        health.update(client.health())
+        engines.append(RemoteEngine(client, trainer=f"covey serve --check on {socket.gethostname()}"[-200:]))
+        return f"{client.url} answers"
+
+    if not tried("health", reach):
         return steps
+    (engine,) = engines
     before = health.get("policy_version")
     weights, config = adapter or made_adapter()
-
-    answers: list[Any] = []
+    held = read_adapter(weights, config)
+    version = before + 1 if isinstance(before, int) else 1
 
     def upload() -> str:
-        try:
-            answers.append(client.upload_adapter(weights, config))
-        except RefusedError as error:
-            if adapter is not None:
-                raise
-            raise RefusedError(f"{error} (what was tried fits SmolLM2-135M only)", error.status) from error
+        engine.publish(Weights(version, dict, lambda: held))
         return f"{len(weights)} bytes"
 
-    if not tried("upload", upload):
-        return steps
-    answer = answers[0]
-    grown = isinstance(before, int) and answer.policy_version == before + 1
-    counted = f"{before} before, {answer.policy_version} after the upload"
-    steps.append(Step("version", True if grown else (None if before is None else False), counted))
-    expected = read_adapter(weights, config).sha256
-    if answer.sha256:
-        steps.append(Step("hash", answer.sha256 == expected, f"{answer.sha256[:16]}... of the applied tensors"))
-    else:
-        steps.append(Step("hash", None, "the server does not say what it applied"))
-    steps.append(_completion(client, answer.policy_version))
+    def complete() -> str:
+        requests = [Request(np.array(ids), (0, place)) for place, ids in enumerate(([5, 6, 7], [8]))]
+        settings = SamplingSettings(max_tokens=4, eos_token_ids=(2,))
+        said = engine(requests, settings, policy_version=version)
+        return f"{sum(len(one.token_ids) for one in said)} tokens for {len(said)} prompts, with log-probabilities"
+
+    try:
+        if tried("upload", upload):
+            told = engine.dialect.server_version  # type: ignore[attr-defined]
+            counted = f"{before} before, {told} after the upload"
+            steps.append(Step("version", None if before is None else told == version, counted))
+            sha256 = engine.dialect.server_sha256  # type: ignore[attr-defined]
+            detail = f"{sha256[:16]}... of the applied tensors" if sha256 else "the server does not say what it applied"
+            steps.append(Step("hash", True if sha256 else None, detail))
+            tried("completion", complete)
+    finally:
+        engine.close()
     return steps
 
 
@@ -107,17 +120,3 @@ def fitting_adapter(client: InferenceClient) -> tuple[bytes, dict[str, Any]] | N
     if not isinstance(layer, dict) or not (isinstance(layer.get("in"), int) and isinstance(layer.get("out"), int)):
         return None
     return made_adapter(str(layer.get("module")), layer["in"], layer["out"])
-
-
-def _completion(client: InferenceClient, version: int) -> Step:
-    try:
-        answer = client.completions({"prompt": "Hello", "max_tokens": 4, "temperature": 0})
-    except RefusedError as error:
-        return Step("completion", None, f"no /v1/completions ({error.status})")
-    except CoveyError as error:
-        return Step("completion", False, str(error))
-    said = answer.get("policy_version")
-    text = (answer.get("choices") or [{}])[0].get("text", "")
-    if said is None:
-        return Step("completion", None, f"{text!r}, without a policy_version")
-    return Step("completion", said == version, f"{text!r} from version {said}")

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 TOKEN_VARIABLE = "COVEY_SERVER_TOKEN"
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
 """Statuses after which the same request may succeed a little later."""
+OTHER_SERVERS = "a server that speaks otherwise needs a dialect: server.inference_server_kind, see docs/serving.md"
 _BACKOFF = tenacity.wait_exponential(multiplier=0.2, max=10.0)
 
 
@@ -135,7 +136,9 @@ class InferenceClient:
         answer = self.ask("POST", "/upload_adapter", files=files, data=form)
         version = answer.get("policy_version")
         if not isinstance(version, int) or isinstance(version, bool):
-            raise ServingError(f"{self.url}/upload_adapter answered without a policy_version: {answer!r:.200}")
+            raise ServingError(
+                f"{self.url}/upload_adapter answered without a policy_version: {answer!r:.200}; {OTHER_SERVERS}"
+            )
         return UploadAnswer(version, str(answer.get("sha256", "")), str(answer.get("instance", "")))
 
     def release(self, trainer: str) -> None:
@@ -191,6 +194,12 @@ class InferenceClient:
             response = self._http.request(method, path, **content)
         except httpx.HTTPError as error:
             raise _BusyError(f"{type(error).__name__}: {error}") from error
+        if response.is_redirect:  # what follows one asks for something else, or twice
+            there = response.headers.get("location", "")
+            raise RefusedError(
+                f"{self.url}{path} redirects to {there!r:.200}; set server.inference_server_url to where the server is",
+                response.status_code,
+            )
         if response.status_code < 400:
             return _json_of(response)
         if response.status_code in _AGAIN:
@@ -261,7 +270,7 @@ def warn_of_mismatch(found: int, expected: int, url: str) -> None:
 def _json_of(response: httpx.Response) -> dict[str, Any]:
     try:
         found = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"text": response.text}
     return found if isinstance(found, dict) else {"value": found}
 
@@ -270,5 +279,5 @@ def _message(response: httpx.Response) -> str:
     try:
         error = response.json().get("error", response.text)
         return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return response.text[:500]

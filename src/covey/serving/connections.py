@@ -4,20 +4,34 @@ At each time a connection waits for the engine, which is our concern, or for its
 or body, or to read an answer. Heads and answers have a time limit here (a body has one in `covey.serving.gate`), and
 when an address has as many connections as it may, the one that has waited for its client the longest makes room for
 the newest. So silent connections cost others nothing, however many there are.
+
+What arrives is read in turns: one connection at each step of the event loop, the one whose request has cost the least
+so far, and a few events of it. So a body in a million chunks waits for others, and never they for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
+from h11._receivebuffer import ReceiveBuffer
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _SWEEP_SECONDS = 0.5
+_EVENTS_OF_A_TURN = 16
+_MOST_CHUNKS, _LEAST_CHUNK = 1024, 64
+"""Chunks that a body may have whatever their size, and how many bytes the further ones must have on average."""
+_MOST_LINES, _LONGEST_CHUNK_LINE = 128, 256
+"""Of a head, or of what follows a body; of what stands before a chunk, in bytes."""
+_BLANKS = re.compile(rb"[ \t]{64}")
+"""h11 reads a line in a time that grows with the square of these."""
 _FULL = b'{"error": {"message": "too many connections; close some, or try again later", "code": 503}}'
 _HEAD = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\ncontent-type: application/json\r\n"
 
@@ -47,6 +61,7 @@ class Connections:
 
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     _open: dict[_Connection, None] = field(default_factory=dict)  # the oldest first
+    _ready: dict[_Connection, None] = field(default_factory=dict)  # something has arrived; the oldest first
     _most: int = 0
     _sweeping: asyncio.TimerHandle | None = None
 
@@ -71,6 +86,22 @@ class Connections:
     def leave(self, one: _Connection) -> None:
         """A connection was closed."""
         self._open.pop(one, None)
+        self._ready.pop(one, None)
+
+    def wants_turn(self, one: _Connection) -> None:
+        """Something has arrived on a connection, or is left from before."""
+        if not self._ready:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._ready[one] = None
+
+    def _turn(self) -> None:
+        if not self._ready:  # closed meanwhile
+            return
+        one = min(self._ready, key=lambda each: each.wire.events)
+        del self._ready[one]
+        if self._ready:
+            asyncio.get_running_loop().call_soon(self._turn)
+        one.read_on()
 
     def _make_room(self, among: Iterable[_Connection], new: _Connection) -> None:
         waiting = [one for one in among if one is not new and one.owing is not None]
@@ -95,6 +126,70 @@ class Connections:
         self._sweeping = running.call_later(_SWEEP_SECONDS, self._sweep) if self._open else None
 
 
+class _Lines(ReceiveBuffer):
+    """What has arrived; lines that would take long to read are refused."""
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        line = super().maybe_extract_next_line()
+        if len(self if line is None else line) > _LONGEST_CHUNK_LINE:
+            raise h11.RemoteProtocolError("the line before a chunk is too long")
+        return line
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        lines = super().maybe_extract_lines()
+        if lines is not None and (len(lines) > _MOST_LINES or any(map(_BLANKS.search, lines))):
+            raise h11.RemoteProtocolError("the head has too many lines, or too many blanks in one")
+        return lines
+
+
+class _Wire(h11.Connection):
+    """HTTP, a few events at a time.
+
+    Attributes:
+        left: events that may be read until the next turn.
+        events: read of the present request.
+        trouble: why what arrived is no request.
+    """
+
+    def __init__(self, longest: int) -> None:
+        super().__init__(h11.SERVER, longest)
+        self._receive_buffer = _Lines()
+        self.left = self.events = self._chunks = self._bytes = 0
+        self.trouble = ""
+
+    def next_event(self) -> Any:
+        if self.left == 0:
+            return h11.NEED_DATA
+        try:
+            return self._counted(super().next_event())
+        except h11.RemoteProtocolError as error:
+            self.trouble = str(error)
+            raise
+
+    def _counted(self, event: Any) -> Any:
+        self.left -= 1
+        self.events += 1
+        if isinstance(event, h11.Request):
+            self.events = self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            self._bytes += len(event.data)
+            if (self._chunks - _MOST_CHUNKS) * _LEAST_CHUNK > self._bytes:
+                raise h11.RemoteProtocolError("the chunks of the body are too small; send larger ones")
+        return event
+
+
+class _Flow(FlowControl):
+    """Reading goes on when the application wants more and what has arrived is read: `full` says that it is not."""
+
+    full = False
+
+    def resume_reading(self) -> None:
+        self.read_paused = False
+        if not self.full:
+            self._transport.resume_reading()
+
+
 class _Connection(H11Protocol):
     """A connection that knows what its client owes it, and since when.
 
@@ -106,6 +201,7 @@ class _Connection(H11Protocol):
 
     def __init__(self, among: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = self.wire = _Wire(self.config.h11_max_incomplete_event_size or 64 << 10)
         self._among = among
         self.address = ""
         self.owing: str | None = "head"
@@ -114,6 +210,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._flow = _Flow(transport)
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         self._among.enter(self)
 
@@ -125,7 +222,32 @@ class _Connection(H11Protocol):
         super().data_received(data)
         if self.owing == "request":
             self._owes("head")
+
+    def handle_events(self) -> None:
+        """Wait for a turn, and read nothing more until then."""
+        self._flow.full = True
+        self.transport.pause_reading()
+        self._among.wants_turn(self)
+
+    def read_on(self) -> None:
+        """A turn: some events of what has arrived."""
+        self.wire.left = _EVENTS_OF_A_TURN
+        super().handle_events()
         self._look()
+        if self.transport.is_closing():
+            return
+        if self.wire.left == 0:
+            self.handle_events()
+            return
+        self._flow.full = False
+        if not self._flow.read_paused:
+            self.transport.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(f"{msg} {self.wire.trouble:.200}")
+        else:  # the answer to what came before has begun
+            self.drop()
 
     def on_response_complete(self) -> None:
         if not self.flow.write_paused:

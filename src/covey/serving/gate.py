@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import json
 import re
-import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _UPLOADS = 8
-"""Under way at once; each may take its size on the disk."""
+"""Of the largest size: what all that are under way may hold on the disk together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Gate:
 
     def __init__(self, app: Any, settings: ServeSettings) -> None:
         self._app, self._settings = app, settings
-        self._uploads = 0
+        self._uploads: dict[_Body, None] = {}  # the oldest first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets a request through to the application, or refuses it."""
@@ -80,11 +79,9 @@ class Gate:
         if not re.fullmatch("[0-9]{1,18}", length) or int(length) > limit:
             await _refuse(send, 413, f"the body has {length[:20]} bytes; this server takes up to {limit}")
             return
-        if upload and self._uploads == _UPLOADS:
-            await _refuse(send, 429, f"{_UPLOADS} uploads are under way; try again later")
-            return
-        body = _Body(receive, limit, time.monotonic() + self._settings.body_seconds)
-        self._uploads += upload
+        body = _Body(receive, limit, self._settings.body_seconds, self._make_room)
+        if upload:
+            self._uploads[body] = None
         try:
             await self._app(scope, body.receive, send)
         except _BodyError as error:
@@ -92,7 +89,13 @@ class Gate:
         except ClientDisconnect:
             pass  # it went away in the middle of its body: there is nobody to tell
         finally:
-            self._uploads -= upload
+            self._uploads.pop(body, None)
+
+    def _make_room(self) -> None:
+        """A slow upload holds up no other: what counts is what has arrived, and the oldest that is not whole goes."""
+        arriving = [one for one in self._uploads if not one.complete]
+        if arriving and sum(one.size for one in self._uploads) > _UPLOADS * self._settings.max_upload_bytes:
+            arriving[0].give_up()
 
     def _authorized(self, authorization: str) -> bool:
         token = self._settings.token
@@ -106,24 +109,45 @@ class _BodyError(Exception):
 
 
 class _Body:
-    """A body that may not grow beyond its limit nor take for ever."""
+    """A body that may not grow beyond its limit nor take for ever.
 
-    def __init__(self, receive: Receive, limit: int, until: float) -> None:
-        self._receive, self._limit, self._until = receive, limit, until
-        self._size, self._complete = 0, False
+    Args:
+        receive: its next part.
+        limit: most bytes.
+        seconds: within which it must arrive.
+        grown: called when something has arrived.
+    """
+
+    def __init__(self, receive: Receive, limit: int, seconds: float, grown: Callable[[], None]) -> None:
+        self._receive, self._limit, self._grown = receive, limit, grown
+        self._until = asyncio.get_running_loop().time() + seconds
+        self._clock: asyncio.Timeout | None = None  # while a part is waited for
+        self._problem = _BodyError(408, "the request's body did not arrive in time")
+        self.size, self.complete = 0, False
 
     async def receive(self) -> MutableMapping[str, Any]:
-        if self._complete:
+        if self.complete:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), max(0.001, self._until - time.monotonic()))
+            async with asyncio.timeout_at(self._until) as self._clock:
+                message = await self._receive()
         except TimeoutError:
-            raise _BodyError(408, "the request's body did not arrive in time") from None
-        self._size += len(message.get("body", b""))
-        if self._size > self._limit:
+            raise self._problem from None
+        finally:
+            self._clock = None
+        self.size += len(message.get("body", b""))
+        if self.size > self._limit:
             raise _BodyError(413, f"the body has more than {self._limit} bytes")
-        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self.complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self._grown()
         return message
+
+    def give_up(self) -> None:
+        """Others need the room."""
+        self._problem = _BodyError(429, "newer uploads need the room on the disk; try again later")
+        self._until = 0.0
+        if self._clock is not None:
+            self._clock.reschedule(0.0)
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:

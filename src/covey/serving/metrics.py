@@ -52,9 +52,8 @@ def prometheus_text(engine: Any) -> str:
         "running": ("completions in the batch", running),
         "waiting": ("completions in the queue", waiting),
         "policy_version": ("version of the weights", engine.version),
-        "reused_prompts": ("prompts that were held whole, since the last upload", engine.counts.reused_prompts),
         "reused_tokens": (
-            "tokens of prompts that were held and not computed, for each completion, since the last upload",
+            "tokens of prompts held and not computed, in whole blocks of each completion, since the last upload",
             engine.counts.reused_tokens,
         ),
     }

@@ -23,7 +23,7 @@ from covey.errors import GenerationError, ServingError, naming, raised_at
 from covey.rollout.constrained import cut_choices
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Device, Drawn, Row, Session
-from covey.serving.client import InferenceClient, RefusedError, warn_of_mismatch
+from covey.serving.client import OTHER_SERVERS, InferenceClient, RefusedError, warn_of_mismatch
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
 from covey.types import Completion, Progress, Request, SamplingSettings, Support
 
@@ -41,16 +41,16 @@ class CoveyDialect(Dialect):
         self._instance = ""
         self._number, self._sha256, self._restart = NO_VERSION, "", False
         self._ahead = 0  # of the trainer's versions, those that the server knows
-        self.server_version = NO_VERSION
+        self.server_version, self.server_sha256 = NO_VERSION, ""
 
     def limits(self) -> Limits:
         """The limits that `/health` tells."""
         health = self.client.health()
         self._instance = str(health.get("instance", ""))
-        return Limits(
-            int(health.get("context_length", Limits().context)),
-            int(health.get("max_completion_length", Limits().completion)),
-        )
+        limits = [health.get(name, Limits().context) for name in ("context_length", "max_completion_length")]
+        if not all(isinstance(limit, int) for limit in limits):
+            raise ServingError(f"{self.client.url}/health answered {health!r:.200}; {OTHER_SERVERS}")
+        return Limits(*limits)
 
     def publish(self, upload: Upload) -> None:
         """Uploads the adapter, and checks that the server applied the same numbers."""
@@ -60,16 +60,25 @@ class CoveyDialect(Dialect):
             number = self._number + 1
             self._ahead = number - upload.version
         self._number, self._sha256 = number, upload.sha256
-        answer = self.client.upload_adapter(
-            *upload.adapter_files, policy_version=number, trainer=self.trainer, restart=upload.first
-        )
+        try:
+            answer = self.client.upload_adapter(
+                *upload.adapter_files, policy_version=number, trainer=self.trainer, restart=upload.first
+            )
+        except RefusedError as error:
+            raise RefusedError(f"{error}{self._other(error, 400, 422)}", error.status) from error
         warn_of_mismatch(answer.policy_version, number, self.client.url)
         if answer.sha256 and answer.sha256 != upload.sha256:
             raise ServingError(
                 f"{self.client.url} applied an adapter with the hash {answer.sha256[:12]}..., {upload.sha256[:12]}... "
                 "was sent; its weights are not the trainer's"
             )
-        self.server_version, self._instance = answer.policy_version, answer.instance
+        self.server_version, self.server_sha256 = answer.policy_version, answer.sha256
+        self._instance = answer.instance
+
+    def _other(self, error: RefusedError, *ours: int) -> str:
+        """What to do where a refusal is none of `covey serve`, which says no with `ours` among others."""
+        known = (401, 403, 409, 413) + (ours if self._instance else ())
+        return "" if error.status in known or error.status < 400 else f"; {OTHER_SERVERS}"
 
     def request(self, requests: Sequence[Request], settings: SamplingSettings) -> tuple[str, dict[str, Any]]:
         """OpenAI's completions with what `covey serve` knows beyond them."""
@@ -112,7 +121,7 @@ class CoveyDialect(Dialect):
     def recover(self, error: RefusedError, upload: Upload) -> bool:
         """The server holds another version: a restarted one is given the weights once more, another is not ours."""
         if error.status != 409:
-            return False
+            raise GenerationError(f"{error}{self._other(error, 400)}") from error
         health = self.client.health(retry=True)
         restarted = str(health.get("instance", "")) != self._instance
         if not restarted and health.get("policy_version") != self.server_version:
@@ -296,10 +305,12 @@ class RemoteEngine:
             if len(found) != len(requests):
                 raise ServingError(f"{dialect.client.url} answered {len(found)} completions to {len(requests)} prompts")
             return [_checked(one, settings, version, dialect.client.url, self._vocabulary) for one in found]
+        except ServingError as error:
+            raise ServingError(f"{error}; {OTHER_SERVERS}") from error
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ServingError(
                 f"{dialect.client.url} answered what {type(dialect).__name__}.read cannot read "
-                f"({type(error).__name__}: {error}{raised_at(error)}): {answer!r:.200}"
+                f"({type(error).__name__}: {error}{raised_at(error)}): {answer!r:.200}; {OTHER_SERVERS}"
             ) from error
 
 

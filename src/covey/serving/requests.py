@@ -6,6 +6,8 @@ A request is read strictly: types are not guessed at, unknown fields are refused
 from __future__ import annotations
 
 import json
+import re
+import time
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -21,8 +23,10 @@ _MOST_CHOICES = 1024
 """Sequences that one completion may have to choose among: each is looked at for each token."""
 _MOST_CHOICE_IDS = 1 << 18
 """Of all of them in one request."""
-_MOST_LISTS = 100_000
-"""Lists and objects in a body: each costs far more than its bytes."""
+_MOST_LISTS, _MOST_VALUES = 100_000, 1_000_000
+"""Lists, objects and names in a body, each of which costs far more than its bytes; values in lists and objects."""
+_BYTES_PER_SECOND = 1e8
+"""Other threads run for a while between two steps of reading a body, each of which holds the interpreter."""
 _SMALLEST_TEMPERATURE = 0.001
 
 Choice = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
@@ -176,12 +180,19 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
     Raises:
         RequestError: it says which field, and what is wrong with it.
     """
-    lists = body.count(b"[") + body.count(b"{")
-    if lists > _MOST_LISTS:
-        raise RequestError(f"the body has {lists} lists and objects; send up to {_MOST_LISTS} in one request")
+    lists, values = body.count(b"[") + body.count(b"{"), body.count(b",")
+    if body.count(b":") > _MOST_LISTS:
+        lists += sum(1 for _ in re.finditer(rb'"\s*:', body))
+    if lists > _MOST_LISTS or values > _MOST_VALUES:
+        raise RequestError(
+            f"the body has {lists} lists, objects and names, and {values} commas; send up to {_MOST_LISTS} and "
+            f"{_MOST_VALUES} in one request"
+        )
     try:
         given = from_json(body, allow_inf_nan=False)
+        time.sleep(len(body) / _BYTES_PER_SECOND)
         json.loads(body, object_pairs_hook=_keys_once)  # no deeper than what was read
+        time.sleep(len(body) / _BYTES_PER_SECOND)
     except RequestError:
         raise
     except ValueError as error:

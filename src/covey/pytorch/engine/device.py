@@ -27,7 +27,7 @@ from covey.pytorch.engine.cache import (
 from covey.pytorch.engine.runner import Runner, Step
 from covey.pytorch.engine.sampling import draw_tokens
 from covey.pytorch.engine.tree import Branch, Tree
-from covey.rollout.turns import Device, Drawn, Row
+from covey.rollout.turns import REUSED_BLOCK, Device, Drawn, Row
 
 _PREFILL_TOKENS = 2048
 """Prompts are prefilled together up to this many tokens: bounds the memory of activations."""
@@ -182,6 +182,7 @@ class TorchDevice(Device):
                 row.place, new = taken
                 tokens += new
                 self.stats.reused_tokens += len(history) - new
+                self.stats.reused_blocks += (len(history) - new) // REUSED_BLOCK
                 self.stats.reused_prompts += not row.own and found[1] == len(history) and row.place.users == 1
                 rows.append(row)
                 del waiting[0]

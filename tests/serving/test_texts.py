@@ -1,0 +1,147 @@
+"""Texts that grow: their pieces add up to the whole, and a token costs the same whatever came before it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from covey.rollout.stop import StopMatcher
+from covey.serving.texts import GrowingText, GrowingTexts
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def made(pieces: list[str], decoder: Any) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE({piece: place for place, piece in enumerate(pieces)}, []))
+    backend.decoder = decoder
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", additional_special_tokens=["<|x|>"], pad_token="<pad>"
+    )
+
+
+def sentence_pieces() -> PreTrainedTokenizerFast:
+    pieces = [*BYTES, "▁", "▁a", "a", "b", "▁b", "▁▁", "é", "\n", "."]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    return made(pieces, decoders.Sequence(steps))
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    return made([*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġa", "ab", "ðŁ", "ĺĢ"], decoders.ByteLevel())
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    return made(["▁", "▁a", "a", "▁▁", "b"], decoders.Metaspace())
+
+
+TOKENIZERS = {"sentence pieces": sentence_pieces, "byte level": byte_level, "metaspace": metaspace}
+
+
+def told(tokenizer: Any, ids: list[int], sizes: Any) -> str:
+    text, found, place = GrowingText(GrowingTexts(tokenizer)), "", 0
+    while place < len(ids):
+        size = sizes()
+        found += text.push(ids[place : place + size])
+        place += size
+    return found + text.push([], last=True)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pieces_add_up_to_the_whole(name: str) -> None:
+    """Random ids, special ones and ones beyond the vocabulary too, from few and from many."""
+    tokenizer, chance = TOKENIZERS[name](), random.Random(0)
+    every = range(len(tokenizer) + 3)
+    for _ in range(400):
+        some = chance.sample(every, min(len(every), chance.choice([1, 2, 3, 20])))
+        ids = [chance.choice(some) for _ in range(chance.randrange(1, 90))]
+        whole = tokenizer.decode(ids, skip_special_tokens=True)
+        assert told(tokenizer, ids, lambda: chance.choice([1, 1, 1, 2, 30])) == whole, ids
+
+
+def test_characters_of_several_bytes_with_a_wrong_one_now_and_then() -> None:
+    chance = random.Random(1)
+    for name in ("sentence pieces", "byte level"):
+        tokenizer = TOKENIZERS[name]()
+        names = BYTES if name == "sentence pieces" else [chr(b) for b in range(256)]
+        if name == "byte level":  # GPT-2's letters for bytes
+            plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+            others = [b for b in range(256) if b not in plain]
+            names = [chr(b) if b in plain else chr(256 + others.index(b)) for b in range(256)]
+        ids_of = tokenizer.get_vocab()
+        for _ in range(200):
+            said = "".join(chance.choice("aé€😀 ") for _ in range(40)).encode()
+            spoilt = [chance.randrange(256) if chance.random() < 0.02 else byte for byte in said]
+            ids = [ids_of[names[byte]] for byte in spoilt]
+            assert told(tokenizer, ids, lambda: 1) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_wrong_byte_after_a_whole_character_spoils_what_was_not_told_yet() -> None:
+    tokenizer = sentence_pieces()
+    text = GrowingText(GrowingTexts(tokenizer))
+    assert [text.push([0xC3]), text.push([0xA9]), text.push([0xFF])] == ["", "", ""]
+    assert text.push(tokenizer.convert_tokens_to_ids(["b"])) == "\ufffd\ufffd\ufffdb"
+
+
+def test_a_space_after_a_special_token_is_kept() -> None:
+    tokenizer = sentence_pieces()
+    ids = tokenizer.convert_tokens_to_ids(["▁a"] + ["<|x|>"] * 40 + ["▁b"])
+    assert told(tokenizer, ids, lambda: 1) == "a b"
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.tokens = tokenizer, 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.tokens += len(ids)
+        return str(self.tokenizer.decode(ids, **options))
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self.tokenizer.get_vocab())
+
+
+SAID = {
+    "plain": ["ab", "Ġa"],
+    "half a character, again and again": ["ðŁ"],
+    "bytes that are no text": ["ÿ"],
+    "special tokens": ["<|x|>"],
+}
+
+
+@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
+def test_streams_and_stop_strings_cost_as_many_decoded_tokens_as_there_are_tokens(said: list[str]) -> None:
+    """At most 40 for each: a window of 16, and making it. Decoding the whole for each would be 1,000 for each."""
+    tokens = 2000
+    for kind in ("stream", "stop"):
+        counting = Counting(byte_level())
+        ids = counting.tokenizer.convert_tokens_to_ids(said)
+        if kind == "stream":
+            text = GrowingText(GrowingTexts(counting))
+            for place in range(tokens):
+                text.push([ids[place % len(ids)]])
+        else:
+            matcher = StopMatcher(counting, ["never said"])
+            assert not any(matcher.push(ids[place % len(ids)]) for place in range(tokens))
+        assert counting.tokens < 40 * tokens
+
+
+def test_runs_of_byte_tokens_cost_no_more() -> None:
+    counting = Counting(sentence_pieces())
+    text = GrowingText(GrowingTexts(counting))
+    for _ in range(3000):
+        text.push([0xC3])
+    assert counting.tokens < 100
+    assert text.push([], last=True) == "\ufffd" * 3000
+
+
+@pytest.mark.parametrize("before", [["ÿ"] * 30, ["<|x|>"] * 30, ["ðŁ"] * 9])
+def test_a_stop_string_is_found_after_what_is_no_text(before: list[str]) -> None:
+    tokenizer = byte_level()
+    matcher = StopMatcher(tokenizer, ["aab"])
+    ids = tokenizer.convert_tokens_to_ids([*before, "Ġa", "a", "ab"])
+    assert [matcher.push(token) for token in ids] == [False] * (len(ids) - 1) + [True]
