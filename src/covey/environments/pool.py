@@ -351,10 +351,10 @@ class _Template:
             if _ready([ours.fileno()], _START_SECONDS):
                 hello = frames.receive(ours.fileno())
         finally:
-            if hello is None:
+            if hello is None or "error" in hello:
                 ours.close()
-        if hello is None:
-            raise OSError("no process came up")
+        if hello is None or "error" in hello:
+            raise OSError("no process came up" + (f": {hello['error']}" if hello else ""))
         return ours, hello["pid"]
 
     def stop(self) -> None:

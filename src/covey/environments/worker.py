@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -51,70 +52,99 @@ def serve_template(control: int) -> None:
             frames.send(control, {"error": _described(error)})
             return
         frames.send(control, {"ready": True})
-        turns, forks = _Turns(message["resets_at_once"]), _Forks()
-        signal.signal(signal.SIGCHLD, forks.reap)
+        turns, forks, ready = _Turns(message["resets_at_once"]), _Forks(), select.poll()
+        for one in (ours.fileno(), forks.news):
+            ready.register(one, select.POLLIN)
         while True:
+            events = dict(ready.poll())
+            forks.reap()
+            if ours.fileno() not in events:
+                continue
             try:
                 data, channels, _, _ = socket.recv_fds(ours, 1, 1)
             except ConnectionError:
                 data = b""
             if not data:
                 break
-            pid = os.fork()
-            if pid == 0:
-                status = 1
+            for channel in channels:
                 try:
-                    ours.close()
-                    status = _serve_place(world, channels[0], turns)
-                finally:
-                    os._exit(status)
-            forks.add(pid)
-            os.close(channels[0])
+                    pid = os.fork()
+                except OSError as error:  # no room for one more process
+                    with suppress(OSError):
+                        frames.send(channel, {"error": str(error)})
+                else:
+                    if pid == 0:
+                        status = 1
+                        try:
+                            ours.close()
+                            status = _serve_place(world, channel, turns)
+                        finally:
+                            os._exit(status)
+                    forks.add(pid)
+                os.close(channel)
     forks.end()
 
 
 class _Forks:
-    """The places' processes, each the leader of a group."""
+    """The places' processes, each the leader of a group.
+
+    Attributes:
+        news: can be read when one may have ended. The signal does no more than that: a handler that did the work would
+            be interrupted by the next one.
+    """
 
     def __init__(self) -> None:
         self._running: set[int] = set()
+        self.news, told = os.pipe()
+        for one in (self.news, told):
+            os.set_blocking(one, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def add(self, pid: int) -> None:
         """Note one that has just begun."""
+        with suppress(OSError):  # it may have done so itself, or ended
+            os.setpgid(pid, pid)
         self._running.add(pid)
-        self.reap()  # it may have ended before it was noted
 
-    def reap(self, *of_signal: object) -> None:
+    def reap(self) -> None:
         """Let ended ones go. What is left of their groups is killed first, while their numbers are still theirs."""
-        while True:
+        with suppress(BlockingIOError):
+            os.read(self.news, 4096)  # before the look: what ends after it is news again
+        for pid in list(self._running):
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            if ended.si_pid in self._running:
-                self._kill(ended.si_pid)
-                self._running.remove(ended.si_pid)
-            os.waitpid(ended.si_pid, 0)
+                ended = _has_ended(pid)
+            except ChildProcessError:  # the world's own code has waited for it: the number may be another's
+                self._running.remove(pid)
+            else:
+                if ended:
+                    self._let_go(pid)
 
     def end(self) -> None:
         """Wait for all of them a little, then kill."""
-        until = time.monotonic() + GRACE_SECONDS
-        while self._running and time.monotonic() < until:
-            time.sleep(0.005)  # the signal that one has ended interrupts it
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for pid in self._running:
-            self._kill(pid)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        until, ready = time.monotonic() + GRACE_SECONDS, select.poll()
+        ready.register(self.news, select.POLLIN)
+        while self._running and (left := until - time.monotonic()) > 0:
+            ready.poll(1000 * left)
+            self.reap()
+        for pid in list(self._running):
+            self._let_go(pid)
 
-    @staticmethod
-    def _kill(pid: int) -> None:
-        try:
+    def _let_go(self, pid: int) -> None:
+        with suppress(OSError):  # nothing is left of it
             os.killpg(pid, signal.SIGKILL)
-        except OSError:
-            return  # it is gone, or was not yet a group
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+        self._running.remove(pid)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended. Its number stays its own after that, except in a Python without `waitid` (on macOS
+    before 3.13): there the number stays taken only while something is left of its group.
+    """
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return os.waitpid(pid, os.WNOHANG)[0] != 0
 
 
 class _Turns:
@@ -150,6 +180,7 @@ def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     place = _Place(world)
