@@ -375,7 +375,7 @@ for number in range(500):
         if number % 3 == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(0)
-    forks.add(pid)
+    forks.add(number, pid)
     forks.reap()
 os.close(left[1])
 until = time.monotonic() + 30

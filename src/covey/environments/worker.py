@@ -33,6 +33,8 @@ from covey.rewards.jail import frames
 _PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 2.0
 """That places have for giving back what they hold."""
+NUMBER_BYTES = 4
+"""Of a message to the template: a number with a channel is a new place's, without one that place is killed."""
 _LOOK_SECONDS = 0.03
 """Between two looks whether it is a reset's turn."""
 
@@ -61,11 +63,14 @@ def serve_template(control: int) -> None:
             if ours.fileno() not in events:
                 continue
             try:
-                data, channels, _, _ = socket.recv_fds(ours, 1, 1)
+                data, channels, _, _ = socket.recv_fds(ours, NUMBER_BYTES, 1)
             except ConnectionError:
                 data = b""
             if not data:
                 break
+            number = int.from_bytes(data)
+            if not channels:
+                forks.kill(number)
             for channel in channels:
                 try:
                     pid = os.fork()
@@ -80,7 +85,7 @@ def serve_template(control: int) -> None:
                             status = _serve_place(world, channel, turns)
                         finally:
                             os._exit(status)
-                    forks.add(pid)
+                    forks.add(number, pid)
                 os.close(channel)
     forks.end()
 
@@ -94,31 +99,37 @@ class _Forks:
     """
 
     def __init__(self) -> None:
-        self._running: set[int] = set()
+        self._running: dict[int, int] = {}
         self.news, told = os.pipe()
         for one in (self.news, told):
             os.set_blocking(one, False)
         signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def add(self, pid: int) -> None:
-        """Note one that has just begun."""
+    def add(self, number: int, pid: int) -> None:
+        """Note one that has just begun, by a number that no other one has."""
         with suppress(OSError):  # it may have done so itself, or ended
             os.setpgid(pid, pid)
-        self._running.add(pid)
+        self._running[number] = pid
+
+    def kill(self, number: int) -> None:
+        """Kill one with all that is in its group, unless it has been let go: its process number may be another's."""
+        if number in self._running:
+            with suppress(OSError):
+                os.killpg(self._running[number], signal.SIGKILL)
 
     def reap(self) -> None:
         """Let ended ones go. What is left of their groups is killed first, while their numbers are still theirs."""
         with suppress(BlockingIOError):
             os.read(self.news, 4096)  # before the look: what ends after it is news again
-        for pid in list(self._running):
+        for number, pid in list(self._running.items()):
             try:
                 ended = _has_ended(pid)
-            except ChildProcessError:  # the world's own code has waited for it: the number may be another's
-                self._running.remove(pid)
+            except ChildProcessError:  # the world's own code has waited for it
+                del self._running[number]
             else:
                 if ended:
-                    self._let_go(pid)
+                    self._let_go(number)
 
     def end(self) -> None:
         """Wait for all of them a little, then kill."""
@@ -127,15 +138,14 @@ class _Forks:
         while self._running and (left := until - time.monotonic()) > 0:
             ready.poll(1000 * left)
             self.reap()
-        for pid in list(self._running):
-            self._let_go(pid)
+        for number in list(self._running):
+            self._let_go(number)
 
-    def _let_go(self, pid: int) -> None:
-        with suppress(OSError):  # nothing is left of it
-            os.killpg(pid, signal.SIGKILL)
+    def _let_go(self, number: int) -> None:
+        self.kill(number)
         with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-        self._running.remove(pid)
+            os.waitpid(self._running[number], 0)
+        del self._running[number]
 
 
 def _has_ended(pid: int) -> bool:
@@ -185,7 +195,7 @@ def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     place = _Place(world)
     try:
-        frames.send(channel, {"pid": os.getpid()})
+        frames.send(channel, {"ready": True})
         while (message := frames.receive(channel)) is not None:
             if "task" in message:
                 with turns.taken():
