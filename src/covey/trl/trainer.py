@@ -189,7 +189,8 @@ class GRPOTrainer(Records, Publishing, Formulas, NeverCalled):
             processing_class=tokenizer,
             peft_config=self._peft_config,
         )
-        run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
+        if self.args.reward_timeout is None:
+            run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
         if not run.args.server.upload_adapters_to_server:
             run.engine = Generating(run, self.args, self._generate_options)
             run.collect = AnswerCollector(run.engine, run.data.scorer, run.decode)
