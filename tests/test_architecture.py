@@ -1,6 +1,6 @@
 """Imports go downward only, without circles. Checked by parsing every file, imports inside functions included.
 
-0  types, errors, files, adapters, functions, hub, processes
+0  types, errors, files, adapters, functions, hub, overseer, processes, signals
 1  algorithms, rewards, tasks, environments    (tasks and environments may use rewards), the sections of the settings
 2  rollout, pytorch, jax                       (a backend may use rollout, never the other one)
 3  serving, observe, config                    (config puts the sections together)
@@ -27,7 +27,9 @@ SOURCE = Path(covey.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 
 LEVELS = {
-    **dict.fromkeys(("types", "errors", "files", "adapters", "functions", "hub", "processes", "signals"), 0),
+    **dict.fromkeys(
+        ("types", "errors", "files", "adapters", "functions", "hub", "overseer", "processes", "signals"), 0
+    ),
     **dict.fromkeys(("algorithms", "rewards", "tasks", "environments"), 1),
     **dict.fromkeys(("rollout", "pytorch", "jax"), 2),
     **dict.fromkeys(("serving", "observe"), 3),

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
+from covey.overseer import overseen
 from covey.signals import EndedError, ended_by_signals
 
 err = Console(stderr=True)
@@ -17,7 +18,7 @@ err = Console(stderr=True)
 def said_by_signals() -> Iterator[None]:
     """A signal that ends the command inside is said, and has its own exit status: typer gives all of them the same."""
     try:
-        with ended_by_signals():
+        with ended_by_signals(), overseen():
             yield
     except EndedError as end:
         err.print(f"covey: {end}", style="red")

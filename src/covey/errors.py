@@ -7,10 +7,11 @@ a traceback; anything that is not a `CoveyError` is our own bug and is shown wit
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
-import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from traceback import walk_stack, walk_tb
 from typing import ClassVar
 
 _INSTALLED = tuple(
@@ -26,11 +27,22 @@ def raised_at(error: BaseException) -> str:
     Of its traceback the innermost line that is neither Covey's, Python's nor an installed package's, or else the
     innermost that is not Covey's; "" if there is none.
     """
-    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)][::-1]
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(error.__traceback__)]
+    return place_of(frames[::-1])
+
+
+def running_at(thread: int | None) -> str:
+    """The same of where a thread is now."""
+    frame = sys._current_frames().get(thread or 0)
+    return place_of([(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walk_stack(frame)])
+
+
+def place_of(frames: Sequence[tuple[str, object, str]]) -> str:
+    """The same of files, lines and functions, the innermost first."""
     for others in ((*_INSTALLED, _OWN), (_OWN,)):
-        for code, line in places:
-            if not os.path.realpath(code.co_filename).startswith(others) and not code.co_filename.startswith("<frozen"):
-                return f" at {code.co_filename}:{line}, in {code.co_name}"
+        for file, line, name in frames:
+            if not os.path.realpath(file).startswith(others) and not file.startswith("<frozen"):
+                return f" at {file}:{line}, in {name}"
     return ""
 
 

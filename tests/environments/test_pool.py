@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from covey.environments import EnvironmentPool, House, Observation, Outcome
 from covey.errors import ConfigError, EpisodeError
 
 sys.path.insert(0, str(Path(__file__).parent))
+from ending_worlds import NoRoom, Together, Waiting
 from worlds import Trouble, Unimportable
 
 
@@ -331,3 +333,89 @@ def test_gymnasiums_five_values_are_an_answer(pool: EnvironmentPool) -> None:
         outcome = answers(pool, 1)[place]
         assert isinstance(outcome, Outcome)
         assert (outcome.done, outcome.success, outcome.reward) == (True, success, 1.0)
+
+
+def test_environments_that_end_together_cost_only_their_own_episodes() -> None:
+    """Six times 64 processes end at once, by themselves and by `kill -9`: the other place and the template live on."""
+    with EnvironmentPool(Together(), places=65) as pool:
+        for turn in range(6):
+            for place in range(65):
+                pool.reset(place, {"uid": "t"}, 0)
+            seen = answers(pool, 65)
+            assert [one for one in seen.values() if not isinstance(one, Observation)] == []
+            if turn == 0:
+                template, other = pool._template._process, process_of(seen[64])
+            assert (pool._template._process, process_of(seen[64])) == (template, other)
+            pids, killed = [process_of(seen[place]) for place in range(64)], turn % 3 == 2
+            when = time.time() + (60.0 if killed else 0.3)
+            for place in range(64):
+                pool.step(place, str(when))
+            for pid in pids if killed else ():
+                os.kill(pid, signal.SIGKILL)
+            pool.step(64, "well")
+            found = answers(pool, 65)
+            assert [str(found[place]) for place in range(64)] == ["the environment's process ended in step"] * 64
+            assert isinstance(found[64], Outcome)
+            assert until(lambda pids=pids: not any(map(exists, pids)))  # type: ignore[misc]
+
+
+_FORKS = """
+import os, signal, sys, time
+from covey.environments.worker import _Forks
+
+if sys.argv[1] == "without":
+    del os.waitid
+forks, left, handlers = _Forks(), os.pipe(), []
+for number in range(500):
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        if number % 50 == 0 and os.fork() == 0:  # stays in the group
+            time.sleep(600)
+        if number % 3 == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    forks.add(number, pid)
+    forks.reap()
+os.close(left[1])
+until = time.monotonic() + 30
+while forks._running and time.monotonic() < until:
+    time.sleep(0.01)
+    forks.reap()
+assert not forks._running
+assert os.read(left[0], 1) == b""  # no descendant holds the other end any more
+try:
+    os.waitpid(-1, os.WNOHANG)
+except ChildProcessError:
+    print("nobody is left")
+"""
+
+
+@pytest.mark.parametrize("waitid", ["with", "without"])
+def test_500_forks_that_end_while_others_are_added(waitid: str) -> None:
+    """Also where Python has no `waitid`, as on macOS before 3.13."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, waitid], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == ("nobody is left\n", "")
+
+
+def test_a_fork_that_the_system_refuses_costs_one_episode() -> None:
+    with EnvironmentPool(NoRoom(), places=2) as pool:
+        for place in range(2):
+            pool.reset(place, {"uid": "t"}, 0)
+        found = answers(pool, 2)
+        assert "no process came up: no room for a process" in str(found[0])
+        assert isinstance(found[1], Observation)
+
+
+def test_what_the_template_has_started_itself_stays_the_worlds_to_wait_for() -> None:
+    with EnvironmentPool(Waiting(), places=1) as pool:
+        pool.reset(0, {"uid": "t"}, 0)
+        ((_, seen),) = pool.wait()
+        pool.step(0, "exit")
+        answers(pool, 1)
+        pool.reset(0, {"uid": "t"}, 0)
+        answers(pool, 1)
+        assert until((Path(seen.text)).exists)  # type: ignore[union-attr]
+        assert Path(seen.text).read_text() == "7"  # type: ignore[union-attr]

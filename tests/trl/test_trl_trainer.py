@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -473,8 +474,8 @@ def test_the_documented_table_is_that_of_the_code() -> None:
 
 
 def test_every_field_has_a_meaning() -> None:
-    """All 191 of TRL's, and those of earlier versions."""
-    assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER)
+    """All 191 of TRL's, and those of earlier versions; the time limit of reward functions is Covey's own."""
+    assert {field.name for field in fields(GRPOConfig)} == set(MEANINGS) | set(FORMER) | {"reward_timeout"}
     assert len(MEANINGS) == 191
 
 
@@ -631,3 +632,20 @@ def test_a_variant_of_adamw_is_said(folder: Path, tmp_path: Path) -> None:
     args = GRPOConfig(str(tmp_path), **SMALL, optim="paged_adamw_32bit")
     with pytest.warns(UserWarning, match="paged_adamw_32bit': runs as plain AdamW"):
         GRPOTrainer(str(folder), unique_letters, args, ROWS)
+
+
+@pytest.mark.parametrize(("limit", "in_main_thread"), [(None, True), (30.0, False)])
+def test_reward_functions_have_a_time_limit_if_one_is_set(
+    folder: Path, tmp_path: Path, limit: float | None, in_main_thread: bool
+) -> None:
+    """Without one they are called in the main thread, as by TRL, where they may use signals."""
+    seen = []
+
+    def where(completions: list[str], **columns: Any) -> list[float]:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return [float(len(each)) for each in completions]
+
+    trainer = GRPOTrainer(str(folder), where, GRPOConfig(str(tmp_path), **SMALL, reward_timeout=limit), ROWS)
+    trainer.train()
+    assert set(seen) == {in_main_thread}
+    assert trainer.run.data.scorer.timeout == limit

@@ -51,14 +51,23 @@ with open(os.path.join(folder, "log"), "wb") as log:
     )
 with open(os.path.join(folder, "group"), "w") as file:
     file.write(str(child.pid))
-def end():
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+lock = threading.Lock()
+def end(whole=False):
+    with lock:
+        try:
+            if whole or child.returncode is None:  # until it is waited for, its number is its own
+                os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 def watch():
-    child.wait()
-    end()
+    if hasattr(os, "waitid"):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        end()
+        with lock:
+            child.wait()
+    else:  # macOS before Python 3.13
+        child.wait()
+        end(whole=True)
     open(os.path.join(folder, "ended"), "w").close()
 watcher = threading.Thread(target=watch)
 watcher.start()

@@ -12,18 +12,18 @@ import math
 import os
 import pickle
 import select
-import signal
 import socket
 import subprocess
 import threading
 import time
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from covey.environments.base import Observation, Outcome, TaskInstance, World
-from covey.environments.worker import GRACE_SECONDS
+from covey.environments.worker import GRACE_SECONDS, NUMBER_BYTES
 from covey.errors import ConfigError, EpisodeError
 from covey.functions import USER_FILES
 from covey.processes import end_python, start_python
@@ -232,14 +232,13 @@ class _Place:
     """One process with one environment, and the question that it was asked.
 
     Attributes:
-        process: a handle of it, None where the system has none.
+        number: the template's, of the process.
         deadline: when the open question must be answered, 0 when none is open; infinite before a reset's turn.
     """
 
     template: _Template
     channel: socket.socket | None = None
-    pid: int = 0
-    process: int | None = None
+    number: int = 0
     deadline: float = 0.0
     asked: str = ""
     limit: float = 0.0
@@ -260,8 +259,7 @@ class _Place:
                 if what != "reset":
                     raise
         if self.channel is None:
-            self.channel, self.pid = self.template.fork()
-            self.process = _handle(self.pid)
+            self.channel, self.number = self.template.fork()
             self._send(message)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -310,11 +308,9 @@ class _Place:
         self.deadline = 0.0
         if self.channel is not None:
             if not gently:
-                _kill(self.pid, self.process)
-            if self.process is not None:
-                os.close(self.process)
+                self.template.kill(self.number)
             self.channel.close()
-            self.channel = self.process = None
+            self.channel = None
 
 
 class _Template:
@@ -323,12 +319,12 @@ class _Template:
     def __init__(self, world: World, resets_at_once: int) -> None:
         self._world = base64.b64encode(pickled_world(world)).decode()
         self._resets_at_once = resets_at_once
-        self._lock = threading.Lock()
+        self._lock, self._forks = threading.Lock(), 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     def fork(self) -> tuple[socket.socket, int]:
-        """A new place: its channel, and its process.
+        """A new place: its channel, and its number.
 
         Raises:
             OSError: there is none.
@@ -339,10 +335,11 @@ class _Template:
                 self.stop()  # it has ended by itself
             self.start()
             assert self._control is not None
+            self._forks = number = self._forks + 1
             ours, theirs = socket.socketpair()
             with theirs:
                 try:
-                    socket.send_fds(self._control, [b"f"], [theirs.fileno()])
+                    socket.send_fds(self._control, [number.to_bytes(NUMBER_BYTES)], [theirs.fileno()])
                 except OSError:
                     ours.close()
                     raise
@@ -351,11 +348,18 @@ class _Template:
             if _ready([ours.fileno()], _START_SECONDS):
                 hello = frames.receive(ours.fileno())
         finally:
-            if hello is None:
+            if hello is None or "error" in hello:
                 ours.close()
-        if hello is None:
-            raise OSError("no process came up")
-        return ours, hello["pid"]
+        if hello is None or "error" in hello:
+            raise OSError("no process came up" + (f": {hello['error']}" if hello else ""))
+        return ours, number
+
+    def kill(self, number: int) -> None:
+        """Kill a place, unless it has ended; what it has started ends with it."""
+        with self._lock:
+            if self._control is not None:
+                with suppress(OSError):  # the template has ended, and its places with it
+                    self._control.sendall(number.to_bytes(NUMBER_BYTES))
 
     def stop(self) -> None:
         if self._process is not None and self._control is not None:
@@ -399,22 +403,3 @@ def _ready(channels: Iterable[int], seconds: float) -> list[int]:
         poll.register(channel, select.POLLIN)
     limit = None if seconds == math.inf else max(0, math.ceil(min(seconds, 1e6) * 1000))
     return [channel for channel, _ in poll.poll(limit)]
-
-
-def _handle(pid: int) -> int | None:
-    """A process handle that outlives the number: it never names another process. None where the system has none."""
-    try:
-        return os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    except OSError:
-        return None
-
-
-def _kill(pid: int, handle: int | None) -> None:
-    """Kill a place; the template does so to what it has started."""
-    try:
-        if handle is not None:
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        elif not hasattr(os, "pidfd_open"):
-            os.kill(pid, signal.SIGKILL)
-    except OSError:
-        return  # it has ended already

@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -32,6 +33,8 @@ from covey.rewards.jail import frames
 _PR_SET_PDEATHSIG = 1
 GRACE_SECONDS = 2.0
 """That places have for giving back what they hold."""
+NUMBER_BYTES = 4
+"""Of a message to the template: a number with a channel is a new place's, without one that place is killed."""
 _LOOK_SECONDS = 0.03
 """Between two looks whether it is a reset's turn."""
 
@@ -51,70 +54,107 @@ def serve_template(control: int) -> None:
             frames.send(control, {"error": _described(error)})
             return
         frames.send(control, {"ready": True})
-        turns, forks = _Turns(message["resets_at_once"]), _Forks()
-        signal.signal(signal.SIGCHLD, forks.reap)
+        turns, forks, ready = _Turns(message["resets_at_once"]), _Forks(), select.poll()
+        for one in (ours.fileno(), forks.news):
+            ready.register(one, select.POLLIN)
         while True:
+            events = dict(ready.poll())
+            forks.reap()
+            if ours.fileno() not in events:
+                continue
             try:
-                data, channels, _, _ = socket.recv_fds(ours, 1, 1)
+                data, channels, _, _ = socket.recv_fds(ours, NUMBER_BYTES, 1)
             except ConnectionError:
                 data = b""
             if not data:
                 break
-            pid = os.fork()
-            if pid == 0:
-                status = 1
+            number = int.from_bytes(data)
+            if not channels:
+                forks.kill(number)
+            for channel in channels:
                 try:
-                    ours.close()
-                    status = _serve_place(world, channels[0], turns)
-                finally:
-                    os._exit(status)
-            forks.add(pid)
-            os.close(channels[0])
+                    pid = os.fork()
+                except OSError as error:  # no room for one more process
+                    with suppress(OSError):
+                        frames.send(channel, {"error": str(error)})
+                else:
+                    if pid == 0:
+                        status = 1
+                        try:
+                            ours.close()
+                            status = _serve_place(world, channel, turns)
+                        finally:
+                            os._exit(status)
+                    forks.add(number, pid)
+                os.close(channel)
     forks.end()
 
 
 class _Forks:
-    """The places' processes, each the leader of a group."""
+    """The places' processes, each the leader of a group.
+
+    Attributes:
+        news: can be read when one may have ended. The signal does no more than that: a handler that did the work would
+            be interrupted by the next one.
+    """
 
     def __init__(self) -> None:
-        self._running: set[int] = set()
+        self._running: dict[int, int] = {}
+        self.news, told = os.pipe()
+        for one in (self.news, told):
+            os.set_blocking(one, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
-    def add(self, pid: int) -> None:
-        """Note one that has just begun."""
-        self._running.add(pid)
-        self.reap()  # it may have ended before it was noted
+    def add(self, number: int, pid: int) -> None:
+        """Note one that has just begun, by a number that no other one has."""
+        with suppress(OSError):  # it may have done so itself, or ended
+            os.setpgid(pid, pid)
+        self._running[number] = pid
 
-    def reap(self, *of_signal: object) -> None:
+    def kill(self, number: int) -> None:
+        """Kill one with all that is in its group, unless it has been let go: its process number may be another's."""
+        if number in self._running:
+            with suppress(OSError):
+                os.killpg(self._running[number], signal.SIGKILL)
+
+    def reap(self) -> None:
         """Let ended ones go. What is left of their groups is killed first, while their numbers are still theirs."""
-        while True:
+        with suppress(BlockingIOError):
+            os.read(self.news, 4096)  # before the look: what ends after it is news again
+        for number, pid in list(self._running.items()):
             try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            if ended.si_pid in self._running:
-                self._kill(ended.si_pid)
-                self._running.remove(ended.si_pid)
-            os.waitpid(ended.si_pid, 0)
+                ended = _has_ended(pid)
+            except ChildProcessError:  # the world's own code has waited for it
+                del self._running[number]
+            else:
+                if ended:
+                    self._let_go(number)
 
     def end(self) -> None:
         """Wait for all of them a little, then kill."""
-        until = time.monotonic() + GRACE_SECONDS
-        while self._running and time.monotonic() < until:
-            time.sleep(0.005)  # the signal that one has ended interrupts it
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for pid in self._running:
-            self._kill(pid)
-            with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        until, ready = time.monotonic() + GRACE_SECONDS, select.poll()
+        ready.register(self.news, select.POLLIN)
+        while self._running and (left := until - time.monotonic()) > 0:
+            ready.poll(1000 * left)
+            self.reap()
+        for number in list(self._running):
+            self._let_go(number)
 
-    @staticmethod
-    def _kill(pid: int) -> None:
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except OSError:
-            return  # it is gone, or was not yet a group
+    def _let_go(self, number: int) -> None:
+        self.kill(number)
+        with suppress(ChildProcessError):
+            os.waitpid(self._running[number], 0)
+        del self._running[number]
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended. Its number stays its own after that, except in a Python without `waitid` (on macOS
+    before 3.13): there the number stays taken only while something is left of its group.
+    """
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return os.waitpid(pid, os.WNOHANG)[0] != 0
 
 
 class _Turns:
@@ -150,11 +190,12 @@ def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     place = _Place(world)
     try:
-        frames.send(channel, {"pid": os.getpid()})
+        frames.send(channel, {"ready": True})
         while (message := frames.receive(channel)) is not None:
             if "task" in message:
                 with turns.taken():

@@ -13,8 +13,10 @@ import inspect
 import logging
 import math
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -22,7 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.errors import RewardCountError, RewardError, raised_at
+from covey.errors import RewardCountError, RewardError, place_of, raised_at, running_at
+from covey.overseer import overseen
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +34,10 @@ _GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """How a call went wrong: it raised `error`, or ran out of time (None)."""
+    """How a call went wrong: it raised `error`, or ran out of time (None) `at` some line of somebody's own code."""
 
     error: BaseException | None
+    at: str = ""
 
 
 def is_async(function: Any) -> bool:
@@ -45,21 +49,31 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(getattr(type(function), "__call__", None))  # noqa: B004
 
 
-def call_with_timeout(work: Callable[[], Any], timeout: float | None) -> Any:
+def call_with_timeout(work: Callable[[], Any], timeout: float | None, name: str) -> Any:
     """Return what `work()` returns, or a `Failure`. Without a time limit it runs in the caller's thread.
 
-    `SystemExit` from foreign code is a failure like any other; the user's Ctrl-C passes.
+    `SystemExit` from foreign code is a failure like any other; the user's Ctrl-C passes. The overseer knows of the call
+    by its name.
     """
     if timeout is None:
-        return _guarded(work)
+        with overseen([name], threading.get_ident()):
+            return _guarded(work)
     outcome: list[Any] = []
-    context = contextvars.copy_context()
-    thread = threading.Thread(
-        target=lambda: outcome.append(context.run(_guarded, work)), name="covey-reward", daemon=True
-    )
+    context, known = contextvars.copy_context(), threading.Event()
+
+    def call() -> None:
+        known.wait()
+        outcome.append(context.run(_guarded, work))
+
+    thread = threading.Thread(target=call, name="covey-reward", daemon=True)
     thread.start()
-    thread.join(timeout)
-    return outcome[0] if outcome else Failure(None)
+    with overseen([name], thread.ident or 0, timeout) as python_runs:
+        known.set()
+        until = time.monotonic() + timeout
+        while thread.is_alive() and (left := until - time.monotonic()) > 0:
+            thread.join(min(left, 1.0))
+            python_runs()
+    return outcome[0] if outcome else Failure(None, running_at(thread.ident))
 
 
 def _guarded(work: Callable[[], Any]) -> Any:
@@ -84,24 +98,34 @@ class AsyncRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
-    def run(self, awaitables: Sequence[Awaitable[Any]], timeout: float | None) -> list[Any]:
+    def run(self, awaitables: Sequence[Awaitable[Any]], timeout: float | None, names: Sequence[str] = ()) -> list[Any]:
         """Await all; return for each, in order, its result or a `Failure`.
 
         With a time limit the call comes back soon after it even if an awaitable blocks the loop; the loop is
-        then given up for a new one.
+        then given up for a new one. The overseer knows of the call by its names.
         """
         if not awaitables:
             return []
         outcomes: list[Any] = [Failure(None)] * len(awaitables)
-        future = asyncio.run_coroutine_threadsafe(_gather(awaitables, outcomes, timeout), self._running_loop())
-        try:
-            return future.result(None if timeout is None else timeout + _GRACE_SECONDS)
-        except TimeoutError:  # something blocks the loop: leave its thread behind
-            self.close()
-            return list(outcomes)
-        except BaseException:  # Ctrl-C while waiting
-            future.cancel()
-            raise
+        loop = self._running_loop()
+        until = None if timeout is None else time.monotonic() + timeout + _GRACE_SECONDS
+        with overseen(names, self._thread.ident or 0, timeout) as python_runs:
+            future = asyncio.run_coroutine_threadsafe(_gather(awaitables, outcomes, timeout), loop)
+            try:
+                while until is None or time.monotonic() < until:
+                    wait([future], 1.0 if until is None else max(0.0, min(1.0, until - time.monotonic())))
+                    if future.done():
+                        return future.result()
+                    python_runs()
+            except BaseException:  # Ctrl-C while waiting
+                future.cancel()
+                raise
+        task = asyncio.current_task(loop)  # it blocks the loop: leave its thread behind
+        blocking = [] if task is None else [n for n in range(len(outcomes)) if task.get_name() == f"covey-reward-{n}"]
+        for index in blocking:
+            outcomes[index] = Failure(None, running_at(self._thread.ident))
+        self.close()
+        return list(outcomes)
 
     def close(self) -> None:
         """Stop the loop; a later `run` starts another."""
@@ -112,7 +136,8 @@ class AsyncRunner:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             loop = asyncio.new_event_loop()
-            threading.Thread(target=_serve, args=(loop,), name="covey-async-rewards", daemon=True).start()
+            self._thread = threading.Thread(target=_serve, args=(loop,), name="covey-async-rewards", daemon=True)
+            self._thread.start()
             self._loop = loop
             self._finalizer = weakref.finalize(self, _stop, loop)
         return self._loop
@@ -144,13 +169,26 @@ async def _gather(awaitables: Sequence[Awaitable[Any]], outcomes: list[Any], tim
         except BaseException as error:
             outcomes[index] = Failure(error)
 
-    tasks = [asyncio.ensure_future(one(index, awaitable)) for index, awaitable in enumerate(awaitables)]
+    tasks = [
+        asyncio.create_task(one(index, awaitable), name=f"covey-reward-{index}")
+        for index, awaitable in enumerate(awaitables)
+    ]
     # Not wait_for: it waits for a cancelled task to agree, and one that swallows the cancellation never does.
     _, late = await asyncio.wait(tasks, timeout=timeout)
     result = list(outcomes)  # now: a task that swallows the cancellation must not slip in a result later
-    for task in late:
-        task.cancel()
+    for index, task in enumerate(tasks):
+        if task in late:
+            result[index] = Failure(None, _waits_at(awaitables[index]))
+            task.cancel()
     return result
+
+
+def _waits_at(awaitable: Any) -> str:
+    frames = []
+    while (frame := getattr(awaitable, "cr_frame", None)) is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        awaitable = awaitable.cr_await
+    return place_of(frames[::-1])
 
 
 _MAX_SHOWN = 500

@@ -6,8 +6,9 @@ asynchronous ones concurrently after them; results are read in that order too, s
 finishes first.
 
 Limits: a time-out abandons the thread that a hung function runs in (a daemon: the process can still exit), it
-cannot end it. C code that holds the interpreter lock, such as a regular expression that backtracks for ever,
-cannot be timed out at all. Untrusted *code* in completions is not what this file protects from.
+cannot end it. Where C code holds the interpreter lock, such as a regular expression that backtracks for ever, the
+process itself is ended by its overseer, which names the function. Untrusted *code* in completions is not what this
+file protects from.
 """
 
 from __future__ import annotations
@@ -301,8 +302,13 @@ class Scorer:
                 if inspect.iscoroutine(awaitable):
                     awaitable.close()
             raise
-        outcomes = self.runner.run([awaitable for _, awaitable in pending], self.timeout)
-        for (spec, _), outcome in zip(pending, outcomes, strict=True):
+        outcomes = self.runner.run(
+            [awaitable for _, awaitable in pending],
+            self.timeout,
+            [f"reward function {spec.name!r}" for spec, _ in pending],
+        )
+        late = [bool(getattr(outcome, "at", "")) for outcome in outcomes]  # what blocks the others is told first
+        for _, (spec, _), outcome in sorted(zip(late, pending, outcomes, strict=True), key=lambda each: not each[0]):
             values = self._materialise(spec, self._unwrap(spec, outcome), count)
             results[spec.name] = read_rewards(spec.name, values, rows)
         return results
@@ -335,10 +341,11 @@ class Scorer:
         def work() -> Any:
             return as_list(spec.function(*positional, **named), count)
 
-        return self._unwrap(spec, call_with_timeout(work, self.timeout))
+        return self._unwrap(spec, call_with_timeout(work, self.timeout, f"reward function {spec.name!r}"))
 
     def _materialise(self, spec: RewardSpec, values: Any, count: int) -> Any:
-        return self._unwrap(spec, call_with_timeout(lambda: as_list(values, count), self.timeout))
+        name = f"reward function {spec.name!r}"
+        return self._unwrap(spec, call_with_timeout(lambda: as_list(values, count), self.timeout, name))
 
     def _unwrap(self, spec: RewardSpec, outcome: Any) -> Any:
         if not isinstance(outcome, Failure):
@@ -346,8 +353,9 @@ class Scorer:
         error = outcome.error
         if error is None:
             raise RewardError(
-                f"reward function {spec.name!r} did not return within reward_timeout={self.timeout} seconds; "
-                "make it faster, bound what it waits for, or raise rewards.reward_timeout",
+                f"reward function {spec.name!r} did not return within reward_timeout={self.timeout} seconds"
+                f"{outcome.at and f', and is{outcome.at}'}; make it faster, bound what it waits for, or raise "
+                "rewards.reward_timeout",
                 function=spec.name,
             )
         sample = error.sample if isinstance(error, RewardError) else None

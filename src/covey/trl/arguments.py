@@ -102,6 +102,9 @@ class GRPOConfig(TrainingArguments):
     vespo_lambda_neg: float = _option(2.0, "Parameter lambda of vespo for negative advantages.")
     importance_sampling_level: str = _option("token", "token or sequence.")
     reward_weights: list[float] | None = _option(None, "Weight of each reward function.")
+    reward_timeout: float | None = _option(
+        None, "Of Covey: seconds for one call of a reward function; unset: no limit."
+    )
     multi_objective_aggregation: str = _option("sum_then_normalize", "sum_then_normalize or normalize_then_sum.")
     scale_rewards: str = _option("group", "group, batch or none; true and false mean group and none.")
     loss_type: str = _option("dapo", "dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo.")

@@ -138,7 +138,7 @@ class Calls:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             return Failure(_RefusedError(f"{call.name}: {error}"))
-        return call_with_timeout(lambda: tool(**arguments), None)
+        return call_with_timeout(lambda: tool(**arguments), None, f"tool {call.name!r}")
 
     def _result(self, order: Order, outcome: Any) -> Result:
         failed = isinstance(outcome, Failure)

@@ -204,7 +204,8 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         if self.args.metric_for_best_model is not None and run.eval_prompts:
             compare_by(run, self._metric, self.reward_funcs)
         run.evaluation = with_loss(run)  # type: ignore[method-assign]
-        run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
+        if self.args.reward_timeout is None:
+            run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
         if not run.args.server.upload_adapters_to_server:
             run.engine = Generating(run, self.args, self._generate_options)
             run.collect = AnswerCollector(run.engine, run.data.scorer, run.decode)

@@ -1,0 +1,184 @@
+"""Reward functions in C code that hold Python's lock: they are named, and the process ends, with what it has saved."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+FUNCTIONS = """
+import asyncio, ctypes, hashlib, os, re, signal, sys, time
+import numpy as np
+import covey.overseer
+from covey.errors import RewardError
+from covey.rollout.scoring import Scorer
+from covey.types import Episode, Prompt
+
+real = covey.overseer.start_python  # limits of a test in place of five seconds and a minute
+covey.overseer.start_python = lambda code: real(
+    f"import covey.overseer as o; o._SILENT_SECONDS, o._WORD_SECONDS = {sys.argv[3]}; {code}"
+)
+def regex(completions): return [float(bool(re.match("(a+)+$", "a" * 99 + "b")))]
+def power(completions): return [float(pow(3, 10**11) > 0)]
+def total(completions): return [float(sum(range(10**13)))]
+def asleep(completions): ctypes.PyDLL(None).sleep(1000)
+def derives(completions): hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2**31 - 1)
+def quick(completions): return [1.0]
+def waits(completions):
+    time.sleep(1.0)
+    return [0.5]
+def waits_longer(completions):
+    time.sleep(4.0)
+    return [0.5]
+async def soon(completions):
+    await asyncio.sleep(0.01)
+    return [1.0]
+async def late(completions): await asyncio.sleep(1000)
+async def blocks(completions): time.sleep(1000)
+async def later_total(completions):
+    await asyncio.sleep(0.01)
+    return total(completions)
+functions = [globals()[name] for name in sys.argv[1].split()]
+episode = Episode(np.array([1, 2]), np.array([False, True]), np.zeros(2, np.float32), "a", "stop", 0)
+prompt = Prompt(np.array([1]), "p")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+print("begins", flush=True)
+try:
+    print(Scorer(functions, timeout=eval(sys.argv[2])).score([prompt], [episode])[0])
+except RewardError as error:
+    print(error)
+"""
+
+
+def begun(
+    folder: Path, functions: str, timeout: float | None, *, silent: float = 1.0, word: float = 60.0
+) -> subprocess.Popen[str]:
+    file = folder / "rewards.py"
+    file.write_text(FUNCTIONS)
+    command = [sys.executable, str(file), functions, str(timeout), f"{silent}, {word}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begins\n"
+    return process
+
+
+def line_of(words: str) -> int:
+    return FUNCTIONS[: FUNCTIONS.index(words)].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("functions", "name", "at"),
+    [
+        ("regex", "regex", "def regex"),
+        ("quick power", "power", "def power"),
+        ("total", "total", "def total"),
+        ("asleep soon", "asleep", "def asleep"),
+        ("soon later_total late", "later_total", "def total"),
+    ],
+)
+def test_a_function_that_holds_pythons_lock_is_named_with_its_line_and_the_process_ends(
+    tmp_path: Path, functions: str, name: str, at: str
+) -> None:
+    process = begun(tmp_path, functions, 0.5)
+    printed, said = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (-signal.SIGKILL, "")
+    (line,) = said.strip().splitlines()
+    assert line.startswith(f"covey: reward function '{name}' at {tmp_path / 'rewards.py'}:{line_of(at)}, in ")
+    assert "did not return within reward_timeout=0.5 seconds" in line
+    assert "resume the run" in line
+
+
+@pytest.mark.parametrize(
+    ("functions", "name", "at"),
+    [
+        ("derives", "derives", "def derives"),
+        ("waits late soon", "late", "async def late"),
+        ("soon late blocks", "blocks", "async def blocks"),
+    ],
+)
+def test_one_that_lets_others_run_is_an_error_with_its_line(tmp_path: Path, functions: str, name: str, at: str) -> None:
+    process = begun(tmp_path, functions, 2.0)
+    printed, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (0, "")
+    where = rf"{re.escape(str(tmp_path / 'rewards.py'))}:{line_of(at)}, in {name}"
+    assert re.match(
+        rf"reward function '{name}' did not return within reward_timeout=2.0 seconds, and is at {where};", printed
+    )
+
+
+@pytest.mark.parametrize(("functions", "timeout"), [("total", 1000.0), ("soon later_total", None), ("derives", None)])
+def test_an_interrupt_ends_what_does_not_hear_it(tmp_path: Path, functions: str, timeout: float | None) -> None:
+    process = begun(tmp_path, functions, timeout)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    printed, said = process.communicate(timeout=60)
+    assert (process.returncode, printed) == (-signal.SIGKILL, "")
+    assert re.search(r"reward function '\w+' at \S+/rewards.py:\d+, in \w+ does not let the run end", said)
+
+
+def test_an_interrupt_of_what_hears_it_is_an_interrupt(tmp_path: Path) -> None:
+    process = begun(tmp_path, "late", 1000.0)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "covey:" not in said
+
+
+def test_calls_that_end_in_time_are_not_spoken_of(tmp_path: Path) -> None:
+    process = begun(tmp_path, "quick waits soon", 30.0, silent=0.3)
+    assert process.communicate(timeout=60) == ("[2.5]\n", "")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("timeout", [None, 1000.0])
+def test_one_word_names_what_takes_long(tmp_path: Path, timeout: float | None) -> None:
+    process = begun(tmp_path, "waits_longer", timeout, word=0.1)
+    assert process.communicate(timeout=60) == (
+        "[0.5]\n",
+        "\ncovey: reward function 'waits_longer' has been running for 0.1 s\n",
+    )
+
+
+def test_a_process_that_a_reward_forks_off_keeps_its_signals_to_itself() -> None:
+    program = """
+import os, signal
+from covey.overseer import overseen
+with overseen(["f"]):
+    if os.fork() == 0:
+        os._exit(signal.set_wakeup_fd(-1) + 2)
+    print(os.waitstatus_to_exitcode(os.wait()[1]) - 2, signal.set_wakeup_fd(-1) > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("-1 True\n", "")
+
+
+def test_a_run_whose_reward_hangs_in_c_code_is_resumed(recipe_folder: Path, tmp_path: Path) -> None:
+    """It ends in its third step, with the checkpoint of the second; with the reward mended it goes on to the fourth."""
+    run, reward = tmp_path / "run", tmp_path / "counted.py"
+    hanging = (
+        "def counted(prompts, completions, **columns):\n    {}\n    return [float(len(c) % 3) for c in completions]\n"
+    )
+    reward.write_text(hanging.format("if columns['trainer_state'].global_step == 2: sum(range(10**13))"))
+    words = [f"run.output_dir={run}", "schedule.max_steps=4", "run.save_steps=1", "run.report_to=[]"]
+    words += [f"rewards.functions=[{str(reward)!r}]".replace(".py'", ".py:counted'"), "rewards.reward_timeout=1"]
+    begun = subprocess.run(
+        [sys.executable, "-m", "covey", "train", str(recipe_folder), *words],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert begun.returncode == -signal.SIGKILL, begun.stderr
+    assert (
+        f"reward function 'counted' at {reward}:2, in counted did not return within reward_timeout=1 s" in begun.stderr
+    )
+    reward.write_text(hanging.format("pass"))
+    done = subprocess.run(
+        [sys.executable, "-m", "covey", "resume", str(run)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (run / "metrics.jsonl").read_text().count("time/update") == 4
