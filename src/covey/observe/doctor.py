@@ -41,41 +41,30 @@ class Diagnosis:
 class Thresholds:
     """The values of metrics beyond which a run is taken to be in trouble."""
 
-    window: int = 10
-    """Steps that are looked at; most checks need `min_steps` of them."""
+    window: int = 10  # steps that are looked at; most checks need `min_steps` of them
     min_steps: int = 5
     tied_groups: float = 0.7
     solved_reward: float = 0.9
     failed_reward: float = 0.1
     clipped_completions: float = 0.3
-    kl: float = 0.5
-    """usmle-qa.md, Tips for Success: KL "should stay < 0.5"."""
+    kl: float = 0.5  # usmle-qa.md, Tips for Success: KL "should stay < 0.5"
     low_kl: float = 0.01  # the same: "If too low: Decrease kl_coef"
     clip_fraction: float = 0.3
     entropy: float = 0.02
-    same_actions: float = 0.7
-    """Share of turns that agents begin alike and take alike."""
-    half_solved: float = 0.5
-    """Success from which on doing the same is taken to be learnt."""
+    same_actions: float = 0.7  # share of turns that agents begin alike and take alike
+    half_solved: float = 0.5  # success from which on doing the same is taken to be learnt
     short_completion: float = 2.5
     logp_difference: float = 0.05
     none_rewards: float = 0.2
     masked_tokens: float = 0.5
     failed_episodes: float = 0.05
-    idle_samplers: float = 0.5
-    """Share of the sampling time in which a sampler has nothing to do, mean over samplers."""
-    slow_scoring: float = 0.1
-    """Share of a step that reward functions take."""
-    slow_scoring_seconds: float = 0.5
-    """In steps that are over at once nobody waits for them."""
-    mask_ratio: tuple[float, float] = (0.7, 0.9)
-    """usmle-qa.md, Tips for Success: "Should be 70-90 %"."""
-    no_answer: float = 0.1
-    """The same: ">10 % extraction failures"."""
-    reward_drop: float = 0.1
-    """Relative fall of the mean reward from the first to the second half of `still_steps`."""
-    flat_steps: int = 60
-    """Steps after which a reward that did not rise is spoken of."""
+    idle_samplers: float = 0.5  # share of the sampling time in which a sampler has nothing to do, mean over samplers
+    slow_scoring: float = 0.1  # share of a step that reward functions take
+    slow_scoring_seconds: float = 0.5  # in steps that are over at once nobody waits for them
+    mask_ratio: tuple[float, float] = (0.7, 0.9)  # usmle-qa.md, Tips for Success: "Should be 70-90 %"
+    no_answer: float = 0.1  # the same: ">10 % extraction failures"
+    reward_drop: float = 0.1  # relative fall of the mean reward from the first to the second half of `still_steps`
+    flat_steps: int = 60  # steps after which a reward that did not rise is spoken of
     still_kl: float = 1e-6
     still_steps: int = 30
 
