@@ -168,24 +168,6 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     write_atomically(path, buffer.getvalue())
 
 
-def read_table(path: Path) -> list[Record]:
-    """Read the rows that `write_table` wrote.
-
-    Raises:
-        RunFolderError: the file cannot be read.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with explained(path, "read"):
-        content = path.read_bytes()
-    try:
-        rows: list[Record] = pq.read_table(io.BytesIO(content)).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise RunFolderError(f"{path} is no readable Parquet file ({error}); delete it") from error
-    return rows
-
-
 def _flatten(row: Mapping[str, Any]) -> Record:
     flat: Record = {}
     for name, value in row.items():

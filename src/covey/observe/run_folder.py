@@ -38,8 +38,9 @@ from typing import Any
 
 from covey import files
 from covey.errors import RunFolderError
+from covey.observe.completions import read_table
 from covey.observe.lock import FolderLock
-from covey.observe.records import JsonLines, Record, is_answers, is_metrics, read_json_lines, read_table, write_table
+from covey.observe.records import JsonLines, Record, is_answers, is_metrics, read_json_lines, write_table
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
@@ -378,11 +379,11 @@ class RunFolder:
 
     def read_completions(self, step: int) -> list[Record]:
         """The rows of one step's table."""
-        return read_table(self.completions / f"step_{step:06d}.parquet")
+        return read_table(self.completions / f"step_{step:06d}.parquet", limited=False)
 
     def read_evaluation(self, step: int) -> list[Record]:
         """The rows of one evaluation's table."""
-        return read_table(self.completions / f"eval_{step:06d}.parquet")
+        return read_table(self.completions / f"eval_{step:06d}.parquet", limited=False)
 
     def completion_steps(self) -> list[int]:
         """Steps that have a table of completions, ascending."""

@@ -13,10 +13,9 @@ executed, as in a resume; reward functions are not called, their rewards are sto
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import folder_problem
+from covey.observe.completions import listed, read_table
 from covey.observe.records import Record
 from covey.observe.run_folder import RunFolder, collect_versions
 from covey.rollout.batching import estimator_of, trajectory_rewards
@@ -48,7 +48,6 @@ from covey.training.rerun import (
 )
 from covey.training.rows import completion_rows
 from covey.types import Batch
-from covey.watch.tables import read_rows
 
 EXACT, ALIKE = 1e-6, 1e-3
 """Tolerances: of what the same program computes on the same machine, and of what another one does in float32."""
@@ -360,7 +359,7 @@ def _check_tables(
         report.notes.append("completions/ lacks the step's table (run.log_completions)")
         return
     found = completion_rows(stored.groups, batch, penalty=config.environment.invalid_action_penalty)
-    recorded = [_spread(row) for row in read_rows(path)]
+    recorded = [_spread(row) for row in read_table(path)]
     found = [_spread(row) for row in found]
     for name, columns in (
         ("completions: rewards", _reward_columns),
@@ -395,11 +394,8 @@ def _spread(row: Mapping[str, Any]) -> Record:
     """A row with an entry for each turn, and text as tables hold it."""
     flat: Record = {}
     for name, value in row.items():
-        turns = value
-        if name.startswith("turn_") and isinstance(value, str):
-            with suppress(ValueError, RecursionError):
-                turns = json.loads(value)
-        if name.startswith("turn_") and isinstance(turns, list):
+        if name.startswith("turn_") and isinstance(value, str | list):
+            turns = value if isinstance(value, list) else listed(value)
             flat |= {f"{name}[{turn}]": each for turn, each in enumerate(turns)}
         else:
             flat[name] = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
@@ -443,7 +439,7 @@ def _check_metrics(
 
 def _ledger_rows(report: Report, folder: RunFolder, step: int) -> list[Record]:
     path = folder.ledger / f"step_{step:06d}.parquet"
-    rows = read_rows(path) if path.exists() else []
+    rows = read_table(path) if path.exists() else []
     if rows:
         return rows
     if path.exists():

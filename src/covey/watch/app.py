@@ -42,7 +42,7 @@ Bound = Annotated[float | None, Query(allow_inf_nan=False)]
 
 @dataclass
 class _Wanted:
-    """Which completions are asked for; see `covey.watch.tables.Wanted`."""
+    """Which completions are asked for; see `covey.watch.tables.wanted_of`."""
 
     search: Short = ""
     shown: Short = "all"

@@ -143,7 +143,7 @@ class WatchedRun:
         return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
 
     def completions(self, kind: str, step: int, wanted: Record | None = None, offset: int = 0) -> Record:
-        """The groups of one table that are wanted (`covey.watch.tables.Wanted`), from the group `offset` on."""
+        """The groups of one table that are wanted (see `covey.watch.tables.wanted_of`), from the group `offset` on."""
         return self._reader.ask("completions", self._table(kind, step), wanted or {}, offset)
 
     def completion(self, kind: str, step: int, row: int) -> Record:
@@ -159,7 +159,7 @@ class WatchedRun:
 
         Args:
             kind: "step" or "eval".
-            wanted: as `covey.watch.tables.Wanted`.
+            wanted: see `covey.watch.tables.wanted_of`.
             first: step.
             last: step.
             before: step that an earlier search ended at.
