@@ -35,7 +35,7 @@ from covey.observe.completions import (
 )
 from covey.observe.console import format_number, visible
 from covey.observe.records import Record
-from covey.observe.run_folder import RunFolder
+from covey.observe.run_folder import RunFolder, table_name
 
 _SHOWN = 2_000
 _PROMPT = 1_000
@@ -111,7 +111,7 @@ def _tables(folder: RunFolder, step: str | None, evaluation: str | None, *, sear
         raise DataError(f"{folder.path} has no {what} yet; {fix}")
     spec = (step if kind == "step" else evaluation) or ("all" if searching else "last")
     return [
-        Table(kind, number, folder.completions / f"{kind}_{number:06d}.parquet")
+        Table(kind, number, folder.completions / table_name(number, kind))
         for number in chosen_steps(spec, there, f"--{kind}")
     ]
 

@@ -7,7 +7,6 @@ A table may be anybody's: it was copied, damaged, or written to do harm. What de
 from __future__ import annotations
 
 import heapq
-import json
 import logging
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any, Literal, TypeGuard
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.observe.records import Record, plain
+from covey.observe.records import Record, plain, read_json
 from covey.types import equal_rewards
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
@@ -263,33 +262,30 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 def read_keys(path: Path) -> list[Record]:
     """Of every row what decides whether it is wanted, and no texts; raises as `read_table`."""
     with _opened(path) as table:
-        return _all_rows(table, _KEYS, _NAME)
+        there = [name for name in _KEYS if name in table.schema_arrow.names]
+        rows: list[Record] = []
+        for batch in table.iter_batches(batch_size=MOST_ROWS, columns=there):
+            columns = [_names(column) for column in batch.columns]
+            rows += (dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
+        # A table without any of these columns still has rows to read.
+        return rows if there else [{} for _ in range(table.metadata.num_rows)]
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None, *, limited: bool = True) -> list[Record]:
-    """All rows of a table; a text that the file holds once is in memory once.
+    """All rows of a table, whole.
 
     Args:
         path: the table.
         columns: that are wanted, as far as it has them; None = all.
-        limited: it may be anybody's, and may not be large.
+        limited: it may be anybody's, and may not say that it is large.
 
     Raises:
         RunFolderError: there is no table, it is damaged, or too large to be looked at.
     """
     with _opened(path, whole=True, limited=limited) as table:
-        return _all_rows(table, columns)
-
-
-def _all_rows(table: Any, columns: Sequence[str] | None, characters: int | None = None) -> list[Record]:
-    names = table.schema_arrow.names
-    there = names if columns is None else [name for name in columns if name in names]
-    rows: list[Record] = []
-    for batch in table.iter_batches(batch_size=MOST_ROWS, columns=there, use_threads=False):
-        values = [_values(column, characters) for column in batch.columns]
-        rows += (dict(zip(batch.schema.names, row, strict=True)) for row in zip(*values, strict=True))
-    # A table without any of these columns still has rows to read.
-    return rows if there else [{} for _ in range(table.metadata.num_rows)]
+        names = None if columns is None else [name for name in columns if name in table.schema_arrow.names]
+        rows: list[Record] = table.read(columns=names, use_threads=False).to_pylist()
+        return rows
 
 
 def read_rows(path: Path, rows: Collection[int], columns: Sequence[str] | None = None) -> Iterator[tuple[int, Record]]:
@@ -346,17 +342,17 @@ def _opened(path: Path, *, whole: bool = False, limited: bool = True) -> Iterato
             raise RunFolderError(f"{path} is no readable Parquet file ({str(error)[:300]}); delete it") from error
 
 
-def _values(column: Any, characters: int | None) -> list[Any]:
-    """The values of a column; a text that is stored once and named often is one string."""
+def _names(column: Any) -> list[Any]:
+    """The values of a column; of texts that are stored once and named often each is cut once."""
     import pyarrow as pa
 
     if not pa.types.is_dictionary(column.type):
-        return [_cut(value, characters) for value in column.to_pylist()]
-    texts = [_cut(value.as_py(), characters) for value in column.dictionary]
-    return [None if index is None else texts[index] for index in column.indices.to_pylist()]
+        return [_cut(value, _NAME) for value in column.to_pylist()]
+    names = [_cut(value.as_py(), _NAME) for value in column.dictionary]
+    return [None if index is None else names[index] for index in column.indices.to_pylist()]
 
 
-def _cut(value: Any, characters: int | None) -> Any:
+def _cut(value: Any, characters: int) -> Any:
     return value[:characters] if isinstance(value, str) else plain(value)
 
 
@@ -369,11 +365,7 @@ def parts_and_others(row: Record) -> tuple[Record, Record]:
 
 def listed(text: Any) -> list[Any]:
     """A list that a table has as JSON; an empty one where it is none."""
-    try:
-        found = json.loads(text) if isinstance(text, str) and text.startswith("[") else None
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, list) else []
+    return (read_json(text, list) if isinstance(text, str) and text.startswith("[") else None) or []
 
 
 def messages(prompt: Any, most: int = 4_000) -> list[Record]:

@@ -18,7 +18,7 @@ from covey.config_effects import uses_reference
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import SharedPacks
 from covey.errors import ConfigError, RunFolderError
-from covey.observe.run_folder import RunFolder
+from covey.observe.run_folder import RunFolder, table_name
 from covey.rollout.batching import Score, estimator_of
 from covey.rollout.learning import Learner, TrainedPolicy
 from covey.training import setup
@@ -70,7 +70,7 @@ def stored_step(folder: RunFolder, step: int) -> StoredStep:
     Raises:
         RunFolderError: the run has not kept it, or it is damaged.
     """
-    path = folder.batches / f"step_{step:06d}.parquet"
+    path = folder.batches / table_name(step)
     if path.exists():
         return read_step(path, step)
     kept = folder.batch_steps()

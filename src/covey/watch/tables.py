@@ -74,7 +74,8 @@ def _judged(row: Record) -> Record:
 
 
 def _excerpt(row: Record, search: str, around: int = 80) -> str:
-    for text in (str(row.get("completion") or ""), *(each["content"] for each in messages(row.get("prompt")))):
+    texts: list[str] = [each["content"] for each in messages(row.get("prompt"))]
+    for text in (str(row.get("completion") or ""), *texts):
         at = text.casefold().find(search)
         if at >= 0:
             return ("…" if at > around else "") + text[max(0, at - around) : at + len(search) + around]
