@@ -175,11 +175,7 @@ def run_labels(runs: Sequence[Path]) -> list[str]:
 
 
 def group_seeds(configs: Sequence[Mapping[str, Mapping[str, Any]]], labels: Sequence[str]) -> list[list[int]]:
-    """Runs that differ in their seed only, as lists of their positions.
-
-    Args:
-        configs: of each run: section -> field -> value.
-        labels: its name, for messages.
+    """Runs that differ in their seed only, as lists of their positions; a config is section -> field -> value.
 
     Raises:
         ConfigError: a run is alone with its settings, or two runs of a group have one seed.

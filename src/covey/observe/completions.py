@@ -80,12 +80,7 @@ class Wanted:
 class GroupFacts:
     """What is known of a group as a whole; taken from the table where it says so, else computed.
 
-    Attributes:
-        number: as the table names it.
-        size: completions.
-        mean: of the rewards that are numbers, None where there are none.
-        std: their standard deviation; computed, it is that of the group itself (divided by its size).
-        tied: all rewards are equal, so a comparison within the group teaches nothing.
+    `mean` and `std`, of the group itself, are of the rewards that are numbers; None where there are none.
     """
 
     number: Any
@@ -97,14 +92,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A completion that is wanted, without its texts.
-
-    Attributes:
-        table: where it is.
-        row: its position there.
-        facts: its values of the columns that are read of every row.
-        group: of the group that it belongs to.
-    """
+    """A completion that is wanted: a row of a table with the columns that are read of every row, and its group."""
 
     table: Table
     row: int
@@ -113,16 +101,10 @@ class Found:
 
 
 def find(tables: Iterable[Table], wanted: Wanted, order: Order = "stored", most: int | None = None) -> Iterator[Found]:
-    """The completions that are wanted, table after table, or ordered by reward over all of them.
+    """At most so many completions that are wanted, table after table (`stored`), or by reward over all of them.
 
     Those without a reward have no place in an order and are left out of `worst` and `best`. Equal rewards stand as
-    they are stored. A table that disappeared or is damaged is passed over with a warning, unless none can be read.
-
-    Args:
-        tables: to look into, in this order.
-        wanted: what to show.
-        order: `stored`, `worst` reward first, or `best` reward first.
-        most: stop after so many; None = all.
+    they are stored. A table that disappeared or is damaged is passed over with a warning.
 
     Raises:
         RunFolderError: no table could be read.
@@ -272,12 +254,7 @@ def read_keys(path: Path) -> list[Record]:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None, *, limited: bool = True) -> list[Record]:
-    """All rows of a table, whole.
-
-    Args:
-        path: the table.
-        columns: that are wanted, as far as it has them; None = all.
-        limited: it may be anybody's, and may not say that it is large.
+    """All rows of a table, whole, in those of the columns that it has; `limited` refuses one that says it is large.
 
     Raises:
         RunFolderError: there is no table, it is damaged, or too large to be looked at.
@@ -369,12 +346,7 @@ def listed(text: Any) -> list[Any]:
 
 
 def messages(prompt: Any, most: int = 4_000) -> list[Record]:
-    """A prompt as messages of role and text; one that is no conversation is a single text without a role.
-
-    Args:
-        prompt: as a table has it: text, or a conversation as JSON.
-        most: characters of a message that are kept.
-    """
+    """A prompt, text or a conversation as JSON, as messages of role and text, which is cut; text has no role."""
     text = str(prompt or "")
     found = listed(text)
     if found and all(isinstance(m, Mapping) and "content" in m for m in found):

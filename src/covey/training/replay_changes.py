@@ -50,15 +50,9 @@ def compare_steps(
     settings: Sequence[str],
     weights: tuple[Tensors, Tensors, Tensors] | None = None,
 ) -> Changed:
-    """Put two replays of one step side by side.
+    """Put two replays of one step side by side, with the settings of each, and how the others were given.
 
-    Args:
-        before: with the run's settings.
-        after: with the others.
-        config: the run's.
-        changed: the others.
-        settings: how they were given.
-        weights: before the step, after it with the run's settings, and after it with the others; None = there are none.
+    `weights`, if there are any: before the step, after it with the run's settings, and after it with the others.
     """
     result = Changed(list(settings))
     one = before.batch

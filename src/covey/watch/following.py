@@ -49,12 +49,7 @@ def follow(
     """The records that were added to a file of JSON lines since the last reading, at most `PIECE` bytes of them.
 
     A resume writes such files anew, without the lines of the steps that it repeats: then it begins at the start again.
-
-    Args:
-        path: the file; where there is none, nothing was found.
-        start: `end` of the last piece.
-        mark: of the last piece.
-        is_record: says of a JSON object whether it is one of this file's.
+    `start` and `mark` are the last piece's `end` and `mark`. Where there is no file, nothing was found.
 
     Raises:
         RunFolderError: it cannot be read.

@@ -128,10 +128,8 @@ def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
 
 
 def _search(folder: Path, names: Sequence[str], wanted: Record) -> Record:
-    """Completions of several tables, one after another and until `SEARCH_SECONDS` are over or many are found.
-
-    Returns:
-        `hits`, how many tables were `looked` through, and those that could not be read (`unread`).
+    """Completions of several tables, one after another and until `SEARCH_SECONDS` are over or many are found (`hits`);
+    how many tables were `looked` through, and how many could not be read (`unread`).
     """
     until = time.monotonic() + SEARCH_SECONDS
     hits: list[Record] = []

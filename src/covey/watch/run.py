@@ -40,11 +40,7 @@ class WatchedRun:
     """Reads a run folder; holds no lock, writes nothing, and keeps only what the doctor needs."""
 
     def __init__(self, path: str | os.PathLike[str], reader: TableReader | None = None) -> None:
-        """Take a run.
-
-        Args:
-            path: of the run folder.
-            reader: of its tables; runs that are shown together share one.
+        """Take a run; runs that are shown together share the reader of their tables.
 
         Raises:
             RunFolderError: there is none.
@@ -154,16 +150,8 @@ class WatchedRun:
     def search(self, kind: str, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
         """Completions of all steps from `first` to `last`, the newest first; bounded in time.
 
-        Args:
-            kind: "step" or "eval".
-            wanted: see `covey.watch.tables.wanted_of`.
-            first: step.
-            last: step.
-            before: step that an earlier search ended at.
-
-        Returns:
-            `hits`, steps that were `looked` through and those that are `left`, where the next search begins
-            (`before`), and tables that could not be read (`unread`).
+        They are the `hits`, with the steps that were `looked` through, those that are `left`, the step where the next
+        search begins (`before`), and the number of tables that could not be read (`unread`).
         """
         last = last if before is None else min(last, before - 1)
         steps = [step for step in reversed(_numbered(self.folder.completions, kind)) if first <= step <= last]

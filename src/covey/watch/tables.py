@@ -105,16 +105,7 @@ _LEAST_OF_A_TURN = 40
 
 
 def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
-    """The agents' episodes of a group, turn by turn, and which groups there are.
-
-    Args:
-        rows: of a table.
-        wanted: number of the group; None, or one that is not there = the first.
-
-    Returns:
-        `groups` with `group`, `uid` and `mean`; and `group`, `uid` and `rows` of the one that is wanted, each a row as
-        in `shortened` with its turns as `play`.
-    """
+    """Agents' episodes of a group, or of the first, as rows with their turns as `play`; and which groups there are."""
     found = {
         plain(group.number): (group, [(index, rows[index]) for index in places])
         for group, places, _ in grouped(rows, Wanted())
@@ -156,15 +147,8 @@ def _turn(turn: Record, most: int) -> Record:
 
 
 def compare(before: Iterable[Record], after: Iterable[Record], shown: str = "changed") -> tuple[Record, list[Record]]:
-    """The same questions in two evaluations.
-
-    Args:
-        before: rows of one.
-        after: rows of the other.
-        shown: `changed` (right in one of them only), `gained`, `lost` or `all`.
-
-    Returns:
-        How many were `gained`, `lost`, right in `both`, in `neither`, or `unjudged`; and the pairs that are wanted.
+    """The same questions in two evaluations: how many were `gained`, `lost`, right in `both`, in `neither`, or
+    `unjudged`; and the pairs that are wanted, of one of these names, `changed` (the first two) or `all`.
     """
     earlier = {(row.get("uid"), row.get("sample")): (index, row) for index, row in enumerate(before)}
     counts = dict.fromkeys(("gained", "lost", "both", "neither", "unjudged"), 0)
