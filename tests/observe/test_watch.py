@@ -190,6 +190,20 @@ def test_search_and_filters_choose_completions(tmp_path: Path, open_page: Any) -
     assert page.ask("0/completions", step=1, offset=1)["groups"][0]["uid"] == "b"
 
 
+def test_the_page_and_the_command_find_what_a_conversation_says(tmp_path: Path, open_page: Any, covey: Command) -> None:
+    """Not the JSON that it is stored as, in which letters have other names."""
+    row = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_completions(1, [row | {"reward": 1.0, "length": 3}])
+    page = open_page(run.path)
+    (hit,) = page.ask("0/search", search='OÙ "EST"\nla', reward_from=1, reward_to=1, length_to=3)["hits"]
+    assert hit["excerpt"] == 'Où "est"\nla gare?'
+    for query in ({"search": "content"}, {"reward_from": 1.1}, {"length_to": 2}):
+        assert page.ask("0/search", **query)["hits"] == []
+    assert covey("completions", str(run.path), "--search", 'OÙ "EST"')[0] == 0
+    assert covey("completions", str(run.path), "--search", "content")[0] != 0
+
+
 def test_evaluations_are_compared_question_by_question(tmp_path: Path, open_page: Any) -> None:
     def rows(*correct: bool | None) -> list[dict[str, Any]]:
         return [

@@ -74,7 +74,7 @@ def _judged(row: Record) -> Record:
 
 
 def _excerpt(row: Record, search: str, around: int = 80) -> str:
-    texts: list[str] = [each["content"] for each in messages(row.get("prompt"))]
+    texts: list[str] = [each["content"] for each in messages(row.get("prompt"), WHOLE)]
     for text in (str(row.get("completion") or ""), *texts):
         at = text.casefold().find(search)
         if at >= 0:
