@@ -40,10 +40,10 @@ from covey.cli_reports import (
 )
 from covey.cli_serve import serve
 from covey.cli_watch import report, watch
-from covey.cli_weights import config_for, recipe_file
+from covey.cli_weights import Overrides, config_for, recipe_file
 from covey.config import GRPOConfig, render_explain
 from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
-from covey.observe.console import accept_any_text, print_table, visible
+from covey.observe.console import accept_any_text, print_table, say, visible
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -60,14 +60,6 @@ app = typer.Typer(
 )
 out = Console()
 err = Console(stderr=True)
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[SECTION.FIELD=VALUE]...",
-        help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5.",
-    ),
-]
 
 
 def main() -> None:
@@ -309,7 +301,7 @@ def show_config(
             raise ConfigError(f"{wanted!r}: no setting has this in its name or meaning; leave it out to see them all")
         return
     config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
-    out.print(config.to_toml(), markup=False, highlight=False, soft_wrap=True)
+    say(out, config.to_toml())
 
 
 @app.command()
@@ -431,7 +423,7 @@ def _evaluate_choices(
     print_choices(out, found)
     if folder is not None:
         for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
-            out.print(f"  {path}", markup=False, highlight=False, soft_wrap=True)
+            say(out, f"  {path}")
 
 
 def _baseline(config: GRPOConfig, wanted: str | None, *, always: bool) -> GRPOConfig | None:

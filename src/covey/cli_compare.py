@@ -34,9 +34,9 @@ from covey.observe.comparison import (
     read_answers,
 )
 from covey.observe.completions import messages, read_rows
-from covey.observe.console import format_number, print_table, visible
+from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import plain
-from covey.observe.run_folder import RunFolder
+from covey.observe.run_folder import RunFolder, table_name
 
 _AXES: dict[str, Axis] = {"step": "step", "steps": "step", "tokens": "tokens", "minutes": "minutes"}
 _MOST_CONFIG = 1 << 20
@@ -100,10 +100,10 @@ def compare(
         from covey.observe.curve import draw_comparison
 
         draw_comparison({run.label: [run.records] for run in compared}, curve)
-        out.print(f"wrote {curve}", markup=False, highlight=False, soft_wrap=True)
+        say(out, f"wrote {curve}")
     if file is not None:
         write_atomically(file, json.dumps(plain(found), indent=1) + "\n")
-        out.print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)
+        say(out, f"wrote {file}")
 
 
 # ---------------------------------------------------------------------- reading
@@ -112,7 +112,7 @@ def compare(
 def _read(folder: RunFolder, label: str, notes: list[str]) -> ComparedRun:
     if folder.needs_python:
         notes.append(f"{label} was started from Python: parts of it that no file holds may differ too")
-    tables = {step: folder.completions / f"eval_{step:06d}.parquet" for step in folder.evaluation_steps()}
+    tables = {step: folder.completions / table_name(step, "eval") for step in folder.evaluation_steps()}
     return ComparedRun(label, folder.read_metrics(), _settings(folder, label, notes), tables)
 
 
@@ -233,7 +233,7 @@ def _print(
     for label, before, after, result in pairs:
         _print_pair(sides[0][0], label, before, after, result, questions)
     for note in found["notes"]:
-        out.print(visible(note, 500), markup=False, highlight=False, soft_wrap=True)
+        say(out, visible(note, 500))
 
 
 def _print_metrics(found: Mapping[str, Any], labels: Sequence[str]) -> None:
@@ -261,37 +261,37 @@ def _print_metrics(found: Mapping[str, Any], labels: Sequence[str]) -> None:
 
 
 def _print_pair(first: str, label: str, before: Answers, after: Answers, result: PairedAnswers, questions: int) -> None:
-    def say(text: str) -> None:
-        out.print(visible(text, 1000), markup=False, highlight=False, soft_wrap=True)
+    def tell(text: str) -> None:
+        say(out, visible(text, 1000))
 
     total = len(result.gained) + len(result.lost)
     if result.difference is None:
         why = "they were asked other questions"
         if before.left_out or after.left_out:
             why = "no question has an answer with a reward in both"
-        say(f"{label} against {first}: {why}, so their answers cannot be compared by question")
+        tell(f"{label} against {first}: {why}, so their answers cannot be compared by question")
     elif before.judged:
         of = f" on {result.difference.total} questions that both were asked"
-        say(f"{label} against {first}{of}: {difference(result.difference)} (McNemar's exact test)")
+        tell(f"{label} against {first}{of}: {difference(result.difference)} (McNemar's exact test)")
     else:
         d = result.difference
-        say(
+        tell(
             f"{label} against {first} on {d.total} questions that both were asked: mean reward {d.difference:+.3f} "
             f"({d.low:+.3f} to {d.high:+.3f}), p = {d.p_value:.2g}, {d.gained} better, {d.lost} worse (bootstrap)"
         )
     if result.only_before or result.only_after:
-        say(
+        tell(
             f"  {result.only_before} questions are answered only in {first}, {result.only_after} only in {label}; "
             "these are left out"
         )
     if result.other_text:
-        say(
+        tell(
             f"  {result.other_text} questions have one uid and different texts and are left out; --by-uid takes them "
             "as the same"
         )
     for side, name in ((before, first), (after, label)):
         if side.left_out:
-            say(f"  {name}: {side.left_out} completions say nothing of the policy and are left out")
+            tell(f"  {name}: {side.left_out} completions say nothing of the policy and are left out")
     if questions and total:
         _print_questions((first, label), (before, after), result, questions)
 

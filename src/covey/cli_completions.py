@@ -20,22 +20,28 @@ from rich.padding import Padding
 from rich.text import Text
 
 from covey.errors import ConfigError, DataError
-from covey.observe.completions import WHOLE, Found, Kind, Order, Table, Wanted, find, messages, whole_rows
+from covey.observe.completions import (
+    WHOLE,
+    Found,
+    Kind,
+    Order,
+    Table,
+    Wanted,
+    find,
+    listed,
+    messages,
+    parts_and_others,
+    whole_rows,
+)
 from covey.observe.console import format_number, visible
 from covey.observe.records import Record
-from covey.observe.run_folder import RunFolder
+from covey.observe.run_folder import RunFolder, table_name
 
 _SHOWN = 2_000
 _PROMPT = 1_000
 _NOTE = 300
 _RANKED = 10
 _WRAPPED = 50_000
-_OWN = {
-    *("group", "sample", "uid", "kind", "type", "prompt", "completion", "reward", "advantage", "correct", "masked_by"),
-    *("length", "finish_reason", "ended", "error", "turns", "no_actions", "policy_version"),
-    *("group_mean", "group_std", "group_tied", "row", "logp", "turn_rewards", "turn_advantages", "play"),
-}
-"""Columns that have a place of their own; others are what reward functions and verifiers logged."""
 
 
 def completions(
@@ -73,7 +79,7 @@ def completions(
         raise ConfigError("--step, --eval: a completion is of one of them; give one option")
     folder = RunFolder.read(run)
     tables = _tables(folder, step, evaluation, searching=bool(search or prompt))
-    wanted = Wanted(search, prompt, tied, masked, truncated, True if right else False if wrong else None)
+    wanted = Wanted(search, prompt, tied or None, masked, truncated, True if right else False if wrong else None)
     order: Order = "worst" if worst else "best" if best else "stored"
     most = number if number is not None or order == "stored" else _RANKED
     found = find(tables, wanted, order, most)
@@ -105,7 +111,7 @@ def _tables(folder: RunFolder, step: str | None, evaluation: str | None, *, sear
         raise DataError(f"{folder.path} has no {what} yet; {fix}")
     spec = (step if kind == "step" else evaluation) or ("all" if searching else "last")
     return [
-        Table(kind, number, folder.completions / f"{kind}_{number:06d}.parquet")
+        Table(kind, number, folder.completions / table_name(number, kind))
         for number in chosen_steps(spec, there, f"--{kind}")
     ]
 
@@ -223,7 +229,7 @@ def _show_completion(out: Console, found: Found, row: Record, characters: int) -
     line = Text(f"[{_name(row.get('sample', found.row))}]", style="bold")
     reward = row.get("reward")
     line.append(f" reward {format_number(reward)}", style="green" if (reward or 0) > 0 else "")
-    parts = {name[8:]: value for name, value in row.items() if name.startswith("rewards/")}
+    parts, logged = parts_and_others(row)
     if parts:
         told = ", ".join(f"{_name(name)} {format_number(value)}" for name, value in parts.items())
         line.append(f" ({told})", style="not bold")
@@ -247,10 +253,9 @@ def _show_completion(out: Console, found: Found, row: Record, characters: int) -
     _body(out, text if row.get("turns") is None else _conversation(text, row))
     if row.get("error"):
         _body(out, Text(f"error: {_name(row['error'], _NOTE)}", style="red"))
-    for name, value in row.items():
-        if name not in _OWN and not name.startswith("rewards/") and value is not None:
-            logged = format_number(value) if isinstance(value, float) else str(value)
-            _body(out, Text(f"{_name(name)}: {_name(logged, _NOTE)}", style="dim"))
+    for name, value in logged.items():
+        told = format_number(value) if isinstance(value, float) else str(value)
+        _body(out, Text(f"{_name(name)}: {_name(told, _NOTE)}", style="dim"))
 
 
 def _conversation(text: Text, row: Record) -> Text:
@@ -260,7 +265,9 @@ def _conversation(text: Text, row: Record) -> Text:
     """
     notes = [
         f"  [reward {_signed(reward)}{'' if credit is None else f', advantage {_signed(credit)}'}]"
-        for reward, credit in zip_longest(_numbers(row.get("turn_rewards")), _numbers(row.get("turn_advantages")))
+        for reward, credit in zip_longest(
+            *(listed(row.get(name))[:1000] for name in ("turn_rewards", "turn_advantages"))
+        )
     ]
     lines = list(text.split("\n", allow_blank=True))
     spoken = [line for line in lines if line.plain.startswith("> ")]
@@ -272,15 +279,6 @@ def _conversation(text: Text, row: Record) -> Text:
     else:
         lines += [Text(f"turn {number}:{note}", style="green") for number, note in enumerate(notes, start=1)]
     return Text("\n").join(lines)
-
-
-def _numbers(text: Any) -> list[Any]:
-    """A list of numbers that a table has as JSON; nothing where it is none."""
-    try:
-        found = json.loads(text) if isinstance(text, str) else None
-    except (ValueError, RecursionError):
-        return []
-    return found[:1000] if isinstance(found, list) else []
 
 
 def _body(out: Console, text: Text) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,9 +11,10 @@ import typer
 from rich.console import Console
 
 from covey.cli_plan import print_forecast, print_plan
+from covey.cli_weights import Overrides, recipe_file
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
-from covey.observe.console import visible
+from covey.observe.console import say, visible
 from covey.observe.doctor import Diagnosis
 from covey.observe.findings import findings
 from covey.observe.run_folder import RunFolder
@@ -21,16 +23,14 @@ if TYPE_CHECKING:
     from covey.types import Group
 
 out = Console()
+_say = partial(say, out)
 _SHOWN = 3
 """Completions of a recipe that are printed."""
 
 
 def doctor(
     target: Annotated[Path, typer.Argument(help="The folder of a run, or a recipe that is to be run.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's."),
-    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Only look at the cluster that the recipe would run on. Trains nothing.")
     ] = False,
@@ -48,7 +48,7 @@ def doctor(
             )
         found = _of_run(target, as_json=as_json)
     else:
-        file = target / "recipe.toml" if target.is_dir() else target
+        file = recipe_file(target)
         if not file.exists():
             raise ConfigError(f"{target}: is neither the folder of a run (with versions.json) nor a recipe")
         if as_json:
@@ -135,7 +135,3 @@ def _of_cluster(config: GRPOConfig) -> bool:
 def _tell(diagnosis: Diagnosis, since: str = "") -> None:
     out.print(f"{diagnosis.code}{since}", style="bold yellow", markup=False, highlight=False)
     _say(f"  {diagnosis.message}\n  {diagnosis.fix}.")
-
-
-def _say(text: str) -> None:
-    out.print(text, markup=False, highlight=False, soft_wrap=True)

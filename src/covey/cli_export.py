@@ -11,6 +11,7 @@ from rich.console import Console
 
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
+from covey.observe.console import say
 
 out = Console()
 
@@ -60,21 +61,19 @@ def export(
         if checkpoint is None
         else checkpoint_weights(folder, config, checkpoint)
     ) as weights:
-        out.print(f"weights: {weights.said}", markup=False, highlight=False, soft_wrap=True)
+        say(out, f"weights: {weights.said}")
         kind: Literal["model", "adapter", "mlx", "gguf"] = (
             "adapter" if adapter else "mlx" if mlx else "gguf" if gguf else "model"
         )
         export_run(folder, config, weights, target, kind=kind, dtype=dtype, base=base, repository=repository)
-    out.print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
+    say(out, f"wrote {target}")
     if config.model.quantization != "none":
         where = f"goes onto {base or config.model.model}" if adapter or mlx else "was merged into the model"
-        out.print(
+        say(
+            out,
             f"the adapter was trained on the model in {config.model.quantization} and {where} as it is in its files: "
             "what was exported is not quite the policy that was trained; compare covey eval of both",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
     if repository is not None:
         place = upload_folder(target, repository)
-        out.print(f"uploaded to {place}", markup=False, highlight=False, soft_wrap=True)
+        say(out, f"uploaded to {place}")

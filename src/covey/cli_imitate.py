@@ -10,11 +10,11 @@ import typer
 from rich.console import Console
 
 from covey.cli_ending import said_by_signals
-from covey.cli_weights import recipe_file
+from covey.cli_weights import Overrides, recipe_file
 from covey.config import GRPOConfig
 from covey.config_names import canonical_names
 from covey.config_text import parse_overrides
-from covey.observe.console import visible
+from covey.observe.console import say, visible
 
 out = Console()
 err = Console(stderr=True)
@@ -22,10 +22,7 @@ err = Console(stderr=True)
 
 def imitate(
     recipe: Annotated[Path, typer.Argument(help="A recipe with a world: a TOML file, or a folder with recipe.toml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's."),
-    ] = None,
+    overrides: Overrides = None,
     episodes: Annotated[int, typer.Option(min=1, help="That the expert plays, of training tasks.")] = 200,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over those in which it succeeded.")] = 2,
     episodes_per_step: Annotated[int, typer.Option(min=1, help="In each optimiser step.")] = 16,
@@ -65,4 +62,4 @@ def imitate(
     again = ["covey", "train", str(recipe), *kept, f"model.{field}={found.folder / 'adapter'}"]
     lines += [f"continue: {shlex.join(again)}"]
     for line in lines:
-        out.print(visible(line, 2000), markup=False, highlight=False, soft_wrap=True)
+        say(out, visible(line, 2000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from covey.cli_weights import Overrides, recipe_file
 from covey.config import GRPOConfig
-from covey.observe.console import print_table
+from covey.observe.console import print_table, say
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,14 +23,12 @@ if TYPE_CHECKING:
 
 out = Console()
 err = Console(stderr=True)
+_say = partial(say, out)
 
 
 def plan(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's."),
-    ] = None,
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     device_memory: Annotated[
         list[float] | None,
@@ -51,8 +51,7 @@ def plan(
     from covey.training.plan import measure
     from covey.training.trainer import GRPOTrainer
 
-    file = recipe / "recipe.toml" if recipe.is_dir() else recipe
-    config = GRPOConfig.from_toml(file, overrides=overrides or [])
+    config = GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
     if device_memory:
         tell_device_memory(config, device_memory, as_json=as_json)
         return
@@ -90,7 +89,7 @@ def print_forecast(known: Forecast | None, where: str) -> None:
         total = known.sync_bytes * known.receivers
         _say(f"a sync: {known.sync_bytes / 1e6:.1f} MB to each of {known.receivers}, {total / 1e6:.1f} MB in all")
     for warning in known.warnings():
-        err.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        say(err, f"warning: {warning}", "yellow")
 
 
 def tell_device_memory(config: GRPOConfig, sizes: Sequence[float], *, as_json: bool = False) -> None:
@@ -163,7 +162,3 @@ def print_plan(found: Plan, *, alone: bool = True) -> None:
             f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
             f"(finding out took {found.probe_seconds:.0f} s)"
         )
-
-
-def _say(text: str) -> None:
-    out.print(text, markup=False, highlight=False, soft_wrap=True)

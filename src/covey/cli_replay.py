@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from covey.errors import ConfigError, CoveyError
-from covey.observe.console import print_table, visible
+from covey.observe.console import print_table, say, visible
+from covey.observe.records import plain
 
 if TYPE_CHECKING:
     from covey.training.replay import Report
@@ -72,7 +73,7 @@ def replay(
             progress=lambda doing: status.update(visible(doing, 200)),
         )
     if as_json is not None:
-        text = json.dumps(_finite(report.to_dict()), allow_nan=False, indent=1)
+        text = json.dumps(plain(report.to_dict()), allow_nan=False, indent=1)
         if printed:
             typer.echo(text)
         else:
@@ -152,11 +153,4 @@ def _number(value: float | None) -> str:
 
 
 def _say(text: str, style: str | None = None) -> None:
-    out.print(visible(text, 2000), style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _finite(value: Any) -> Any:
-    """Without NaN and infinities, which JSON has not."""
-    from covey.observe.records import plain
-
-    return plain(value)
+    say(out, visible(text, 2000), style)

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.errors import ConfigError
-from covey.observe.console import print_table, visible
+from covey.observe.answer_statistics import measured
+from covey.observe.console import print_table, say, visible
 from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference, paired_difference
 
@@ -46,26 +47,9 @@ def print_choices(out: Console, report: Mapping[str, Any]) -> None:
     models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
     table = Table(f"{report['questions']} questions", *(model["name"] for model in models))
 
-    def row(name: str, *keys: str, share: bool = True) -> None:
-        cells = []
-        for model in models:
-            value: Any = model
-            for key in keys:
-                value = value.get(key) if value is not None else None
-            cells.append("" if value is None else percent(value) if share else f"{value:.3f}")
-        if any(cells):
-            table.add_row(name, *cells)
-
-    row("accuracy", "accuracy")
-    row("no letter found", "extraction_failures")
-    row("accuracy of its letters at random", "letters", "own_prior", share=False)
-    constant = models[0]["letters"]["constant"]
-    row(f"accuracy of always {constant['letter']}", "letters", "constant", "accuracy", share=False)
-    row("options rotated: the same option", "rotation", "same_option")
-    row("options rotated: the same letter", "rotation", "same_letter")
-    row("likeliest letter: accuracy", "likelihood", "accuracy")
-    row("likeliest letter: calibration error", "likelihood", "expected_calibration_error", share=False)
-    row("probability of beginning with a letter", "likelihood", "letter_mass", share=False)
+    forms = {"share": percent, "part": "{:.3f}".format, "number": "{:.3f}".format}
+    for name, form, values in measured(models):
+        table.add_row(name, *("" if value is None else forms[form](value) for value in values))
     chosen = [
         "  ".join(f"{letter} {100 * value:.0f} %" for letter, value in model["letters"]["chosen"].items())
         for model in models
@@ -125,7 +109,7 @@ def print_left_out(out: Console, name: str, result: Evaluation) -> None:
     left_out = f"{name}: the environment failed in {failed} of {total} episodes, which accuracy leaves out"
     if failed:
         text = left_out if failed < total else f"no accuracy: {NOTHING_JUDGED}"
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(out, text)
 
 
 def print_difference(out: Console, name: str, before: Evaluation, after: Evaluation) -> None:
@@ -172,16 +156,12 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
     out.print(f"{trainer.state.global_step} steps in {minutes} min {seconds} s of training", highlight=False)
     for name in ("learning_curve.png", "metrics.jsonl", "completions", "adapter"):
         if (folder / name).exists():
-            out.print(f"  {folder / name}", markup=False, highlight=False, soft_wrap=True)
+            say(out, f"  {folder / name}")
     kept = [event["message"] for event in RunFolder.read(folder).read_events() if event.get("kind") == "adapter"]
     for message in kept[-1:]:
-        out.print(str(message), markup=False, highlight=False, soft_wrap=True)
-    out.print(
-        f"try it: covey sample {shlex.quote(str(folder))} 'your prompt'", markup=False, highlight=False, soft_wrap=True
-    )
-    out.print(
-        f"use it elsewhere: covey export {shlex.quote(str(folder))}", markup=False, highlight=False, soft_wrap=True
-    )
+        say(out, str(message))
+    say(out, f"try it: covey sample {shlex.quote(str(folder))} 'your prompt'")
+    say(out, f"use it elsewhere: covey export {shlex.quote(str(folder))}")
 
 
 _OWN = tuple(f"run.{name}" for name in ("seed", "output_dir", "run_name", "progress", "num_completions_to_print"))
@@ -195,11 +175,7 @@ def run_labels(runs: Sequence[Path]) -> list[str]:
 
 
 def group_seeds(configs: Sequence[Mapping[str, Mapping[str, Any]]], labels: Sequence[str]) -> list[list[int]]:
-    """Runs that differ in their seed only, as lists of their positions.
-
-    Args:
-        configs: of each run: section -> field -> value.
-        labels: its name, for messages.
+    """Runs that differ in their seed only, as lists of their positions; a config is section -> field -> value.
 
     Raises:
         ConfigError: a run is alone with its settings, or two runs of a group have one seed.

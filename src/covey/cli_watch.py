@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from covey.errors import ConfigError
+from covey.observe.console import say
 
 _WANTED = ("fastapi", "uvicorn")
 
@@ -50,7 +51,7 @@ def watch(
     listening.listen(128)
     address, bound = listening.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{bound}/#token={secret}"
-    out.print(f"{url}  (Ctrl-C to stop)", markup=False, highlight=False, soft_wrap=True)
+    say(out, f"{url}  (Ctrl-C to stop)")
     if not no_browser:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     uvicorn_server(app, ConnectionLimits()).run(sockets=[listening])
@@ -79,6 +80,6 @@ def report(
         left_out = export_runs([WatchedRun(run, reader) for run in runs], path)
     finally:
         reader.close()
-    out.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", markup=False, highlight=False, soft_wrap=True)
+    say(out, f"{path}: {path.stat().st_size / 1e6:.1f} MB")
     for sentence in left_out:
-        out.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        say(out, sentence)

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from covey.config import GRPOConfig
+from covey.observe.console import say
 
 err = Console(stderr=True)
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[SECTION.FIELD=VALUE]...",
+        help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5.",
+    ),
+]
 
 
 def recipe_file(recipe: Path) -> Path:
@@ -35,6 +45,6 @@ def config_for(model: str, adapter: str | None, overrides: list[str] | None) -> 
     if adapter is not None:
         return config.replace(adapter=adapter)
     kept = kept_weights(folder, config)
-    err.print(f"weights: {kept.said}", markup=False, highlight=False, soft_wrap=True)
+    say(err, f"weights: {kept.said}")
     path = str(kept.path)
     return config.replace(adapter=path) if config.model.use_peft else config.replace(model=path)

@@ -23,6 +23,7 @@ from command import Command
 from covey import GRPOTrainer
 from covey.config import GRPOConfig
 from covey.errors import RunFolderError
+from covey.observe import completions
 from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 from covey.serving.connections import ConnectionLimits
@@ -189,6 +190,20 @@ def test_search_and_filters_choose_completions(tmp_path: Path, open_page: Any) -
     assert page.ask("0/completions", step=1, offset=1)["groups"][0]["uid"] == "b"
 
 
+def test_the_page_and_the_command_find_what_a_conversation_says(tmp_path: Path, open_page: Any, covey: Command) -> None:
+    """Not the JSON that it is stored as, in which letters have other names."""
+    row = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
+    with RunFolder.create(tmp_path / "run") as run:
+        run.write_completions(1, [row | {"reward": 1.0, "length": 3}])
+    page = open_page(run.path)
+    (hit,) = page.ask("0/search", search='OÙ "EST"\nla', reward_from=1, reward_to=1, length_to=3)["hits"]
+    assert hit["excerpt"] == 'Où "est"\nla gare?'
+    for query in ({"search": "content"}, {"reward_from": 1.1}, {"length_to": 2}):
+        assert page.ask("0/search", **query)["hits"] == []
+    assert covey("completions", str(run.path), "--search", 'OÙ "EST"')[0] == 0
+    assert covey("completions", str(run.path), "--search", "content")[0] != 0
+
+
 def test_evaluations_are_compared_question_by_question(tmp_path: Path, open_page: Any) -> None:
     def rows(*correct: bool | None) -> list[dict[str, Any]]:
         return [
@@ -305,7 +320,7 @@ def test_a_table_of_lists_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step_000001.parquet"
     pq.write_table(pa.table({"group": [[1], [2]], "reward": [0.0, 1.0]}), path)
     with pytest.raises(RunFolderError, match="'group' holds lists"):
-        tables.read_rows(path)
+        completions.read_table(path)
 
 
 def test_a_run_that_is_deleted_takes_no_other_from_the_page(tmp_path: Path, open_page: Any) -> None:
@@ -338,10 +353,10 @@ def test_what_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "step_000001.parquet"
     write_table(path, [{"group": 0, "completion": "a" * 1_000_000, "reward": 0.0}] * 50)
     assert path.stat().st_size < 100_000
-    assert len(tables.read_rows(path)) == 50
-    monkeypatch.setattr(tables, "MOST_ROWS", 49)
+    assert len(completions.read_table(path)) == 50
+    monkeypatch.setattr(completions, "MOST_ROWS", 49)
     with pytest.raises(RunFolderError, match="50 rows"):
-        tables.read_rows(path)
+        completions.read_table(path)
 
 
 def test_hostile_completions_are_text_and_long_ones_are_cut(tmp_path: Path, open_page: Any) -> None:

@@ -16,7 +16,7 @@ from covey.algorithms import Outcomes
 from covey.environments import EnvironmentPool, House
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
-from covey.observe.records import read_table
+from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
 from covey.training.agents import make_collector
 from covey.types import SamplingSettings

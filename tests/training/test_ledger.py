@@ -15,7 +15,7 @@ from learner_cases import make_batch, make_learner
 from covey import GRPOTrainer
 from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
-from covey.observe.records import read_table
+from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
 from covey.training import ledger
 from covey.training.ledger import Ledger, token_columns

@@ -175,6 +175,13 @@ def test_agents(context: dict[str, Any], tmp_path: Path, model_folder: Path) -> 
         assert len(json.loads(row["turn_advantages"])) == row["turns"]
         assert row["masked_by"] == ""
         assert row["logp"] <= 0
+    table = run / "completions" / "step_000002.parquet"
+    whole = table.read_bytes()
+    for column, check in (("turn_rewards", "rewards"), ("turn_advantages", "advantages")):
+        new = {column: json.dumps([value + 1 for value in json.loads(rows[0][column])])}
+        change_rows(table, lambda rows, new=new: rows[0].update(new))
+        assert wrong(replay(run, 2, tolerance=0)) == [f"completions: {check}"]
+        table.write_bytes(whole)
     change_rows(run / "batches" / "step_000002.parquet", lambda rows: rows[0]["turns"][0].update(reward=5.0))
     assert {"rewards from their parts", "completions: rewards"} <= set(wrong(replay(run, 2, batch_only=True)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from covey.files import write_atomically
+from covey.observe.answer_statistics import measured
 from covey.observe.html import bar, folded, page, picture, table, tag
 from covey.observe.records import plain
 
@@ -37,7 +38,13 @@ def choice_html(report: Mapping[str, Any], title: str) -> str:
     models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
     parts = [
         tag("p", f"{report['questions']} questions. Intervals are 95 %."),
-        table(["", *(model["name"] for model in models)], _comparison(models)),
+        table(
+            ["", *(model["name"] for model in models)],
+            (
+                [name, *("" if v is None else _FORMS[form](v) for v in values)]
+                for name, form, values in measured(models)
+            ),
+        ),
     ]
     if "against_baseline" in report:
         d = report["against_baseline"]
@@ -70,33 +77,6 @@ def choice_html(report: Mapping[str, Any], title: str) -> str:
     )
 
 
-def _comparison(models: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """The table's rows: what is measured, then of each model; what was measured of none is left out."""
-    measured: list[tuple[str, tuple[str, ...], Callable[[Any], str]]] = [
-        ("accuracy", ("accuracy",), _share),
-        ("no letter found", ("extraction_failures",), _share),
-        ("its letters dealt out at random", ("letters", "own_prior"), _percent),
-        (f"always {models[0]['letters']['constant']['letter']}", ("letters", "constant", "accuracy"), _percent),
-        ("a fair draw", ("letters", "uniform"), _percent),
-        ("options rotated: the same option", ("rotation", "same_option"), _share),
-        ("options rotated: the same letter", ("rotation", "same_letter"), _share),
-        ("likeliest letter: accuracy", ("likelihood", "accuracy"), _share),
-        ("likeliest letter: calibration error", ("likelihood", "expected_calibration_error"), "{:.3f}".format),
-        ("probability that the answer begins with a letter", ("likelihood", "letter_mass"), "{:.3f}".format),
-    ]
-    for name, path, show in measured:
-        values = [_at(model, *path) for model in models]
-        if values[0] is not None:
-            yield [name, *("" if value is None else show(value) for value in values)]
-
-
-def _at(found: Any, *path: str) -> Any:
-    """What stands at a path of keys; None if nothing does."""
-    for key in path:
-        found = found.get(key) if found else None
-    return found
-
-
 def _error(error: Mapping[str, Any]) -> str:
     right, chosen = error["right"], error["chosen"]
     marks = {chosen: "wrong"} | {right: "right"}
@@ -112,6 +92,9 @@ def _percent(share: float) -> str:
 def _share(s: Mapping[str, float]) -> Markup:
     interval = tag("span", f"({100 * s['low']:.1f} to {100 * s['high']:.1f})", kind="note")
     return Markup(_percent(s["share"])) + " " + interval
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {"share": _share, "part": _percent, "number": "{:.3f}".format}
 
 
 def _figure(report: Mapping[str, Any]) -> Figure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -51,12 +51,7 @@ class Answered:
 
 
 def choice_report(rows: Sequence[Row], answered: Answered, baseline: Answered | None = None) -> Json:
-    """All statistics as plain values: see `docs/evaluation.md` for what each means.
-
-    Args:
-        rows: `[n]` questions.
-        answered: by the model in question.
-        baseline: by the model that it is compared with, to the same questions.
+    """All statistics as plain values: see `docs/evaluation.md` for what each means. Both answered the same questions.
 
     Raises:
         ValueError: not one answer for each question.
@@ -103,6 +98,29 @@ def share(count: int, total: int) -> Json:
     """A share with its 95 % Wilson interval."""
     low, high = wilson_interval(count, total)
     return {"share": count / total if total else float("nan"), "low": low, "high": high, "count": count, "of": total}
+
+
+def measured(models: Sequence[Json]) -> Iterator[tuple[str, str, list[Any]]]:
+    """Of reports on models what is told side by side: its name, what it is (a "share" with its interval, a "part" of
+    one, or a "number"), and what was measured of each model; what was measured of none is left out.
+    """
+    for name, form, *path in (
+        ("accuracy", "share", "accuracy"),
+        ("no letter found", "share", "extraction_failures"),
+        ("its letters at random", "part", "letters", "own_prior"),
+        (f"always {models[0]['letters']['constant']['letter']}", "part", "letters", "constant", "accuracy"),
+        ("a fair draw", "part", "letters", "uniform"),
+        ("options rotated: the same option", "share", "rotation", "same_option"),
+        ("options rotated: the same letter", "share", "rotation", "same_letter"),
+        ("likeliest letter: accuracy", "share", "likelihood", "accuracy"),
+        ("likeliest letter: calibration error", "number", "likelihood", "expected_calibration_error"),
+        ("probability of beginning with a letter", "number", "likelihood", "letter_mass"),
+    ):
+        values: list[Any] = list(models)
+        for key in path:
+            values = [None if value is None else value.get(key) for value in values]
+        if any(value is not None for value in values):
+            yield name, form, values
 
 
 def letter_prior(rows: Sequence[Row], answered: Answered) -> Json:

@@ -34,13 +34,8 @@ _OWN = tuple(f"run.{name}" for name in ("output_dir", "run_name", "progress", "n
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """What a comparison looks at.
-
-    Attributes:
-        label: its name, unlike the others'.
-        records: lines of its `metrics.jsonl`.
-        settings: `section.field` -> value, defaults included.
-        evaluations: step -> table of what was answered in the evaluation there.
+    """What a comparison looks at: a run by a name unlike the others', the lines of its `metrics.jsonl`, its settings
+    (`section.field` -> value, defaults included), and step -> table of what was answered in the evaluation there.
     """
 
     label: str
@@ -118,12 +113,8 @@ def _finite(value: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a run answered to one held-out question.
-
-    Attributes:
-        score: share of its completions that are right, or their mean reward.
-        question: short name of the question's text, without system messages, by which two runs' are compared.
-        row: of its first completion in the table.
+    """What a run answered to one held-out question: the share of its completions that are right, or their mean reward;
+    a short name of the question's text, by which two runs' are compared; and where its first completion is.
     """
 
     score: float
@@ -151,13 +142,8 @@ class Answers:
 
 
 def chosen_evaluation(run: ComparedRun, which: str, axis: Axis, point: float | None) -> int:
-    """The step of the evaluation that `which` names, of those that left a table.
-
-    Args:
-        run: whose evaluations.
-        which: a step; `first`, `last`; `best`, by accuracy or else reward; `equal`, the last where all runs got.
-        axis: of `equal`.
-        point: of `equal`.
+    """The step of the evaluation that `which` names, of those that left a table: a step; `first`, `last`; `best`, by
+    accuracy or else reward; `equal`, the last where all runs got, which is a `point` of the axis.
 
     Raises:
         DataError: the run has no table of an evaluation, or none of that one.
@@ -192,12 +178,7 @@ def chosen_evaluation(run: ComparedRun, which: str, axis: Axis, point: float | N
 
 
 def read_answers(step: int, path: Path, *, rewards: bool = False) -> Answers:
-    """An evaluation's answers by question.
-
-    Args:
-        step: of the evaluation.
-        path: its table.
-        rewards: take rewards also where it is known what is right.
+    """An evaluation's answers by question; `rewards`, also where it is known what is right.
 
     Raises:
         RunFolderError: it cannot be read.
@@ -262,12 +243,7 @@ class PairedAnswers:
 
 
 def pair(before: Answers, after: Answers, *, by_uid: bool = False) -> PairedAnswers:
-    """Compare two evaluations question by question.
-
-    Args:
-        before: of the run that is compared with.
-        after: of the run in question.
-        by_uid: questions of one uid are the same whatever their texts are, as when two runs word them differently.
+    """Compare two evaluations question by question; `by_uid`, also where the texts of one uid differ.
 
     Raises:
         DataError: one is judged right and wrong, the other by rewards only.

@@ -7,21 +7,21 @@ A table may be anybody's: it was copied, damaged, or written to do harm. What de
 from __future__ import annotations
 
 import heapq
-import json
 import logging
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Literal, TypeGuard
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
-from covey.observe.records import Record, plain
+from covey.observe.records import Record, plain, read_json
 from covey.types import equal_rewards
 
 MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
+"""Of a table that may be anybody's; bytes of its largest part where it is read in parts."""
 WHOLE = 1_000_000
 """Characters of a text that are looked at; one more is read, so that it is seen where there are more."""
 _NAME = 200
@@ -32,6 +32,8 @@ _KEYS = (
     *("finish_reason", "ended", "policy_version", "group_mean", "group_std", "group_tied"),
 )
 """Columns that are read of every row; all others only of those that are shown."""
+KEYS_AND_TEXTS = (*_KEYS, "prompt", "completion")
+_OWN = {*KEYS_AND_TEXTS, "error", "no_actions", "row", "logp", "turn_rewards", "turn_advantages", "play"}
 _log = logging.getLogger("covey.observe")
 
 Kind = Literal["step", "eval"]
@@ -54,30 +56,31 @@ class Wanted:
     Attributes:
         search: text that the prompt or the completion contains, in any case.
         uid: of the prompt.
-        tied: True = only of groups whose rewards are all equal.
+        tied: True = only of groups whose rewards are all equal, False = only of the others.
         masked: True = only those of which a mask took something.
         truncated: True = only those that a limit of tokens or turns ended.
         correct: True = only right ones, False = only wrong ones; of those that were judged.
+        ended: how it ended, as its finish reason says.
+        least: lowest value of columns such as "reward" and "length".
+        most: highest value of them.
     """
 
     search: str = ""
     uid: str = ""
-    tied: bool = False
+    tied: bool | None = None
     masked: bool = False
     truncated: bool = False
     correct: bool | None = None
+    ended: str = ""
+    least: Mapping[str, float] = field(default_factory=dict)
+    most: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
     """What is known of a group as a whole; taken from the table where it says so, else computed.
 
-    Attributes:
-        number: as the table names it.
-        size: completions.
-        mean: of the rewards that are numbers, None where there are none.
-        std: their standard deviation; computed, it is that of the group itself (divided by its size).
-        tied: all rewards are equal, so a comparison within the group teaches nothing.
+    `mean` and `std`, of the group itself, are of the rewards that are numbers; None where there are none.
     """
 
     number: Any
@@ -89,14 +92,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A completion that is wanted, without its texts.
-
-    Attributes:
-        table: where it is.
-        row: its position there.
-        facts: its values of the columns that are read of every row.
-        group: of the group that it belongs to.
-    """
+    """A completion that is wanted: a row of a table with the columns that are read of every row, and its group."""
 
     table: Table
     row: int
@@ -105,16 +101,10 @@ class Found:
 
 
 def find(tables: Iterable[Table], wanted: Wanted, order: Order = "stored", most: int | None = None) -> Iterator[Found]:
-    """The completions that are wanted, table after table, or ordered by reward over all of them.
+    """At most so many completions that are wanted, table after table (`stored`), or by reward over all of them.
 
     Those without a reward have no place in an order and are left out of `worst` and `best`. Equal rewards stand as
-    they are stored. A table that disappeared or is damaged is passed over with a warning, unless none can be read.
-
-    Args:
-        tables: to look into, in this order.
-        wanted: what to show.
-        order: `stored`, `worst` reward first, or `best` reward first.
-        most: stop after so many; None = all.
+    they are stored. A table that disappeared or is damaged is passed over with a warning.
 
     Raises:
         RunFolderError: no table could be read.
@@ -186,29 +176,47 @@ def _read_all(tables: Iterable[Table]) -> Iterator[tuple[Table, list[Record]]]:
 
 
 def _in_table(table: Table, rows: list[Record], wanted: Wanted) -> Iterator[Found]:
+    without_texts = grouped(rows, replace(wanted, search=""))
+    passing = {index: group for group, _, left in without_texts for index in left}
+    if wanted.search:
+        texts = read_rows(table.path, passing.keys(), ("prompt", "completion"))
+        passing = {index: passing[index] for index, row in texts if says(row, wanted.search)}
+    yield from (Found(table, index, rows[index], passing[index]) for index in sorted(passing))
+
+
+def grouped(rows: Sequence[Record], wanted: Wanted) -> Iterator[tuple[GroupFacts, list[int], list[int]]]:
+    """Each group, the positions of its rows, and those of them that are wanted; groups that have any."""
     groups: dict[Any, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.get("group"), []).append(index)
-    facts = {number: _facts(number, [rows[index] for index in members]) for number, members in groups.items()}
-    passing = [index for index, row in enumerate(rows) if _passes(row, facts[row.get("group")], wanted)]
-    if wanted.search and passing:
-        looked_for = wanted.search.casefold()
-        passing = [
-            index
-            for index, row in read_rows(table.path, set(passing), ("prompt", "completion"))
-            if looked_for in str(row.get("completion") or "").casefold()
-            or any(looked_for in message["content"].casefold() for message in messages(row.get("prompt"), WHOLE))
-        ]
-    yield from (Found(table, index, rows[index], facts[rows[index].get("group")]) for index in passing)
+    for number, places in groups.items():
+        facts = _facts(number, [rows[index] for index in places])
+        left = [index for index in places if _passes(rows[index], facts, wanted) and says(rows[index], wanted.search)]
+        if left:
+            yield facts, places, left
+
+
+def says(row: Record, search: str) -> bool:
+    """The prompt or the completion contains a text, in any case."""
+    search = search.casefold()
+    return (
+        not search
+        or search in str(row.get("completion") or "").casefold()
+        or any(search in message["content"].casefold() for message in messages(row.get("prompt"), WHOLE))
+    )
 
 
 def _passes(row: Record, group: GroupFacts, wanted: Wanted) -> bool:
+    ends = row.get("finish_reason"), row.get("ended")
     return (
         (not wanted.uid or row.get("uid") == wanted.uid)
-        and (not wanted.tied or group.tied)
+        and (wanted.tied is None or group.tied is wanted.tied)
         and (not wanted.masked or bool(row.get("masked_by")))
-        and (not wanted.truncated or row.get("finish_reason") == "length" or row.get("ended") in ("turns", "context"))
+        and (not wanted.truncated or ends[0] == "length" or ends[1] in ("turns", "context"))
         and (wanted.correct is None or row.get("correct") is wanted.correct)
+        and (not wanted.ended or wanted.ended in ends)
+        and all(_is_number(value := row.get(name)) and value >= bound for name, bound in wanted.least.items())
+        and all(_is_number(value := row.get(name)) and value <= bound for name, bound in wanted.most.items())
     )
 
 
@@ -234,11 +242,7 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def read_keys(path: Path) -> list[Record]:
-    """Of every row what decides whether it is wanted, and no texts.
-
-    Raises:
-        RunFolderError: there is no table, it is damaged, or too large to be looked at.
-    """
+    """Of every row what decides whether it is wanted, and no texts; raises as `read_table`."""
     with _opened(path) as table:
         there = [name for name in _KEYS if name in table.schema_arrow.names]
         rows: list[Record] = []
@@ -249,11 +253,23 @@ def read_keys(path: Path) -> list[Record]:
         return rows if there else [{} for _ in range(table.metadata.num_rows)]
 
 
+def read_table(path: Path, columns: Sequence[str] | None = None, *, limited: bool = True) -> list[Record]:
+    """All rows of a table, whole, in those of the columns that it has; `limited` refuses one that says it is large.
+
+    Raises:
+        RunFolderError: there is no table, it is damaged, or too large to be looked at.
+    """
+    with _opened(path, whole=True, limited=limited) as table:
+        names = None if columns is None else [name for name in columns if name in table.schema_arrow.names]
+        rows: list[Record] = table.read(columns=names, use_threads=False).to_pylist()
+        return rows
+
+
 def read_rows(path: Path, rows: Collection[int], columns: Sequence[str] | None = None) -> Iterator[tuple[int, Record]]:
     """Some rows of a table with their positions, in order; texts are cut after `WHOLE` characters.
 
     Raises:
-        RunFolderError: as `read_keys`.
+        RunFolderError: as `read_table`.
     """
     if not rows:
         return
@@ -274,7 +290,7 @@ def read_rows(path: Path, rows: Collection[int], columns: Sequence[str] | None =
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, *, whole: bool = False, limited: bool = True) -> Iterator[Any]:
     """A Parquet file whose size was looked at; errors of the block are those of the file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -286,13 +302,13 @@ def _opened(path: Path) -> Iterator[Any]:
             nested = [field.name for field in names if pa.types.is_nested(field.type)]
             table = pq.ParquetFile(file, read_dictionary=texts)
             about = table.metadata
-            largest = max(
-                (about.row_group(number).total_byte_size for number in range(about.num_row_groups)), default=0
-            )
-            if largest > MOST_BYTES or about.num_rows > MOST_ROWS or about.num_columns > MOST_COLUMNS:
+            sizes = [0, *(about.row_group(number).total_byte_size for number in range(about.num_row_groups))]
+            size = sum(sizes) if whole else max(sizes)
+            if limited and (size > MOST_BYTES or about.num_rows > MOST_ROWS or about.num_columns > MOST_COLUMNS):
                 raise RunFolderError(
-                    f"{path} has {about.num_rows} rows, {about.num_columns} columns and {largest} bytes in a row "
-                    f"group, more than the {MOST_ROWS}, {MOST_COLUMNS} and {MOST_BYTES} that are read; use pyarrow"
+                    f"{path} has {about.num_rows} rows, {about.num_columns} columns and {size} bytes"
+                    f"{'' if whole else ' in a row group'}, more than the {MOST_ROWS}, {MOST_COLUMNS} and {MOST_BYTES} "
+                    "that are read; use pyarrow"
                 )
             if nested:
                 raise RunFolderError(f"{path}: {nested[0][:100]!r} holds lists, which no run writes; delete the file")
@@ -317,19 +333,23 @@ def _cut(value: Any, characters: int) -> Any:
     return value[:characters] if isinstance(value, str) else plain(value)
 
 
-def messages(prompt: Any, most: int = 4_000) -> list[Record]:
-    """A prompt as messages of role and text; one that is no conversation is a single text without a role.
+def parts_and_others(row: Record) -> tuple[Record, Record]:
+    """Rewards by function, and what reward functions and verifiers logged in columns of their own."""
+    parts = {name[8:]: value for name, value in row.items() if name.startswith("rewards/")}
+    others = {name: row[name] for name in row if name not in _OWN and not name.startswith("rewards/")}
+    return parts, {name: value for name, value in others.items() if value is not None}
 
-    Args:
-        prompt: as a table has it: text, or a conversation as JSON.
-        most: characters of a message that are kept.
-    """
+
+def listed(text: Any) -> list[Any]:
+    """A list that a table has as JSON; an empty one where it is none."""
+    return (read_json(text, list) if isinstance(text, str) and text.startswith("[") else None) or []
+
+
+def messages(prompt: Any, most: int = 4_000) -> list[Record]:
+    """A prompt, text or a conversation as JSON, as messages of role and text, which is cut; text has no role."""
     text = str(prompt or "")
-    try:
-        found = json.loads(text) if text.startswith("[") else None
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, list) and found and all(isinstance(m, Mapping) and "content" in m for m in found):
+    found = listed(text)
+    if found and all(isinstance(m, Mapping) and "content" in m for m in found):
         return [{"role": _text(m.get("role"))[:50], "content": _text(m["content"])[:most]} for m in found[:_MESSAGES]]
     return [{"role": "", "content": text[:most]}]
 

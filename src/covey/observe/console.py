@@ -36,6 +36,11 @@ def accept_any_text(stream: object) -> None:
         stream.reconfigure(errors="replace")
 
 
+def say(console: Console, text: object, style: str | None = None) -> None:
+    """Print a text as it is, in lines as long as they come."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_table(console: Console, table: Table) -> None:
     """Print a table of which a narrow screen cuts nothing off, and breaks words only where whole ones do not fit."""
     sizes = [[Measurement.get(console, console.options, x) for x in (c.header, *c.cells)] for c in table.columns]

@@ -12,13 +12,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from covey.errors import RunFolderError
 from covey.files import explained, write_atomically
 from covey.observe.metric_names import describe_metric
 
 Record = dict[str, Any]
+Kind = TypeVar("Kind")
 
 
 def plain(value: Any) -> Any:
@@ -34,6 +35,15 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # NumPy and torch, scalars and arrays
         return plain(value.tolist())
     return str(value)
+
+
+def read_json(text: str | bytes, kind: type[Kind]) -> Kind | None:
+    """A JSON value of a kind; None where there is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, kind) else None
 
 
 class JsonLines:
@@ -137,12 +147,9 @@ def read_json_lines(path: Path, is_record: Callable[[Record], bool] = lambda rec
         content = path.read_bytes()
     records = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict) or not is_record(record):
-            what = "is no JSON object" if not isinstance(record, dict) else "is none of this file's lines"
+        record = read_json(line, dict)
+        if record is None or not is_record(record):
+            what = "is no JSON object" if record is None else "is none of this file's lines"
             raise RunFolderError(f"{path}: line {number} {what}; remove that line and try again")
         records.append(record)
     return records
@@ -166,24 +173,6 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     buffer = io.BytesIO()
     pq.write_table(pa.table(columns), buffer, compression="zstd")
     write_atomically(path, buffer.getvalue())
-
-
-def read_table(path: Path) -> list[Record]:
-    """Read the rows that `write_table` wrote.
-
-    Raises:
-        RunFolderError: the file cannot be read.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with explained(path, "read"):
-        content = path.read_bytes()
-    try:
-        rows: list[Record] = pq.read_table(io.BytesIO(content)).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise RunFolderError(f"{path} is no readable Parquet file ({error}); delete it") from error
-    return rows
 
 
 def _flatten(row: Mapping[str, Any]) -> Record:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -31,15 +32,24 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from covey import files
 from covey.errors import RunFolderError
+from covey.observe.completions import read_table
 from covey.observe.lock import FolderLock
-from covey.observe.records import JsonLines, Record, is_answers, is_metrics, read_json_lines, read_table, write_table
+from covey.observe.records import (
+    JsonLines,
+    Record,
+    is_answers,
+    is_metrics,
+    read_json,
+    read_json_lines,
+    write_table,
+)
 
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
@@ -284,17 +294,17 @@ class RunFolder:
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
         """Write `completions/step_000012.parquet` (see `write_table`); without rows nothing is written."""
-        return self._write_rows(self.completions / f"step_{step:06d}.parquet", rows)
+        return self._write_rows(self.completions / table_name(step), rows)
 
     def write_evaluation(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
         """Write `completions/eval_000012.parquet`: what was answered in the evaluation at this step."""
-        return self._write_rows(self.completions / f"eval_{step:06d}.parquet", rows)
+        return self._write_rows(self.completions / table_name(step, "eval"), rows)
 
     def write_ledger(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path | None:
         """Write `ledger/step_000012.parquet`: the tokens of a step's update."""
         with files.explained(self.ledger):
             self.ledger.mkdir(exist_ok=True)
-        return self._write_rows(self.ledger / f"step_{step:06d}.parquet", rows)
+        return self._write_rows(self.ledger / table_name(step), rows)
 
     def write_samplers(self, step: int, members: Sequence[Mapping[str, Any]]) -> None:
         """Write `samplers.json`: who samples after a step; without members it goes, if there is one."""
@@ -308,7 +318,7 @@ class RunFolder:
         """Write `batches/step_000012.parquet`: what a step was trained on."""
         with files.explained(self.batches):
             self.batches.mkdir(exist_ok=True)
-        files.write_atomically(self.batches / f"step_{step:06d}.parquet", content)
+        files.write_atomically(self.batches / table_name(step), content)
 
     @staticmethod
     def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
@@ -331,7 +341,7 @@ class RunFolder:
         for lines in (self._metrics, self._questions):
             lines.keep(lambda record: record["step"] <= step)
         with files.explained(self.completions, "clean up"):
-            for _, number, path in [*self._tables(), *_tables_in(self.ledger), *_tables_in(self.batches)]:
+            for _, number, path in [*self._tables(), *tables_in(self.ledger), *tables_in(self.batches)]:
                 if number > step:
                     path.unlink()
 
@@ -353,12 +363,8 @@ class RunFolder:
     def versions(self) -> Record:
         """What `versions.json` holds: run id, programs and machine."""
         with files.explained(self.versions_path, "read"):
-            content = self.versions_path.read_bytes()
-        try:
-            versions = json.loads(content)
-        except (ValueError, RecursionError):
-            versions = None
-        if not isinstance(versions, dict) or not isinstance(versions.get("run_id"), str) or not versions["run_id"]:
+            versions = read_json(self.versions_path.read_bytes(), dict)
+        if versions is None or not isinstance(versions.get("run_id"), str) or not versions["run_id"]:
             raise RunFolderError(
                 f"{self.versions_path} is damaged: it is no JSON object with a run_id; restore it from a backup"
             )
@@ -378,11 +384,11 @@ class RunFolder:
 
     def read_completions(self, step: int) -> list[Record]:
         """The rows of one step's table."""
-        return read_table(self.completions / f"step_{step:06d}.parquet")
+        return read_table(self.completions / table_name(step), limited=False)
 
     def read_evaluation(self, step: int) -> list[Record]:
         """The rows of one evaluation's table."""
-        return read_table(self.completions / f"eval_{step:06d}.parquet")
+        return read_table(self.completions / table_name(step, "eval"), limited=False)
 
     def completion_steps(self) -> list[int]:
         """Steps that have a table of completions, ascending."""
@@ -390,7 +396,7 @@ class RunFolder:
 
     def batch_steps(self) -> list[int]:
         """Steps whose batches were kept, ascending."""
-        return sorted(number for _, number, _ in _tables_in(self.batches))
+        return sorted(number for _, number, _ in tables_in(self.batches))
 
     def evaluation_steps(self) -> list[int]:
         """Steps at which an evaluation left a table, ascending."""
@@ -419,16 +425,20 @@ class RunFolder:
         answered = max((record["step"] for record in self.read_answers()), default=0)
         return max([self.last_logged_step(), answered, *(number for _, number, _ in self._tables())])
 
-    def _tables(self) -> Iterator[tuple[str, int, Path]]:
-        return _tables_in(self.completions)
+    def _tables(self) -> list[tuple[str, int, Path]]:
+        return tables_in(self.completions)
 
 
-def _tables_in(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Kind, step and path of the tables in a folder, which may be missing."""
-    for path in list(folder.iterdir()) if folder.is_dir() else []:
-        match = _TABLE.match(path.name)
-        if match:
-            yield match[1], int(match[2]), path
+def table_name(step: int, kind: str = "step") -> str:
+    """Of the file with what a step, or an evaluation ("eval"), left."""
+    return f"{kind}_{step:06d}.parquet"
+
+
+def tables_in(folder: Path, most: int | None = None) -> list[tuple[str, int, Path]]:
+    """Kind, step and path of the tables in a folder, which may be missing; `most` entries of it are looked at."""
+    with files.explained(folder, "read"):
+        paths = list(itertools.islice(folder.iterdir(), most)) if folder.is_dir() else []
+    return [(match[1], int(match[2]), path) for path in paths if (match := _TABLE.match(path.name))]
 
 
 def _is_unused(folder: Path) -> bool:

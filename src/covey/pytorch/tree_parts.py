@@ -100,25 +100,10 @@ def backward(
     into: Gradients | None = None,
     into_past: Past | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Past | None]:
-    """The gradients of `forward`'s q, k, v and past from that of its output.
+    """The gradients of `forward`'s q, k, v and past from that of its output, `[M, H, Dv]`; no past has None.
 
-    Args:
-        layout: of the pack.
-        grad: `[M, H, Dv]`.
-        q: as `forward` had it.
-        k: likewise.
-        v: likewise.
-        past: likewise.
-        out: what `forward` returned.
-        lse: what `forward` returned.
-        scale: as `forward` had it.
-        window: likewise.
-        softcap: likewise.
-        into: where the first three are written; None = new tensors.
-        into_past: where the past's two are added, in any dtype; None = new tensors.
-
-    Returns:
-        The gradients, the last one None where there is no past.
+    `out` and `lse` are what `forward` returned. The first three are written into `into`, and the past's two are added
+    to `into_past` in any dtype; where these are None, they are new tensors.
     """
     window = None if window is not None and window >= layout.longest else window
     grads = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)) if into is None else into

@@ -59,12 +59,8 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredStep:
-    """A step that was read.
-
-    Attributes:
-        facts: see `StepFacts`.
-        groups: with tokens, log-probabilities and rewards; prompts have no text.
-        answered: `[N]` whether each episode held an answer, as the task said when it was sampled.
+    """A step that was read: groups with tokens, log-probabilities and rewards, whose prompts have no text; and whether
+    each of the N episodes held an answer, as the task said when it was sampled.
     """
 
     facts: StepFacts

@@ -90,13 +90,6 @@ def make_ledger(
     """What notes the tokens of a step's update, of those groups that `run` asks for; None = nothing is noted.
 
     Groups are chosen at random among those that have a gradient, in the same way whenever the step is repeated.
-
-    Args:
-        run: the section of the settings.
-        step: the step's number, from 1.
-        batch: that it trains on.
-        objective: what is minimised.
-        to_text: of token ids, special ones included.
     """
     if run.ledger == "all" or (run.ledger_steps > 0 and step % run.ledger_steps == 0):
         return Ledger(to_text)
@@ -110,10 +103,6 @@ def make_ledger(
 
 def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[str, NDArray[np.float64]]:
     """The numbers of every token of a pass, `[N, T]` each; 0 in rows that were not run, or not chosen.
-
-    Args:
-        done: the pass.
-        chosen: of its rows; None = all.
 
     Raises:
         ConfigError: as `policy_loss`.

@@ -13,10 +13,9 @@ executed, as in a resume; reward functions are not called, their rewards are sto
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,8 +26,9 @@ from covey.config import GRPOConfig
 from covey.config_effects import uses_reference
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import folder_problem
+from covey.observe.completions import listed, read_table
 from covey.observe.records import Record
-from covey.observe.run_folder import RunFolder, collect_versions
+from covey.observe.run_folder import RunFolder, collect_versions, table_name
 from covey.rollout.batching import estimator_of, trajectory_rewards
 from covey.rollout.collect import Rollout
 from covey.training.batches import StoredStep
@@ -48,7 +48,6 @@ from covey.training.rerun import (
 )
 from covey.training.rows import completion_rows
 from covey.types import Batch
-from covey.watch.tables import read_rows
 
 EXACT, ALIKE = 1e-6, 1e-3
 """Tolerances: of what the same program computes on the same machine, and of what another one does in float32."""
@@ -60,6 +59,16 @@ _WHERE = ("model.model", "model.adapter", "model.device")
 _MAY_CHANGE = ("algorithm", "rewards", "environment", "optim")
 _MAY_CHANGE_TOO = ("sampling.temperature", "sampling.max_completion_length")
 _PROGRAMS = ("covey", "torch", "numpy", "platform", "machine", "threads")
+_COLUMNS = {
+    "completions: rewards": ("reward", "rewards", "turn_rewards", "group_mean", "group_std", "group_tied"),
+    "completions: advantages": ("advantage", "turn_advantages"),
+    "completions: masks": ("masked_by",),
+    "completions: what was sampled": (
+        *("group", "sample", "uid", "completion", "length", "finish_reason", "policy_version", "logp", "ended"),
+        *("success", "turns", "no_actions", "error", "row"),
+    ),
+}
+"""Columns of the table of completions, without the number of a turn or the name of a reward function."""
 _SECONDS = ("time/", "memory/")
 
 
@@ -143,7 +152,7 @@ def replay(
     stored = stored_step(folder, step)
     own = settings_of(stored)
     where, changes = _sorted_out(own, overrides)
-    config = own.with_overrides(where) if where else own
+    config = _located(stored, where)
     changed = config.with_overrides(changes) if changes else None
     line = _line_of(folder, step)
     report = Report(str(run), step)
@@ -355,51 +364,27 @@ def _check_tables(
     masks: bool,
 ) -> None:
     """The table of completions, which has rewards, advantages and masks."""
-    path = folder.completions / f"step_{stored.facts.step:06d}.parquet"
+    path = folder.completions / table_name(stored.facts.step)
     if not path.exists():
         report.notes.append("completions/ lacks the step's table (run.log_completions)")
         return
     found = completion_rows(stored.groups, batch, penalty=config.environment.invalid_action_penalty)
-    recorded = [_spread(row) for row in read_rows(path)]
+    recorded = [_spread(row) for row in read_table(path)]
     found = [_spread(row) for row in found]
-    for name, columns in (
-        ("completions: rewards", _reward_columns),
-        ("completions: advantages", _advantage_columns),
-        ("completions: masks", ("masked_by",) if masks else ()),
-        ("completions: what was sampled", _sampled_columns),
-    ):
-        wanted = columns(found[0]) if callable(columns) else columns
+    for name, columns in _COLUMNS.items():
         check = Check(name, limit if "advantages" in name else min(limit, EXACT))
-        match_rows(
-            check, recorded, [{key: row[key] for key in row if key.partition("[")[0] in wanted} for row in found]
-        )
-        if check.compared:
+        chosen = [{key: row[key] for key in row if key.partition("[")[0].partition("/")[0] in columns} for row in found]
+        match_rows(check, recorded, chosen)
+        if check.compared and (masks or name != "completions: masks"):
             report.checks.append(check)
-
-
-def _reward_columns(row: Mapping[str, Any]) -> list[str]:
-    named = ("reward", "turn_rewards", "group_mean", "group_std", "group_tied")
-    return [name for name in row if name in named or name.startswith("rewards/")]
-
-
-def _advantage_columns(row: Mapping[str, Any]) -> list[str]:
-    return [name for name in row if name in ("advantage", "turn_advantages")]
-
-
-def _sampled_columns(row: Mapping[str, Any]) -> list[str]:
-    named = {"group", "sample", "uid", "completion", "length", "finish_reason", "policy_version", "logp", "ended"}
-    return [name for name in row if name in named | {"success", "turns", "no_actions", "error", "row"}]
 
 
 def _spread(row: Mapping[str, Any]) -> Record:
     """A row with an entry for each turn, and text as tables hold it."""
     flat: Record = {}
     for name, value in row.items():
-        turns = value
-        if name.startswith("turn_") and isinstance(value, str):
-            with suppress(ValueError, RecursionError):
-                turns = json.loads(value)
-        if name.startswith("turn_") and isinstance(turns, list):
+        if name.startswith("turn_") and isinstance(value, str | list):
+            turns = value if isinstance(value, list) else listed(value)
             flat |= {f"{name}[{turn}]": each for turn, each in enumerate(turns)}
         else:
             flat[name] = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
@@ -428,22 +413,16 @@ def _check_metrics(
     report: Report, name: str, found: Mapping[str, Any], line: Record, limit: float, *, show: bool = False
 ) -> None:
     check = Check(name, limit)
-    for metric, value in found.items():
-        if metric.startswith(_SECONDS):
-            continue
-        if metric not in line:
-            check.compared += 1
-            check.wrong(f"metrics.jsonl {metric}", "nothing", value)
-            continue
-        check.value(f"metrics.jsonl {metric}", line[metric], value)
-        if show:
-            report.numbers[metric] = (line[metric], value)
+    found = {metric: value for metric, value in found.items() if not metric.startswith(_SECONDS)}
+    check.values("metrics.jsonl", line, found)
+    if show:
+        report.numbers |= {metric: (line[metric], value) for metric, value in found.items() if metric in line}
     report.checks.append(check)
 
 
 def _ledger_rows(report: Report, folder: RunFolder, step: int) -> list[Record]:
-    path = folder.ledger / f"step_{step:06d}.parquet"
-    rows = read_rows(path) if path.exists() else []
+    path = folder.ledger / table_name(step)
+    rows = read_table(path) if path.exists() else []
     if rows:
         return rows
     if path.exists():

@@ -50,34 +50,26 @@ def compare_steps(
     settings: Sequence[str],
     weights: tuple[Tensors, Tensors, Tensors] | None = None,
 ) -> Changed:
-    """Put two replays of one step side by side.
+    """Put two replays of one step side by side, with the settings of each, and how the others were given.
 
-    Args:
-        before: with the run's settings.
-        after: with the others.
-        config: the run's.
-        changed: the others.
-        settings: how they were given.
-        weights: before the step, after it with the run's settings, and after it with the others; None = there are none.
+    `weights`, if there are any: before the step, after it with the run's settings, and after it with the others.
     """
     result = Changed(list(settings))
     one = before.batch
     sides = [_tokens(done, own) for done, own in ((before, config), (after, changed))]
     exists = one.sampled
-    a, b = sides[0]["advantage"][exists], sides[1]["advantage"][exists]
-    result.tokens = {
-        "tokens": float(exists.sum()),
-        "advantages_changed": float((a != b).sum()),
-        "advantages_of_other_sign": float((np.sign(a) != np.sign(b)).sum()),
-        "advantage_mean_abs_before": float(np.abs(a).mean()),
-        "advantage_mean_abs_after": float(np.abs(b).mean()),
-        "masks_changed": float((sides[0]["mask"][exists] != sides[1]["mask"][exists]).sum()),
-        "weights_changed": float((sides[0]["weight"][exists] != sides[1]["weight"][exists]).sum()),
-        "weight_min_before": float(sides[0]["weight"][exists].min()),
-        "weight_max_before": float(sides[0]["weight"][exists].max()),
-        "weight_min_after": float(sides[1]["weight"][exists].min()),
-        "weight_max_after": float(sides[1]["weight"][exists].max()),
+    here = [{name: side[name][exists] for name in ("advantage", "mask", "weight")} for side in sides]
+    a, b = (side["advantage"] for side in here)
+    result.tokens = {"tokens": float(exists.sum())} | {
+        f"{name}s_changed": float((here[0][name] != here[1][name]).sum()) for name in here[0]
     }
+    result.tokens["advantages_of_other_sign"] = float((np.sign(a) != np.sign(b)).sum())
+    for when, side in zip(("before", "after"), here, strict=True):
+        result.tokens |= {
+            f"advantage_mean_abs_{when}": float(np.abs(side["advantage"]).mean()),
+            f"weight_min_{when}": float(side["weight"].min()),
+            f"weight_max_{when}": float(side["weight"].max()),
+        }
     reasons = [_reasons(done) for done in (before, after)]
     for row in range(len(one.episodes)):
         entry: dict[str, Any] = {"row": row, "group": int(one.group[row])}

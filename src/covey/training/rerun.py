@@ -18,7 +18,7 @@ from covey.config_effects import uses_reference
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import SharedPacks
 from covey.errors import ConfigError, RunFolderError
-from covey.observe.run_folder import RunFolder
+from covey.observe.run_folder import RunFolder, table_name
 from covey.rollout.batching import Score, estimator_of
 from covey.rollout.learning import Learner, TrainedPolicy
 from covey.training import setup
@@ -43,13 +43,8 @@ class ReplayedLearner(Learner, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Done:
-    """A step that was done again.
-
-    Attributes:
-        batch: with the advantages and masks that are known before the policy is run.
-        update: what it did, and its batch has all masks; None = there were no weights.
-        passes: every optimiser step.
-        gradient: of the first one.
+    """A step that was done again: the batch before the policy is run; the update, whose batch has all masks, None where
+    there were no weights; every optimiser step, and the gradient of the first.
     """
 
     batch: Batch
@@ -70,7 +65,7 @@ def stored_step(folder: RunFolder, step: int) -> StoredStep:
     Raises:
         RunFolderError: the run has not kept it, or it is damaged.
     """
-    path = folder.batches / f"step_{step:06d}.parquet"
+    path = folder.batches / table_name(step)
     if path.exists():
         return read_step(path, step)
     kept = folder.batch_steps()
@@ -128,12 +123,7 @@ def reward_weights(config: GRPOConfig, stored: StoredStep) -> list[float]:
 
 
 def batch_of(stored: StoredStep, config: GRPOConfig, score: Score | None = None) -> Batch:
-    """Advantages and masks of a stored step.
-
-    Args:
-        stored: the step.
-        config: the settings, which may be others than the run's.
-        score: of the weights before it; None = there are none.
+    """Advantages and masks of a stored step with these settings; without `score` there are no weights.
 
     Raises:
         ConfigError: the settings need what is not there.
@@ -163,23 +153,12 @@ def batch_of(stored: StoredStep, config: GRPOConfig, score: Score | None = None)
 
 
 class Rerun:
-    """Policy and learner of a run, at a step.
-
-    Attributes:
-        config: settings of the run; those of each step are the step's own.
-        state: counters.
-    """
+    """Policy, learner and counters of a run, at a step."""
 
     def __init__(
         self, config: GRPOConfig, first: StoredStep, checkpoint: Checkpoint | None, *, needs_reference: bool = False
     ) -> None:
-        """Build the parts, and restore a checkpoint into them.
-
-        Args:
-            config: settings of the run.
-            first: the step that is done first.
-            needs_reference: a reference is wanted, whether the run had one or not.
-            checkpoint: of the step before; None = the weights that the run began with.
+        """Build the parts, and restore the checkpoint of the step before `first`, if any, into them.
 
         Raises:
             ConfigError, ModelError: there is no such model here.

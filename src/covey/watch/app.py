@@ -42,7 +42,7 @@ Bound = Annotated[float | None, Query(allow_inf_nan=False)]
 
 @dataclass
 class _Wanted:
-    """Which completions are asked for; see `covey.watch.tables.Wanted`."""
+    """Which completions are asked for; see `covey.watch.tables.wanted_of`."""
 
     search: Short = ""
     shown: Short = "all"
@@ -63,12 +63,7 @@ class _Wanted:
 
 
 def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
-    """The application.
-
-    Args:
-        runs: to show, in this order.
-        token: that every request for data must carry, as `Authorization: Bearer TOKEN`.
-    """
+    """The application; every request for data must carry the token, as `Authorization: Bearer TOKEN`."""
     app = FastAPI(title="covey watch", docs_url=None, redoc_url=None, openapi_url=None)
     files = {path.name: path for path in _PAGE.iterdir() if path.suffix in _KINDS}
     names = labels(runs)

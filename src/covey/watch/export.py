@@ -33,14 +33,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const|class) (\w+))", r
 
 
 def export_runs(runs: Sequence[WatchedRun], path: Path) -> list[str]:
-    """Write the file.
-
-    Args:
-        runs: to be shown, in this order.
-        path: of the file; one that is there is replaced.
-
-    Returns:
-        Sentences on what is not in it.
+    """Write the file, and return sentences on what is not in it; a file that is there is replaced.
 
     Raises:
         RunFolderError: a run cannot be read, or the file not written.

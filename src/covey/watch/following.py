@@ -6,7 +6,6 @@ A run folder may come from another machine, and model output is in it: nothing h
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from covey.files import explained, open_regular
-from covey.observe.records import Record
+from covey.observe.records import Record, read_json
 
 PIECE = 4 << 20
 """Bytes that one reading takes."""
@@ -50,12 +49,7 @@ def follow(
     """The records that were added to a file of JSON lines since the last reading, at most `PIECE` bytes of them.
 
     A resume writes such files anew, without the lines of the steps that it repeats: then it begins at the start again.
-
-    Args:
-        path: the file; where there is none, nothing was found.
-        start: `end` of the last piece.
-        mark: of the last piece.
-        is_record: says of a JSON object whether it is one of this file's.
+    `start` and `mark` are the last piece's `end` and `mark`. Where there is no file, nothing was found.
 
     Raises:
         RunFolderError: it cannot be read.
@@ -113,14 +107,6 @@ def _trace(file: BinaryIO, end: int) -> str:
 
 
 def _records(content: bytes, is_record: Callable[[Record], bool]) -> tuple[list[Record], int]:
-    records, damaged = [], 0
-    for line in content.splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict) and is_record(record):
-            records.append(record)
-        else:
-            damaged += 1
-    return records, damaged
+    found = [read_json(line, dict) for line in content.splitlines()]
+    records = [record for record in found if record is not None and is_record(record)]
+    return records, len(found) - len(records)

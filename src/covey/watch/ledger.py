@@ -8,8 +8,6 @@ from covey.errors import RunFolderError
 from covey.observe.records import Record
 from covey.watch.tables import numbers
 
-LEDGER = "ledger"
-"""Folder of the tables in a run folder."""
 _TEXT = ("token", "masked_by")
 
 

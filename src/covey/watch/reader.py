@@ -12,20 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RunFolderError
-from covey.observe.completions import messages
+from covey.observe.completions import KEYS_AND_TEXTS, messages, read_table
 from covey.observe.records import Record
 from covey.rewards.parallel import ItemTimeout, WorkerPool
 from covey.watch.ledger import ledger_completion, ledger_completions
-from covey.watch.tables import (
-    PROMPT_AND_COMPLETION,
-    WHOLE,
-    Wanted,
-    compare,
-    episodes,
-    found_in,
-    groups,
-    read_rows,
-)
+from covey.watch.tables import WHOLE, compare, episodes, found_in, groups, wanted_of
 from covey.watch.tables import shortened as shortened_row
 
 MEMORY_MB = 2048
@@ -97,14 +88,14 @@ def _rows(path: Path) -> list[Record]:
     if path not in _tables or _tables[path][0] != state:
         while len(_tables) >= _KEPT:
             del _tables[next(iter(_tables))]
-        _tables[path] = (state, read_rows(path))
+        _tables[path] = (state, read_table(path))
     return _tables[path][1]
 
 
 def _completions(path: Path, wanted: Record, offset: int) -> Record:
     """Groups from the group `offset` on."""
     rows = _rows(path)
-    found = groups(rows, Wanted(**wanted))
+    found = groups(rows, wanted_of(wanted))
     page: list[Record] = []
     count = size = 0
     for group in found[offset:]:
@@ -137,10 +128,8 @@ def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
 
 
 def _search(folder: Path, names: Sequence[str], wanted: Record) -> Record:
-    """Completions of several tables, one after another and until `SEARCH_SECONDS` are over or many are found.
-
-    Returns:
-        `hits`, how many tables were `looked` through, and those that could not be read (`unread`).
+    """Completions of several tables, one after another and until `SEARCH_SECONDS` are over or many are found (`hits`);
+    how many tables were `looked` through, and how many could not be read (`unread`).
     """
     until = time.monotonic() + SEARCH_SECONDS
     hits: list[Record] = []
@@ -150,7 +139,8 @@ def _search(folder: Path, names: Sequence[str], wanted: Record) -> Record:
             break
         looked += 1
         try:
-            hits += [hit | {"table": name} for hit in found_in(read_rows(folder / name, PROMPT_AND_COMPLETION), wanted)]
+            rows = read_table(folder / name, KEYS_AND_TEXTS)
+            hits += [hit | {"table": name} for hit in found_in(rows, wanted_of(wanted))]
         except RunFolderError:
             unread += 1
     return {"hits": hits[: 2 * _MOST_HITS], "looked": looked, "unread": unread}

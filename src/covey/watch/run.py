@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import threading
 import time
 import tomllib
@@ -21,10 +20,9 @@ from covey.files import explained, open_regular
 from covey.observe.doctor import Thresholds, diagnose
 from covey.observe.findings import Doctor
 from covey.observe.metric_names import describe_metric
-from covey.observe.records import Record, is_answers, is_metrics
-from covey.observe.run_folder import RunFolder
+from covey.observe.records import Record, is_answers, is_metrics, read_json
+from covey.observe.run_folder import RunFolder, table_name, tables_in
 from covey.watch.following import Piece, follow, sample
-from covey.watch.ledger import LEDGER
 from covey.watch.reader import TableReader
 from covey.watch.tables import LISTED, numbers
 
@@ -36,18 +34,13 @@ _THINNED = 2000
 _MOST_SAMPLERS = 500
 _MOST_SEARCHED = 2000
 """Tables in one search."""
-_TABLE = re.compile(r"(step|eval)_(\d{6,12})\.parquet")
 
 
 class WatchedRun:
     """Reads a run folder; holds no lock, writes nothing, and keeps only what the doctor needs."""
 
     def __init__(self, path: str | os.PathLike[str], reader: TableReader | None = None) -> None:
-        """Take a run.
-
-        Args:
-            path: of the run folder.
-            reader: of its tables; runs that are shown together share one.
+        """Take a run; runs that are shown together share the reader of their tables.
 
         Raises:
             RunFolderError: there is none.
@@ -136,14 +129,14 @@ class WatchedRun:
         found: Record = {
             "step": _numbered(self.folder.completions, "step"),
             "eval": _numbered(self.folder.completions, "eval"),
-            "ledger": _numbered(self.folder.path / LEDGER, "step"),
+            "ledger": _numbered(self.folder.ledger, "step"),
             **_samplers(self.folder.samplers_path),
         }
         text = json.dumps(found)
         return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
 
     def completions(self, kind: str, step: int, wanted: Record | None = None, offset: int = 0) -> Record:
-        """The groups of one table that are wanted (`covey.watch.tables.Wanted`), from the group `offset` on."""
+        """The groups of one table that are wanted (see `covey.watch.tables.wanted_of`), from the group `offset` on."""
         return self._reader.ask("completions", self._table(kind, step), wanted or {}, offset)
 
     def completion(self, kind: str, step: int, row: int) -> Record:
@@ -157,22 +150,14 @@ class WatchedRun:
     def search(self, kind: str, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
         """Completions of all steps from `first` to `last`, the newest first; bounded in time.
 
-        Args:
-            kind: "step" or "eval".
-            wanted: as `covey.watch.tables.Wanted`.
-            first: step.
-            last: step.
-            before: step that an earlier search ended at.
-
-        Returns:
-            `hits`, steps that were `looked` through and those that are `left`, where the next search begins
-            (`before`), and tables that could not be read (`unread`).
+        They are the `hits`, with the steps that were `looked` through, those that are `left`, the step where the next
+        search begins (`before`), and the number of tables that could not be read (`unread`).
         """
         last = last if before is None else min(last, before - 1)
         steps = [step for step in reversed(_numbered(self.folder.completions, kind)) if first <= step <= last]
         if not steps:
             return {"hits": [], "looked": 0, "left": 0, "before": None, "unread": 0}
-        names = {f"{kind}_{step:06d}.parquet": step for step in steps[:_MOST_SEARCHED]}
+        names = {table_name(step, kind): step for step in steps[:_MOST_SEARCHED]}
         try:
             found = self._reader.ask("search", self.folder.completions, list(names), wanted)
         except RunFolderError:  # one of them is more than a process may hold, or takes too long: which one?
@@ -204,10 +189,10 @@ class WatchedRun:
         self._reader.close()
 
     def _ledger(self, step: int) -> Path:
-        return self.folder.path / LEDGER / f"step_{step:06d}.parquet"
+        return self.folder.ledger / table_name(step)
 
     def _table(self, kind: str, step: int) -> Path:
-        return self.folder.completions / f"{'eval' if kind == 'eval' else 'step'}_{step:06d}.parquet"
+        return self.folder.completions / table_name(step, kind)
 
 
 class _FollowingDoctor:
@@ -273,19 +258,14 @@ def _piece(piece: Piece) -> Record:
 
 def _numbered(folder: Path, kind: str) -> list[int]:
     """Steps of the tables in a folder, ascending."""
-    if not folder.is_dir():
-        return []
-    with explained(folder, "read"), os.scandir(folder) as entries:
-        matches = [_TABLE.fullmatch(entry.name) for entry in itertools.islice(entries, _MOST_ENTRIES)]
-    return sorted(int(match[2]) for match in matches if match and match[1] == kind)
+    return sorted(step for each, step, _ in tables_in(folder, _MOST_ENTRIES) if each == kind and step < 10**12)
 
 
 def _samplers(path: Path) -> Record:
     """What `Fleet.members` said after which step, if that is what the file holds, and how many are left out."""
-    told: Any = None
-    with suppress(ValueError, RecursionError, RunFolderError):
-        told = json.loads(_head(path) or "{}")
-    found = told if isinstance(told, dict) else {}
+    found: Record = {}
+    with suppress(RunFolderError):
+        found = read_json(_head(path), dict) or {}
     members, step = found.get("samplers"), found.get("step")
     members = [one for one in members if isinstance(one, dict)] if isinstance(members, list) else []
     counts = ("version", "server", "units", "failed")

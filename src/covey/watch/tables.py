@@ -1,212 +1,102 @@
 """Tables of completions for the page: groups with their statistics, and evaluations side by side.
 
-A table that says it holds too much is refused; one that lies meets the limits of `covey.watch.reader`. Long texts are
-cut, and said to be.
+What lies of its size meets the limits of `covey.watch.reader`. Long texts are cut, and said to be.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import fmean, pstdev
 from typing import Any
 
-from covey.errors import RunFolderError
-from covey.files import explained, open_regular
-from covey.observe.completions import messages
+from covey.observe.completions import Wanted, grouped, listed, messages, parts_and_others
 from covey.observe.records import Record, plain
-from covey.types import equal_rewards
 
-MOST_BYTES, MOST_ROWS, MOST_COLUMNS = 512 << 20, 200_000, 500
 LISTED, WHOLE = 4_000, 500_000
 """Characters of a text in a list, and where it is asked for by itself."""
-_OWN = {
-    *("group", "sample", "uid", "prompt", "completion", "reward", "correct", "advantage", "masked_by"),
-    *("length", "finish_reason", "policy_version", "kind", "type", "turns", "no_actions", "ended", "error", "play"),
-    *("row", "logp", "group_mean", "group_std", "group_tied", "turn_rewards", "turn_advantages"),
+_SHOWN: dict[str, Record] = {
+    "right": {"correct": True},
+    "wrong": {"correct": False},
+    "truncated": {"truncated": True},
+    "masked": {"masked": True},
+    "tied": {"tied": True},
+    "mixed": {"tied": False},
 }
-PROMPT_AND_COMPLETION = (
-    *("group", "uid", "prompt", "completion", "reward", "correct", "masked_by", "finish_reason", "ended", "length"),
-)
-"""Columns that a search needs."""
-SHOWN = ("all", "right", "wrong", "truncated", "masked", "tied", "mixed")
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which completions are wanted.
-
-    Attributes:
-        search: text that prompt or completion contain, in any case.
-        shown: one of `SHOWN`; `tied` and `mixed` are about the group, the others about the completion.
-        uid: of the question; "" = any.
-        ended: how it ended, as its finish reason says; "" = however.
-        least: lowest value of "reward" and "length".
-        most: highest value of them.
-    """
-
-    search: str = ""
-    shown: str = "all"
-    uid: str = ""
-    ended: str = ""
-    least: Mapping[str, float] = field(default_factory=dict)
-    most: Mapping[str, float] = field(default_factory=dict)
-
-    def holds(self, row: Record) -> bool:
-        """A completion is wanted, as far as it goes without its group."""
-        search = self.search.casefold()
-        if search and not any(search in str(row.get(name) or "").casefold() for name in ("prompt", "completion")):
-            return False
-        if self.ended and self.ended not in (row.get("finish_reason"), row.get("ended")):
-            return False
-        for bounds, sign in ((self.least, 1), (self.most, -1)):
-            for name, bound in bounds.items():
-                value = _number(row.get(name))
-                if value is None or sign * (value - bound) < 0:
-                    return False
-        correct = row.get("correct")
-        return {
-            "right": correct is True,
-            "wrong": correct is False,
-            "truncated": row.get("finish_reason") == "length" or row.get("ended") in ("turns", "context"),
-            "masked": bool(row.get("masked_by")),
-        }.get(self.shown, True)
-
-
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Record]:
-    """The rows of a table that may be anybody's.
-
-    Args:
-        path: the table.
-        columns: that are wanted, as far as it has them; None = all.
-
-    Raises:
-        RunFolderError: there is none, it is damaged, or too large to be looked at.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with explained(path, "read"), open_regular(path) as file:
-        try:
-            table = pq.ParquetFile(file)
-            about = table.metadata
-            size = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
-            if size > MOST_BYTES or about.num_rows > MOST_ROWS or about.num_columns > MOST_COLUMNS:
-                raise RunFolderError(
-                    f"{path} has {size} bytes in {about.num_rows} rows and {about.num_columns} columns, more than the "
-                    f"{MOST_BYTES}, {MOST_ROWS} and {MOST_COLUMNS} that are shown; read it with pyarrow"
-                )
-            nested = [field.name for field in table.schema_arrow if pa.types.is_nested(field.type)]
-            if nested:
-                raise RunFolderError(f"{path}: {nested[0][:100]!r} holds lists, which no run writes; delete the file")
-            names = None if columns is None else [name for name in columns if name in table.schema_arrow.names]
-            rows: list[Record] = table.read(columns=names, use_threads=False).to_pylist()
-        except RunFolderError:
-            raise
-        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-            raise RunFolderError(f"{path} is no readable Parquet file ({error}); delete it") from error
-    return rows
+def wanted_of(asked: Record) -> Wanted:
+    """What the page asks for: fields of `Wanted`, and `shown`, the name of a filter."""
+    fields = {name: value for name, value in asked.items() if name != "shown"}
+    return Wanted(**fields | _SHOWN.get(asked.get("shown", ""), {}))
 
 
 def groups(rows: Sequence[Record], which: Wanted) -> list[Record]:
     """The groups of a step with mean, spread and whether they are tied, each with the completions that are wanted."""
     wanted = []
-    for number, members, left in _grouped(rows, which):
-        rewards = _rewards(members)
-        first = members[0][1]
+    for group, places, left in grouped(rows, which):
+        first = rows[places[0]]
         wanted.append(
             {
-                "group": plain(number),
+                "group": plain(group.number),
                 "uid": _text(first.get("uid"), 200),
                 "kind": _text(first.get("kind") or first.get("type"), 200),
                 "prompt": messages(first.get("prompt")),
-                "size": len(members),
-                "mean": fmean(rewards) if rewards else None,
-                "std": pstdev(rewards) if rewards else None,
-                "tied": _is_tied(members),
-                "rows": [shortened(index, row) for index, row in left],
+                "size": group.size,
+                "mean": group.mean,
+                "std": group.std,
+                "tied": group.tied,
+                "rows": [shortened(index, rows[index]) for index in left],
             }
         )
     return wanted
 
 
-def found_in(rows: Sequence[Record], wanted: Record) -> list[Record]:
-    """The completions that are wanted (see `Wanted`), each with a few words around what was searched for."""
-    which = Wanted(**wanted)
+def found_in(rows: Sequence[Record], which: Wanted) -> list[Record]:
+    """The completions that are wanted, each with a few words around what was searched for."""
     return [
         {
-            "group": plain(number),
+            "group": plain(group.number),
             "row": index,
-            "uid": _text(row.get("uid"), 200),
-            "reward": _number(row.get("reward")),
-            "correct": row.get("correct") if isinstance(row.get("correct"), bool) else None,
-            "ended": _text(row.get("finish_reason") or row.get("ended"), 100),
-            "length": _integer(row.get("length")),
-            "excerpt": _excerpt(row, which.search.casefold()),
+            "uid": _text(rows[index].get("uid"), 200),
+            "ended": _text(rows[index].get("finish_reason") or rows[index].get("ended"), 100),
+            "length": _integer(rows[index].get("length")),
+            "excerpt": _excerpt(rows[index], which.search.casefold()),
+            **_judged(rows[index]),
         }
-        for number, _, left in _grouped(rows, which)
-        for index, row in left
+        for group, _, left in grouped(rows, which)
+        for index in left
     ]
 
 
+def _judged(row: Record) -> Record:
+    correct = row.get("correct")
+    return {"reward": _number(row.get("reward")), "correct": correct if isinstance(correct, bool) else None}
+
+
 def _excerpt(row: Record, search: str, around: int = 80) -> str:
-    for name in ("completion", "prompt"):
-        text = str(row.get(name) or "")
+    texts: list[str] = [each["content"] for each in messages(row.get("prompt"), WHOLE)]
+    for text in (str(row.get("completion") or ""), *texts):
         at = text.casefold().find(search)
         if at >= 0:
             return ("…" if at > around else "") + text[max(0, at - around) : at + len(search) + around]
     return ""
 
 
-_Members = list[tuple[int, Record]]
-
-
-def _grouped(rows: Sequence[Record], which: Wanted) -> Iterator[tuple[Any, _Members, _Members]]:
-    """Each group with its rows and those of them that are wanted, if there are any."""
-    found: dict[Any, _Members] = {}
-    for index, row in enumerate(rows):
-        found.setdefault(row.get("group"), []).append((index, row))
-    for number, members in found.items():
-        tied = _is_tied(members)
-        other = which.uid and members[0][1].get("uid") != which.uid
-        if other or (which.shown == "tied" and not tied) or (which.shown == "mixed" and tied):
-            continue
-        left = [(index, row) for index, row in members if which.holds(row)]
-        if left:
-            yield number, members, left
-
-
-def _rewards(members: _Members) -> list[float]:
-    return [value for _, row in members if (value := _number(row.get("reward"))) is not None]
-
-
-def _is_tied(members: _Members) -> bool:
-    rewards = _rewards(members) or [0.0]
-    return len(members) > 1 and bool(equal_rewards(min(rewards), max(rewards)))
-
-
 def shortened(index: int, row: Record, most: int = LISTED) -> Record:
     """A row as the page shows it, with its number in the table; reward functions' parts and other columns apart."""
     text = str(row.get("completion") or "")
+    parts, others = parts_and_others(row)
     return {
         "row": index,
         "completion": text[:most],
         "characters": len(text),
-        "reward": _number(row.get("reward")),
+        **_judged(row),
         "advantage": _number(row.get("advantage")),
-        "correct": row.get("correct") if isinstance(row.get("correct"), bool) else None,
         **{name: _integer(row.get(name)) for name in ("sample", "length", "policy_version", "turns", "no_actions")},
         **{name: _text(row.get(name), 500) for name in ("masked_by", "finish_reason", "ended", "error")},
         "has_turns": isinstance(row.get("play"), str),
-        "parts": {name[8:]: _number(value) for name, value in row.items() if name.startswith("rewards/")},
-        "others": {
-            _text(name, 200): _text(value, 500)
-            for name, value in row.items()
-            if name not in _OWN and not name.startswith("rewards/") and value is not None
-        },
+        "parts": {name: _number(value) for name, value in parts.items()},
+        "others": {_text(name, 200): _text(value, 500) for name, value in others.items()},
     }
 
 
@@ -215,29 +105,20 @@ _LEAST_OF_A_TURN = 40
 
 
 def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
-    """The agents' episodes of a group, turn by turn, and which groups there are.
-
-    Args:
-        rows: of a table.
-        wanted: number of the group; None, or one that is not there = the first.
-
-    Returns:
-        `groups` with `group`, `uid` and `mean`; and `group`, `uid` and `rows` of the one that is wanted, each a row as
-        in `shortened` with its turns as `play`.
-    """
+    """Agents' episodes of a group, or of the first, as rows with their turns as `play`; and which groups there are."""
     found = {
-        plain(number): members
-        for number, members, _ in _grouped(rows, Wanted())
-        if any(isinstance(row.get("play"), str) for _, row in members)
+        plain(group.number): (group, [(index, rows[index]) for index in places])
+        for group, places, _ in grouped(rows, Wanted())
+        if any(isinstance(rows[index].get("play"), str) for index in places)
     }
     told = [
-        {"group": number, "uid": _text(members[0][1].get("uid"), 200), "mean": fmean(_rewards(members) or [0.0])}
-        for number, members in found.items()
+        {"group": number, "uid": _text(members[0][1].get("uid"), 200), "mean": group.mean or 0.0}
+        for number, (group, members) in found.items()
     ]
     if not found:
         return {"groups": []}
     chosen = wanted if wanted in found else next(iter(found))
-    members = found[chosen][:_MOST_EPISODES]
+    members = found[chosen][1][:_MOST_EPISODES]
     plays = [_turns(row.get("play")) for _, row in members]
     most = max(_LEAST_OF_A_TURN, _MOST_CHARACTERS // max(1, 2 * sum(map(len, plays))))
     return {
@@ -253,11 +134,7 @@ def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
 
 def _turns(value: Any) -> list[Record]:
     """What `covey.training.rows.completion_rows` wrote of an episode."""
-    try:
-        turns = json.loads(value) if isinstance(value, str) else []
-    except (ValueError, RecursionError):
-        turns = []
-    return [turn for turn in turns[:_MOST_TURNS] if isinstance(turn, dict)] if isinstance(turns, list) else []
+    return [turn for turn in listed(value)[:_MOST_TURNS] if isinstance(turn, dict)]
 
 
 def _turn(turn: Record, most: int) -> Record:
@@ -270,15 +147,8 @@ def _turn(turn: Record, most: int) -> Record:
 
 
 def compare(before: Iterable[Record], after: Iterable[Record], shown: str = "changed") -> tuple[Record, list[Record]]:
-    """The same questions in two evaluations.
-
-    Args:
-        before: rows of one.
-        after: rows of the other.
-        shown: `changed` (right in one of them only), `gained`, `lost` or `all`.
-
-    Returns:
-        How many were `gained`, `lost`, right in `both`, in `neither`, or `unjudged`; and the pairs that are wanted.
+    """The same questions in two evaluations: how many were `gained`, `lost`, right in `both`, in `neither`, or
+    `unjudged`; and the pairs that are wanted, of one of these names, `changed` (the first two) or `all`.
     """
     earlier = {(row.get("uid"), row.get("sample")): (index, row) for index, row in enumerate(before)}
     counts = dict.fromkeys(("gained", "lost", "both", "neither", "unjudged"), 0)
