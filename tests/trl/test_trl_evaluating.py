@@ -10,7 +10,7 @@ import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from covey.errors import ConfigError
+from covey.errors import ConfigError, DataError
 from covey.trl import GRPOConfig, GRPOTrainer
 
 TRAINING = [{"prompt": text} for text in ["Flat is", "Simple is better", "Now is", "Errors"]]
@@ -144,6 +144,13 @@ def test_what_is_logged_in_an_evaluation_of_ones_own_stays_in_it(make: Any) -> N
     assert trainer.state.log_history[-1]["rows"] == 3.0
 
 
+def test_the_best_are_saved_only_where_a_metric_says_which(make: Any) -> None:
+    with pytest.raises(ConfigError, match="save_strategy='best' and metric_for_best_model=None: nothing says which"):
+        make(unique_letters, HELD_OUT, save_strategy="best", **EVERY_STEP)
+    trainer = make(unique_letters, HELD_OUT, save_strategy="best", metric_for_best_model="loss", **EVERY_STEP)
+    assert trainer.args.metric_for_best_model == "eval_reward"
+
+
 class TestSeveralSets:
     SETS = {"data1": HELD_OUT[:1], "data2": HELD_OUT[1:]}  # noqa: RUF012
 
@@ -173,6 +180,10 @@ class TestSeveralSets:
             make(unique_letters, self.SETS, **BEST)
         trainer = make(unique_letters, self.SETS, metric_for_best_model="data1_loss", **BEST)
         assert trainer.args.metric_for_best_model == "eval_data1_reward"
+
+    def test_all_are_read_before_training(self, make: Any) -> None:
+        with pytest.raises(DataError, match=r"eval_dataset\['data2'\]: .*no column 'prompt'"):
+            make(unique_letters, {"data1": HELD_OUT, "data2": [{"question": "Sparse is"}]}, **EVERY_STEP)
 
     def test_streams_by_name(self, make: Any) -> None:
         metrics = make().evaluate({name: Stream(rows) for name, rows in self.SETS.items()})

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from covey.errors import EpisodeError
 from covey.rollout.agents import Player, PlayStats, play_metrics
@@ -23,6 +24,7 @@ from covey.rollout.scoring import Scorer
 from covey.rollout.turns import TurnGenerator
 from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
 
+Rewards = NDArray[np.float64]
 Decode = Callable[[Sequence[int]], str]
 """Token ids of a completion -> text without special tokens."""
 
@@ -95,8 +97,21 @@ class Collector(Protocol):
         ...
 
 
+class Scoring:
+    """A collector that has nothing to prepare, and whose only threads are those of its reward functions."""
+
+    scorer: Scorer
+
+    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
+        """Nothing to prepare."""
+
+    def close(self) -> None:
+        """End the reward functions' threads."""
+        self.scorer.close()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class AnswerCollector:
+class AnswerCollector(Scoring):
     """Single answers, scored by reward functions; a `Collector`. For its fields see `collect_groups`."""
 
     generator: Generator
@@ -108,13 +123,6 @@ class AnswerCollector:
         return collect_groups(
             prompts, settings, generator=self.generator, scorer=self.scorer, decode=self.decode, **what
         )
-
-    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
-        """Single answers need no preparation."""
-
-    def close(self) -> None:
-        """End the reward functions' threads."""
-        self.scorer.close()
 
 
 def collect_groups(
@@ -161,23 +169,25 @@ def collect_groups(
     sampled = time.perf_counter()
     rewards, parts = scorer.score(owners, episodes)
     scored = time.perf_counter()
-    groups = []
-    for index, prompt in enumerate(prompts):
-        rows = slice(index * num_generations, (index + 1) * num_generations)
-        groups.append(
-            Group(
-                prompt,
-                tuple(episodes[rows]),
-                rewards[rows],
-                {name: values[rows] for name, values in parts.items()},
-            )
-        )
     return Rollout(
-        groups=tuple(groups),
+        groups=grouped(prompts, episodes, rewards, parts),
         sampling_seconds=sampled - begin,
         scoring_seconds=scored - sampled,
         sampled_tokens=sum(len(completion.token_ids) for completion in completions),
     )
+
+
+def grouped(
+    prompts: Sequence[Prompt], episodes: Sequence[Episode], rewards: Rewards, parts: Mapping[str, Rewards]
+) -> tuple[Group, ...]:
+    """A group for each prompt, all of one size, of `N` episodes that follow one another; all arrays are `[N]`."""
+    size = len(episodes) // max(len(prompts), 1)
+    groups = []
+    for index, prompt in enumerate(prompts):
+        rows = slice(index * size, (index + 1) * size)
+        of_group = {name: values[rows] for name, values in parts.items()}
+        groups.append(Group(prompt, tuple(episodes[rows]), rewards[rows], of_group))
+    return tuple(groups)
 
 
 def with_greedy_rewards(

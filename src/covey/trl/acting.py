@@ -9,7 +9,6 @@ from typing import Any
 
 import covey
 from covey.errors import ConfigError, DataError
-from covey.rollout.collect import Collector
 from covey.tasks.dataset import load_rows
 from covey.trl.arguments import GRPOConfig
 from covey.trl.environments import EMPTY, Toolset
@@ -54,7 +53,7 @@ class Acting:
         rollout_func: samples in the engine's place.
 
     Attributes:
-        toolset: the tools, None without any.
+        toolset: the tools.
         rewards: reward functions of the environments.
 
     Raises:
@@ -67,11 +66,10 @@ class Acting:
             raise ConfigError(f"rollout_func={rollout_func!r:.200}: cannot be called; give f(prompts, trainer)")
         if rollout_func is not None and (tools or environment_factory):
             raise ConfigError("rollout_func beside tools or environment_factory: it samples itself; leave one out")
-        acts = bool(tools) or environment_factory is not None
-        self.toolset = Toolset(list(tools or ()), environment_factory) if acts else None
-        self._data_optional = self.toolset is not None and self.toolset.has_environments
+        self.toolset = Toolset(list(tools or ()), environment_factory)
+        self._data_optional = self.toolset.has_environments
         self._named = isinstance(environment_factory, Mapping)
-        self.rewards = self.toolset.rewards() if self.toolset is not None else []
+        self.rewards = self.toolset.rewards()
         self._columns: tuple[str, ...] = ("environments",) if self._data_optional else ()
 
     def settings(self) -> dict[str, Any]:
@@ -125,21 +123,17 @@ class Acting:
 
     def install(self, run: covey.GRPOTrainer, trainer: Any) -> None:
         """Let the run sample so."""
-        run.collect = self._collector(run, trainer) or run.collect
-
-    def _collector(self, run: covey.GRPOTrainer, trainer: Any) -> Collector | None:
         scorer = run.data.scorer
         if self._rollout_func is not None:
-            return RolloutCollector(self._rollout_func, trainer, scorer, run.decode, run.learner)
-        if self.toolset is None:
-            return None
-        kwargs = as_mapping("chat_template_kwargs", self._args.chat_template_kwargs)
-        return ToolCollector(
-            run.engine,
-            scorer,
-            run.decode,
-            ToolChat(run.policy.tokenizer, run.policy.eos_token_ids, kwargs),
-            self.toolset,
-            max_rounds=self._args.max_tool_calling_iterations,
-            at_once=prompts_per_generation(self._args),
-        )
+            run.collect = RolloutCollector(self._rollout_func, trainer, scorer, run.decode, run.learner)
+        elif self.toolset.tools or self._data_optional:
+            kwargs = as_mapping("chat_template_kwargs", self._args.chat_template_kwargs)
+            run.collect = ToolCollector(
+                run.engine,
+                scorer,
+                run.decode,
+                ToolChat(run.policy.tokenizer, run.policy.eos_token_ids, kwargs),
+                self.toolset,
+                max_rounds=self._args.max_tool_calling_iterations,
+                at_once=prompts_per_generation(self._args),
+            )

@@ -23,6 +23,17 @@ def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+FORMER_NAMES = {
+    "evaluation_strategy": "eval_strategy",
+    "warmup_ratio": "warmup_steps",
+    "no_cuda": "use_cpu",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_max_model_len": "vllm_max_model_length",
+}
+"""Options that were called otherwise -> what they are called now."""
+
+
 @dataclass
 class GRPOConfig(TrainingArguments):
     """TRL's settings of a GRPO run, with TRL's defaults.
@@ -159,7 +170,9 @@ class GRPOConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Fill in what follows from other settings, and refuse what cannot be."""
-        self._take_former_names()
+        for former, name in FORMER_NAMES.items():
+            if getattr(self, former) not in (None, False):
+                setattr(self, name, getattr(self, former))
         self._check_kinds()
         if not torch.accelerator.is_available():
             self.use_cpu = True  # transformers wants it said before it allows mixed precision
@@ -185,8 +198,7 @@ class GRPOConfig(TrainingArguments):
         self.scale_rewards = scale.get(self.scale_rewards, self.scale_rewards)
         if self.vllm_importance_sampling_cap is not None:
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
-        if self.use_transformers_paged:
-            self.use_transformers_continuous_batching = True
+        self.use_transformers_continuous_batching |= self.use_transformers_paged
         if self.pad_to_multiple_of == "auto":
             self.pad_to_multiple_of = None
         self._fill_batch_sizes()
@@ -212,18 +224,6 @@ class GRPOConfig(TrainingArguments):
             raise ConfigError(f"warmup_ratio={self.warmup_ratio!r}: a share of all steps; give 0 or more, below 1")
         if self.reward_weights is not None and not isinstance(self.reward_weights, list | tuple):
             raise ConfigError(f"reward_weights={self.reward_weights!r}: give a list, one number for each reward")
-
-    def _take_former_names(self) -> None:
-        if self.evaluation_strategy is not None:
-            self.eval_strategy = self.evaluation_strategy
-        if self.warmup_ratio:
-            self.warmup_steps = self.warmup_ratio
-        if self.vllm_max_model_len is not None:
-            self.vllm_max_model_length = self.vllm_max_model_len
-        if self.vllm_guided_decoding_regex is not None:
-            self.vllm_structured_outputs_regex = self.vllm_guided_decoding_regex
-        self.use_cpu = self.use_cpu or self.no_cuda
-        self.log_unique_prompts = self.log_unique_prompts or self.wandb_log_unique_prompts
 
     def _fill_batch_sizes(self) -> None:
         """`generation_batch_size` and `steps_per_generation`, each from the other."""

@@ -56,9 +56,8 @@ class Toolset:
     def __init__(self, functions: Sequence[Tool], factory: Any = None) -> None:
         self._functions = list(functions)
         self._by_name = isinstance(factory, Mapping)
-        self._factories: dict[Any, Callable[[], Any]] = dict(factory) if self._by_name else {None: factory}
-        if factory is None:
-            self._factories = {}
+        alone = {} if factory is None else {None: factory}
+        self._factories: dict[Any, Callable[[], Any]] = dict(factory) if self._by_name else alone
         self.pools: dict[Any, list[Any]] = {name: [_made(make)] for name, make in self._factories.items()}
         shown = [tool_schema(tool) for tool in self._functions]
         self._schemas = {name: [*shown, *map(tool_schema, methods(pool[0]))] for name, pool in self.pools.items()}

@@ -26,7 +26,7 @@ def compare_rewards(args: GRPOConfig, named: Iterable[str]) -> tuple[str, str]:
     `args.metric_for_best_model` compare rewards too.
 
     Raises:
-        ConfigError: evaluations are to be compared, and no set of several is named.
+        ConfigError: evaluations are to be compared, and no metric or set of several is named; or less is to be better.
     """
     wanted = args.metric_for_best_model or "loss"
     bare = wanted.removeprefix("eval_").removeprefix("eval/")
@@ -36,6 +36,16 @@ def compare_rewards(args: GRPOConfig, named: Iterable[str]) -> tuple[str, str]:
         metric, bare = "reward", bare.removesuffix("loss") + "reward"
         if args.metric_for_best_model is not None:
             args.metric_for_best_model, args.greater_is_better = f"eval_{bare}", True
+    elif args.greater_is_better is False:
+        raise ConfigError(
+            f"metric_for_best_model={wanted!r} with greater_is_better=False: of rewards and accuracies more is better; "
+            "leave greater_is_better out"
+        )
+    if args.save_strategy == "best" and args.metric_for_best_model is None:
+        raise ConfigError(
+            "save_strategy='best' and metric_for_best_model=None: nothing says which model is best; set the latter to "
+            "'eval_reward'"
+        )
     if list(named) and not own:
         if args.load_best_model_at_end or args.save_strategy == "best":
             raise ConfigError(
@@ -52,7 +62,7 @@ def compare_by(run: covey.GRPOTrainer, metric: str, reward_funcs: Sequence[Calla
     Raises:
         ConfigError: nobody can measure it.
     """
-    own = run.best_metric == metric and metric.startswith(("eval/reward", "eval/accuracy", "eval/completions/"))
+    own = run.best_metric == metric and metric.startswith(("eval/reward", "eval/accuracy"))
     if not own and not any(_may_log(function) for function in reward_funcs):
         parts = ", ".join(f"eval_rewards/{name}/mean" for name in run.data.scorer.names)
         raise ConfigError(
@@ -90,14 +100,12 @@ def _loss(run: covey.GRPOTrainer, groups: Sequence[Group]) -> float:
     objective, temperature = args.algorithm.objective(), args.evaluation.eval_temperature
     batch = run.make_batch(groups, run.phases.at(run._elapsed()))
     rows = np.flatnonzero(batch.sampled.any(axis=1))
-    known: dict[str, Any] = {}
+    weights, own = loss_weights(batch, objective, args.sampling.max_completion_length)
+    known: dict[str, Any] = {} if own is None else {"kl_weights": own}
     if objective.estimates_kl:
         known["ref"] = run.learner.scores(batch, rows, temperature=temperature, reference=True)[0]
     if objective.differentiates_entropy:
         known["entropy"] = run.learner.scores(batch, rows, temperature=temperature, entropy=True)[1]
-    weights, own = loss_weights(batch, objective, args.sampling.max_completion_length)
-    if own is not None:
-        known["kl_weights"] = own
     logp = batch.old_logprobs  # the policy that sampled is the one that is measured
     if objective.loss.select is not None:
         known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))

@@ -12,7 +12,7 @@ from importlib import util
 from typing import Any, Literal
 
 from covey.errors import ConfigError
-from covey.trl.arguments import GRPOConfig
+from covey.trl.arguments import FORMER_NAMES, GRPOConfig
 
 Kind = Literal["same", "translated", "machinery", "warned", "refused"]
 
@@ -178,12 +178,7 @@ MEANINGS: dict[str, Meaning] = {
 
 FORMER: dict[str, Meaning] = {
     "max_prompt_length": Meaning("translated", "data.max_prompt_length, with data.long_prompts: truncate"),
-    "evaluation_strategy": Meaning("translated", "eval_strategy"),
-    "warmup_ratio": Meaning("translated", "warmup_steps"),
-    "no_cuda": Meaning("translated", "use_cpu"),
-    "wandb_log_unique_prompts": Meaning("translated", "log_unique_prompts"),
-    "vllm_guided_decoding_regex": Meaning("translated", "vllm_structured_outputs_regex"),
-    "vllm_max_model_len": Meaning("translated", "vllm_max_model_length"),
+    **{former: Meaning("translated", name) for former, name in FORMER_NAMES.items()},
     **_all("warned", _VLLM, "vllm_device vllm_dtype vllm_enable_prefix_caching"),
     "use_liger_loss": Meaning("warned", "log-probabilities are computed in chunks in any case"),
     "overwrite_output_dir": Meaning("translated", "an earlier run of the folder is kept beside the new one"),
@@ -221,13 +216,6 @@ def vllm_is_installed() -> bool:
     return util.find_spec("vllm") is not None
 
 
-def refused(args: GRPOConfig) -> Iterator[str]:
-    """A sentence for each field that asks for something impossible."""
-    for name, meaning in MEANINGS.items():
-        if meaning.kind == "refused" and was_set(args, name):
-            yield f"{name}={getattr(args, name)!r:.200}: is not possible in Covey; {meaning.text}"
-
-
 def warned(args: GRPOConfig) -> Iterator[str]:
     """A sentence for each field that is set and has no effect."""
     if args.use_vllm and args.vllm_mode == "colocate" and not vllm_is_installed():
@@ -246,6 +234,10 @@ def check(args: GRPOConfig) -> None:
     Raises:
         ConfigError: one message with every field that asks for something impossible, one a line.
     """
-    problems = list(refused(args))
+    problems = [
+        f"{name}={getattr(args, name)!r:.200}: is not possible in Covey; {meaning.text}"
+        for name, meaning in MEANINGS.items()
+        if meaning.kind == "refused" and was_set(args, name)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -127,7 +127,7 @@ class Flow:
 
     def on_train_end(self, _args: Any, _state: Any, control: TrainerControl, **_: Any) -> TrainerControl:
         """The run has ended: the last record sums it up."""
-        seconds, steps = time.perf_counter() - self._began, max(len(self._losses), 1)
+        seconds = time.perf_counter() - self._began
         completions = (self.args.generation_batch_size or 0) * len(self._losses)
         self.log(
             self._means()
@@ -136,18 +136,13 @@ class Flow:
                 "train_samples_per_second": round(completions / seconds, 3),
                 "train_steps_per_second": round(self.state.global_step / seconds, 3),
                 "total_flos": self.state.total_flos,
-                "train_loss": self.training_loss if self._losses else 0.0 / steps,
+                "train_loss": sum(self._losses) / max(len(self._losses), 1),
             }
         )
         self._tell("on_train_end")
         return control
 
     # ------------------------------------------------------------------ records
-
-    @property
-    def training_loss(self) -> float:
-        """Mean loss of the run's generations."""
-        return sum(self._losses) / max(len(self._losses), 1)
 
     def record(self, logs: Mapping[str, Any]) -> None:
         """Append a record to the history and tell the callbacks, trackers among them."""

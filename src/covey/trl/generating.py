@@ -117,10 +117,10 @@ class Generating:
             ids[place, width - len(history) :], mask[place, width - len(history) :] = history, 1
         device = next(model.parameters()).device
         devices = [device] if device.type == "cuda" else []
-        half = torch.bfloat16 if self._args.bf16 else torch.float16
+        half, halves = torch.bfloat16 if self._args.bf16 else torch.float16, bool(self._args.bf16 or self._args.fp16)
         try:
             # Seeded by the first row's stream, so that a resumed run draws what the unbroken one does.
-            with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, half, self._halves):
+            with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, half, halves):
                 torch.manual_seed(rows[0].key >> 1)
                 output = model.generate(
                     input_ids=torch.from_numpy(ids).to(device),
@@ -139,10 +139,6 @@ class Generating:
             )
         turns, reasons = zip(*[_turn(row, tokens) for row, tokens in zip(rows, found, strict=True)], strict=True)
         return self._drawn(rows, histories, turns, reasons)
-
-    @property
-    def _halves(self) -> bool:
-        return bool(self._args.bf16 or self._args.fp16)
 
     def _config(self, settings: SamplingSettings, max_new_tokens: int, padding: int) -> Any:
         drawn = {"temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from covey.errors import ConfigError
@@ -31,6 +32,18 @@ _INSTEAD: dict[str, str] = {
 }
 
 
+def _refused(sentence: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        """Refused: there is none.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(sentence)
+
+    return refuse
+
+
 class NeverCalled:
     """Refuses a subclass that overrides something without effect."""
 
@@ -44,28 +57,10 @@ class NeverCalled:
         if problems:
             raise ConfigError("\n".join(problems))
 
-    def get_train_dataloader(self) -> NoReturn:
-        """Refused: there is none.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("there is no data loader: prompts are drawn by the run; read trainer.train_dataset instead")
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> NoReturn:
-        """Refused: there is none.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("there is no data loader: evaluate() samples the prompts; read trainer.eval_dataset instead")
-
-    def predict(self, test_dataset: Any, *_: Any, **__: Any) -> NoReturn:
-        """Refused: a policy has no labels to predict.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "predict: a policy has no labels; use generate(prompts) for texts, evaluate(rows) for rewards"
-        )
+    get_train_dataloader = _refused(
+        "there is no data loader: prompts are drawn by the run; read trainer.train_dataset instead"
+    )
+    get_eval_dataloader = _refused(
+        "there is no data loader: evaluate() samples the prompts; read trainer.eval_dataset instead"
+    )
+    predict = _refused("predict: a policy has no labels; use generate(prompts) for texts, evaluate(rows) for rewards")

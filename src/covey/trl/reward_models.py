@@ -72,9 +72,7 @@ class RewardModel:
         return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
 
 
-def with_models(
-    reward_funcs: Any, tokenizers: Any, *, trust_remote_code: bool = False, **options: Any
-) -> tuple[list[Any], list[Any]]:
+def with_models(reward_funcs: Any, tokenizers: Any, *, trust_remote_code: bool = False) -> tuple[list[Any], list[Any]]:
     """Reward functions in which every model, or name of one, is a `RewardModel`.
 
     Args:
@@ -82,7 +80,6 @@ def with_models(
         tokenizers: of the models: one for one reward, or a list as long as the rewards with None for functions; None =
             each model's own.
         trust_remote_code: run code that a model brings.
-        options: further arguments of `from_pretrained`.
 
     Returns:
         Callables, and the tokenizers that models use (None for functions).
@@ -91,9 +88,8 @@ def with_models(
         ConfigError: another number of tokenizers than of rewards, or a model that cannot be loaded.
     """
     given = list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    own = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
-    if tokenizers is None:
-        own = [None] * len(given)
+    own = [tokenizers] if tokenizers is not None else [None] * len(given)
+    own = list(tokenizers) if isinstance(tokenizers, list | tuple) else own
     if len(own) != len(given):
         raise ConfigError(
             f"reward_processing_classes: {len(own)} tokenizers, whose number must match that of the {len(given)} "
@@ -106,7 +102,7 @@ def with_models(
             name = reward
             try:
                 reward = AutoModelForSequenceClassification.from_pretrained(
-                    name, num_labels=1, trust_remote_code=trust_remote_code, **options
+                    name, num_labels=1, trust_remote_code=trust_remote_code
                 )
             except (OSError, ValueError) as error:
                 raise ConfigError(

@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import GenerationError, raised_at
-from covey.rollout.collect import Decode, Rollout
+from covey.rollout.collect import Decode, Rollout, Scoring, grouped
 from covey.rollout.learning import Learner
 from covey.rollout.scoring import Scorer
-from covey.types import Batch, Episode, Group, Progress, Prompt, SamplingSettings
+from covey.types import Batch, Episode, Progress, Prompt, SamplingSettings
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
-class RolloutCollector:
+class RolloutCollector(Scoring):
     """Completions of a function, scored; a `covey.rollout.collect.Collector`.
 
     Args:
@@ -38,7 +38,7 @@ class RolloutCollector:
         decode: Decode,
         learner: Learner,
     ) -> None:
-        self._function, self._trainer, self._scorer = function, trainer, scorer
+        self._function, self._trainer, self.scorer = function, trainer, scorer
         self._decode, self._learner = decode, learner
 
     def __call__(
@@ -79,14 +79,9 @@ class RolloutCollector:
             replace(p, columns={**p.columns, **{name: values[i] for name, values in extra.items()}})
             for i, p in enumerate(owners)
         ]
-        rewards, parts = self._scorer.score(asked, episodes)
-        groups = []
-        for index, prompt in enumerate(prompts):
-            rows = slice(index * num_generations, (index + 1) * num_generations)
-            of_group = {name: values[rows] for name, values in parts.items()}
-            groups.append(Group(prompt, tuple(episodes[rows]), rewards[rows], of_group))
+        rewards, parts = self.scorer.score(asked, episodes)
         return Rollout(
-            groups=tuple(groups),
+            groups=grouped(prompts, episodes, rewards, parts),
             sampling_seconds=sampled - began,
             scoring_seconds=time.perf_counter() - sampled,
             sampled_tokens=sum(episode.num_sampled for episode in episodes),
@@ -112,13 +107,6 @@ class RolloutCollector:
             finish_reason="stop" if int(completion[-1]) in settings.eos_token_ids else "length",
             policy_version=version,
         )
-
-    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
-        """Nothing to prepare."""
-
-    def close(self) -> None:
-        """End the reward functions' threads."""
-        self._scorer.close()
 
 
 def _checked(returned: Any, count: int) -> dict[str, Any]:

@@ -66,9 +66,9 @@ class Saving:
         if folder.is_dir() and not (folder / POINTER).is_file():
             return "is no checkpoint of covey.trl, or was not written to the end"
         try:  # in earlier checkpoints the pointer came last, and there are no hashes
-            hashed = not folder.is_dir() or not json.loads((folder / POINTER).read_text()).keys() <= {"checkpoint"}
-        except (OSError, ValueError, AttributeError):
-            hashed = True  # cut off: the hashes tell what is wrong
+            hashed = "hashed" in json.loads((folder / POINTER).read_text())
+        except (OSError, ValueError, TypeError):
+            hashed = True  # missing or cut off: the hashes tell what is wrong
         problem = folder_problem(folder, hashes=hashes, others=True) if hashed else ""  # callbacks may add files
         if problem or not hashes:
             return problem
@@ -99,13 +99,11 @@ class Saving:
                 f"resume_from_checkpoint=True: there is no checkpoint-N in {self._root}; train without it first"
             )
         path, problem = next(iter(problems.items()))
-        if wanted is not True:
-            raise CheckpointError(
-                f"{path}: {problem}; give a whole checkpoint-N that this trainer wrote, or True for the newest"
-            )
+        every = f"none of the {len(problems)} checkpoints in {self._root} is whole (the newest, {path.name}: {problem})"
         raise CheckpointError(
-            f"resume_from_checkpoint=True: none of the {len(problems)} checkpoints in {self._root} is whole (the "
-            f"newest, {path.name}: {problem}); train without it to begin again"
+            f"resume_from_checkpoint=True: {every}; train without it to begin again"
+            if wanted is True
+            else f"{path}: {problem}; give a whole checkpoint-N that this trainer wrote, or True for the newest"
         )
 
     def _inner_checkpoint(self, folder: Path) -> Path:

@@ -64,9 +64,6 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
     """The adapter that a script's arguments ask for, None without `use_peft`."""
     if not model_args.use_peft:
         return None
-    more = {}
-    if model_args.lora_target_parameters is not None:
-        more["target_parameters"] = model_args.lora_target_parameters
     return LoraConfig(
         task_type=model_args.lora_task_type,
         r=model_args.lora_r,
@@ -77,7 +74,7 @@ def get_peft_config(model_args: ModelConfig) -> LoraConfig | None:
         bias="none",
         use_rslora=model_args.use_rslora,
         use_dora=model_args.use_dora,
-        **more,
+        target_parameters=model_args.lora_target_parameters,
     )
 
 

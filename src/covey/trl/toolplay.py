@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from covey.rollout.collect import Decode, Rollout
+from covey.rollout.collect import Decode, Rollout, Scoring, grouped
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import Session, TurnGenerator
 from covey.trl.environments import Scene, Toolset
@@ -27,7 +27,6 @@ from covey.types import (
     Completion,
     Episode,
     FinishReason,
-    Group,
     IntArray,
     Message,
     Progress,
@@ -97,7 +96,7 @@ class _Live:
         )
 
 
-class ToolCollector:
+class ToolCollector(Scoring):
     """Samples and scores completions that may call tools; a `covey.rollout.collect.Collector`.
 
     Args:
@@ -121,7 +120,7 @@ class ToolCollector:
         max_rounds: int | None,
         at_once: int,
     ) -> None:
-        self._generator, self._scorer, self._decode = generator, scorer, decode
+        self._generator, self.scorer, self._decode = generator, scorer, decode
         self._chat, self._toolset, self._max_rounds, self._at_once = chat, toolset, max_rounds, at_once
         self._calls = Calls(scorer.runner)
 
@@ -158,21 +157,11 @@ class ToolCollector:
             parts.append(
                 _Play(self, settings, policy_version, told).collect(prompts[part], streams[part], num_generations)
             )
+        summed = ("sampling_seconds", "scoring_seconds", "sampled_tokens", "calls", "failures")
         return ToolRollout(
             groups=tuple(chain.from_iterable(part.groups for part in parts)),
-            sampling_seconds=sum(part.sampling_seconds for part in parts),
-            scoring_seconds=sum(part.scoring_seconds for part in parts),
-            sampled_tokens=sum(part.sampled_tokens for part in parts),
-            calls=sum(part.calls for part in parts),
-            failures=sum(part.failures for part in parts),
+            **{name: sum(getattr(part, name) for part in parts) for name in summed},
         )
-
-    def prepare(self, prompts: Sequence[Prompt], *, num_generations: int, streams: Sequence[tuple[int, ...]]) -> None:
-        """Nothing to prepare: environments are reset when their episodes begin."""
-
-    def close(self) -> None:
-        """End the threads of tools and reward functions."""
-        self._scorer.close()
 
 
 class _Play:
@@ -192,22 +181,17 @@ class _Play:
         scenes = own._toolset.scenes([prompt for prompt in prompts for _ in range(num_generations)])
         keys = [(*stream, sample) for stream in streams for sample in range(num_generations)]
         lives = [
-            _Live(number, key, scene, own._chat.opening(_messages(scene.prompt), scene.schemas))
+            _Live(number, key, scene, own._chat.opening(cast(list[Message], scene.prompt.content), scene.schemas))
             for number, (key, scene) in enumerate(zip(keys, scenes, strict=True))
         ]
         self._sample(lives)
         sampled = time.perf_counter()
         episodes = [live.episode(own._decode, self._version) for live in lives]
-        rewards, parts = own._scorer.score(
+        rewards, parts = own.scorer.score(
             [live.scene.prompt for live in lives], episodes, [live.messages for live in lives]
         )
-        groups = []
-        for index, prompt in enumerate(prompts):
-            rows = slice(index * num_generations, (index + 1) * num_generations)
-            of_group = {name: values[rows] for name, values in parts.items()}
-            groups.append(Group(prompt, tuple(episodes[rows]), rewards[rows], of_group))
         return ToolRollout(
-            groups=tuple(groups),
+            groups=grouped(prompts, episodes, rewards, parts),
             sampling_seconds=sampled - began,
             scoring_seconds=time.perf_counter() - sampled,
             sampled_tokens=sum(episode.num_sampled for episode in episodes),
@@ -276,8 +260,3 @@ class _Play:
         live.logprobs += [0.0] * len(ids)
         session.extend(live.row, ids, (*live.stream, live.rounds))
         return True
-
-
-def _messages(prompt: Prompt) -> list[Message]:
-    assert not isinstance(prompt.content, str), "the toolset takes conversations only"
-    return prompt.content

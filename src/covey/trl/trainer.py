@@ -160,6 +160,12 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
         self._rates = Rates()
         self.state = TrainerState(is_local_process_zero=True, is_world_process_zero=True)
         self.run = self._make_run(given[0], given[1])
+        for name, rows in self._named.items():
+            try:  # the run has read its own set only
+                if name != self._own and not is_stream(rows):
+                    self.run._tokenize(load_rows(acting.rows(rows, "test"), split="test", what="evaluation"))
+            except DataError as error:
+                raise DataError(f"eval_dataset[{name!r}]: {error}") from error
         text: Any = self.model.config.get_text_config()
         if args.router_aux_loss_coef is None and getattr(text, "router_aux_loss_coef", False):
             log.warning("router_aux_loss_coef: this model has a balance loss, which is not computed; set it to 0")
@@ -298,22 +304,22 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
     @property
     def tools(self) -> list[Callable[..., Any]]:
         """What the model may call: functions, then the methods of environments."""
-        return list(self._acting.toolset.tools) if self._acting.toolset else []
+        return list(self._acting.toolset.tools)
 
     @property
     def environments(self) -> list[Any] | None:
         """The environments of the latest completions, in their order; None without any."""
-        return self._acting.toolset.environments or None if self._acting.toolset else None
+        return self._acting.toolset.environments or None
 
     @property
     def _tools_accept_completion_idx(self) -> dict[str, bool]:
         """By name, whether a tool is told the number of the completion that calls it."""
-        return self._acting.toolset.accepts_index if self._acting.toolset else {}
+        return self._acting.toolset.accepts_index
 
     @property
     def _environment_pool(self) -> dict[Any, list[Any]]:
         """By name, the environments made so far."""
-        return self._acting.toolset.pools if self._acting.toolset else {}
+        return self._acting.toolset.pools
 
     @property
     def _env_tools(self) -> dict[Any, list[Callable[..., Any]]]:
@@ -480,13 +486,7 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add a record to the history, and tell callbacks and trackers; subclasses may add to it first."""
         self._flow.record(logs)
-        if self.args.log_completions and "loss" in logs:
-            self._log_completions()
-
-    def _log_completions(self) -> None:
-        """A table of the latest generation."""
-        rows = self._latest()
-        if rows:
+        if self.args.log_completions and "loss" in logs and (rows := self._latest()):
             show(columns(rows, self.state.global_step), self.args.num_completions_to_print)
             table = columns(rows, self.state.global_step, unique_prompts=self.args.log_unique_prompts)
             send(table, self.args.report_to or (), self.callback_handler.callbacks)

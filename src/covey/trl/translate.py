@@ -16,19 +16,16 @@ import covey
 from covey.config_names import FIELDS, SECTIONS
 from covey.errors import ConfigError
 from covey.trl.arguments import GRPOConfig
-from covey.trl.fields import check, vllm_is_installed
+from covey.trl.fields import MEANINGS, check, vllm_is_installed
 
 NEVER = 10**9
 """An interval in steps that no run reaches: when to log, save and evaluate is decided by transformers' callbacks."""
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_EIGHT_BITS = {
-    "adamw_8bit": "adamw_8bit",
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "paged_adamw_8bit",
-}
+_OURS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "stop_strings")}
+_OURS |= {"max_new_tokens": "max_completion_length", "max_tokens": "max_completion_length", "stop": "stop_strings"}
+"""`generation_kwargs` that Covey's sampler has -> its settings."""
+_EIGHT_BITS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "paged_adamw_8bit": "paged_adamw_8bit"}
 """`optim` -> `optim.optimizer`."""
-_ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit", "paged_adamw", "ademamix")
 
 
 def optimizer_steps(args: GRPOConfig, num_prompts: int) -> int:
@@ -71,21 +68,21 @@ def _reference(args: GRPOConfig) -> dict[str, Any]:
 
 def _loss(args: GRPOConfig) -> dict[str, Any]:
     """Loss, KL and entropy; TRL gives the cap of cispo under the name of the upper clip range."""
-    found: dict[str, Any] = {"loss_type": args.loss_type, "epsilon": args.epsilon, "delta": args.delta}
     own: dict[str, Any] = {"entropy_by_token": True}
-    if args.loss_type == "sapo":
-        found["sapo_temperature_pos"] = args.sapo_temperature_pos
-        found["sapo_temperature_neg"] = args.sapo_temperature_neg
     if args.loss_type == "vespo":
         names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
         own |= {name: getattr(args, f"vespo_{name}") for name in names}
-    # Always given: Covey's own default of dapo is another one.
-    upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    found["epsilon_max" if args.loss_type == "cispo" else "epsilon_high"] = upper
     if args.use_bias_correction_kl:
         own["kl_ratio"] = args.importance_sampling_level
-    found |= {"kl_estimator": "k3", "beta": args.beta, "importance_sampling_level": args.importance_sampling_level}
-    return found | {"loss_parameters": own, "adv_parameters": {"epsilon": 1e-4}}
+    return {
+        # Always given: Covey's own default of dapo is another one.
+        "epsilon_max" if args.loss_type == "cispo" else "epsilon_high": (
+            args.epsilon if args.epsilon_high is None else args.epsilon_high
+        ),
+        "kl_estimator": "k3",
+        "loss_parameters": own,
+        "adv_parameters": {"epsilon": 1e-4},
+    }
 
 
 RATIO_FROM_THE_LEARNER: dict[str, Any] = {
@@ -148,18 +145,12 @@ def _colocated(args: GRPOConfig) -> dict[str, Any]:
 
 def _generation(args: GRPOConfig) -> dict[str, Any]:
     """Those `generation_kwargs` that Covey's sampler has."""
-    found: dict[str, Any] = {}
-    for name, value in as_mapping("generation_kwargs", args.generation_kwargs).items():
-        if name in _SAMPLING:
-            found[name] = value
-        elif name in ("max_new_tokens", "max_tokens"):
-            found["max_completion_length"] = value
-        elif name in ("stop", "stop_strings"):
-            found["stop_strings"] = (value,) if isinstance(value, str) else tuple(value)
+    given = as_mapping("generation_kwargs", args.generation_kwargs)
+    found = {_OURS[name]: value for name, value in given.items() if name in _OURS}
+    if "stop_strings" in found:
+        texts = found["stop_strings"]
+        found["stop_strings"] = (texts,) if isinstance(texts, str) else tuple(texts)
     return found
-
-
-_OURS = (*_SAMPLING, "max_new_tokens", "max_tokens", "stop", "stop_strings")
 
 
 def generate_options(args: GRPOConfig) -> dict[str, Any]:
@@ -203,16 +194,8 @@ def _precision(args: GRPOConfig) -> dict[str, Any]:
 def _evaluation(args: GRPOConfig) -> dict[str, Any]:
     """As TRL evaluates: samples at the temperature of training, as many for each prompt."""
     group = args.num_generations_eval or args.num_generations
-    found: dict[str, Any] = {"eval_steps": NEVER, "eval_on_start": args.eval_on_start, "eval_at_end": False}
-    found |= {"eval_temperature": args.temperature, "num_generations_eval": group}
-    name = (args.metric_for_best_model or "loss").removeprefix("eval_").removeprefix("eval/")
-    if args.greater_is_better is False and name != "loss":
-        raise ConfigError(
-            f"metric_for_best_model={args.metric_for_best_model!r} with greater_is_better=False: of rewards and "
-            "accuracies more is better; leave greater_is_better out"
-        )
-    # There is no evaluation loss: what a policy is for is its reward.
-    return found | {"metric_for_best_model": "eval/reward" if name == "loss" else f"eval/{name}"}
+    found: dict[str, Any] = {"eval_steps": NEVER, "eval_at_end": False, "eval_temperature": args.temperature}
+    return found | {"num_generations_eval": group, "metric_for_best_model": "eval/reward"}
 
 
 def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> covey.GRPOConfig:
@@ -229,7 +212,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
     """
     check(args)
     name = str(getattr(args.optim, "value", args.optim))
-    if not name.startswith(_ADAMW) and "adamw" not in name:
+    if not name.startswith("ademamix") and "adamw" not in name:
         raise ConfigError(
             f"optim={name!r}: Covey trains with AdamW; leave it out, or pass optimizers=(optimizer, None)"
         )
@@ -238,28 +221,18 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
     per_generation, steps = args.optimizer_steps_per_generation, optimizer_steps(args, num_prompts)
     warmup = args.warmup_steps
     values: dict[str, Any] = {
+        **{field: getattr(args, field) for field, meaning in MEANINGS.items() if meaning.kind == "same"},
         # model
         "use_peft": lora,
         "gradient_checkpointing": bool(args.activation_checkpointing or args.gradient_checkpointing),
-        "trust_remote_code": args.trust_remote_code,
         "device": "cpu" if args.use_cpu else "auto",
         # algorithm
         **_loss(args),
-        "num_iterations": args.num_iterations,
         "num_minibatches": per_generation // args.num_iterations,
-        "scale_rewards": args.scale_rewards,
-        "multi_objective_aggregation": args.multi_objective_aggregation,
-        "mask_truncated_completions": args.mask_truncated_completions,
-        "top_entropy_quantile": args.top_entropy_quantile,
-        "off_policy_mask_threshold": args.off_policy_mask_threshold,
-        "entropy_coef": args.entropy_coef,
-        "use_adaptive_entropy": args.use_adaptive_entropy,
         **_reference(args),
         **_mismatch(args),
         # sampling and data
-        "num_generations": args.num_generations,
-        "max_completion_length": args.max_completion_length,
-        **{field: getattr(args, field) or 0.0 if field == "min_p" else getattr(args, field) for field in _SAMPLING},
+        "min_p": args.min_p or 0.0,
         "prompts_per_step": prompts_per_generation(args),
         "max_prompt_length": args.max_prompt_length,
         "long_prompts": "error" if args.max_prompt_length is None else "truncate",
@@ -271,11 +244,6 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         **_colocated(args),
         # optim and schedule
         "optimizer": _EIGHT_BITS.get(name, "adamw"),
-        "learning_rate": args.learning_rate,
-        "weight_decay": args.weight_decay,
-        "adam_beta1": args.adam_beta1,
-        "adam_beta2": args.adam_beta2,
-        "adam_epsilon": args.adam_epsilon,
         "max_grad_norm": args.max_grad_norm or 0.0,
         "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)).removesuffix(
             "_with_warmup"
@@ -286,21 +254,16 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "max_optimizer_steps": steps,
         **_evaluation(args),
         # run
-        "run_name": args.run_name,
-        "seed": args.seed,
         "save_steps": 0,
-        "save_total_limit": args.save_total_limit,
         "logging_steps": max(1, math.ceil(logging_steps(args, steps) / per_generation)),
         "progress": not args.disable_tqdm,
         "num_completions_to_print": None,  # `covey.trl.tables` prints them
+        "report_to": (),  # transformers' own callbacks report
     }
-    if args.use_adaptive_entropy:
-        for field in ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"):
-            values[field] = getattr(args, field)
+    if args.loss_type != "sapo":
+        del values["sapo_temperature_pos"], values["sapo_temperature_neg"]
     if args.disable_dropout and lora:
         values["lora_dropout"] = 0.0
-    if args.load_best_model_at_end:
-        values["load_best_model_at_end"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings without effect: they are TRL's defaults, nobody has chosen them
         try:
