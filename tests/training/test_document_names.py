@@ -138,10 +138,13 @@ def test_a_reference_that_is_another_adapter(settings: dict[str, Any], tmp_path:
         make(settings, folder, lora_r=8)
 
 
-def test_the_model_itself_needs_no_second_one(settings: dict[str, Any]) -> None:
-    trainer = make(settings, settings["model"])
-    assert trainer.policy.reference.is_base_model
-    assert trainer.args.model.fused_layers
+def test_the_model_itself_needs_no_second_one(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(settings["model"])
+    monkeypatch.chdir(folder.parent)
+    for named in (str(folder), folder.name, f"./{folder.name}/"):
+        trainer = make(settings | {"model": named}, named)
+        assert trainer.policy.reference.is_base_model
+        assert trainer.args.model.fused_layers
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from covey.observe.run_folder import RunFolder
 from covey.rollout.agents import PlayStats
 from covey.rollout.collect import AnswerCollector, Rollout
 from covey.tasks import WeightedOrder
-from covey.training.evaluate import QuestionHistory, count_answers, questions_of
+from covey.training.evaluate import QuestionHistory, _right_by, count_answers, questions_of
 from covey.types import Group, Trajectory
 from fakes import fake_episode, fake_prompt
 
@@ -172,6 +172,8 @@ def test_difficulty_without_right_and_wrong_is_refused(settings: dict[str, Any])
         GRPOTrainer(reward_funcs=half, args=args.replace(correctness="right"), train_dataset=ROWS)
     with pytest.raises(RewardError, match=r"correctness='half': it gave 0\.5\d, .* gives 0 or 1"):
         GRPOTrainer(reward_funcs=half, args=args.replace(correctness="half"), train_dataset=ROWS).train()
+    found = _right_by("sum", np.array([sum([0.1] * 10), 1.0, 0.0, np.nan]))  # 1 but for rounding is right
+    assert found.tolist() == [True, True, False, False]
 
 
 def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:

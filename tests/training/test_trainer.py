@@ -230,14 +230,18 @@ def test_rewards_log_metrics_and_columns_and_see_the_state(settings: dict[str, A
         completions: list[str], trainer_state: Any = None, log_metric: Any = None, log_extra: Any = None, **columns: Any
     ) -> list[float]:
         seen.append(trainer_state.global_step)
-        log_metric("words", 3.0)
+        for name in ("words", "step", "reward"):  # the run has numbers of its own of two of these names
+            log_metric(name, 3.0)
         log_extra("first letter", [text[:1] for text in completions])
         return share_of_letters(completions)
 
     trainer = build(settings, reward=talkative)
     trainer.train()
     assert seen == [0, 1]
-    assert trainer.state.log_history[0]["words"] == 3.0
+    told = trainer.state.log_history[0]
+    assert (told["words"], told["logged/step"], told["logged/reward"]) == (3.0, 3.0, 3.0)
+    assert told["step"] == 1
+    assert 0 <= told["reward"] <= 1
     for row in RunFolder.read(settings["output_dir"]).read_completions(1):
         assert row["first letter"] == row["completion"][:1]
 

@@ -347,11 +347,11 @@ class _Template:
         try:
             if _ready([ours.fileno()], _START_SECONDS):
                 hello = frames.receive(ours.fileno())
-        finally:
             if hello is None or "error" in hello:
-                ours.close()
-        if hello is None or "error" in hello:
-            raise OSError("no process came up" + (f": {hello['error']}" if hello else ""))
+                raise OSError("no process came up" + (f": {hello['error']}" if hello else ""))
+        except BaseException:
+            ours.close()
+            raise
         return ours, number
 
     def kill(self, number: int) -> None:

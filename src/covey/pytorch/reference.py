@@ -27,7 +27,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from covey.adapters import check_fits
+from covey.adapters import CONFIG_FILE, check_fits
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.loading import load_model
 from covey.pytorch.lora import adapters_off, load_adapter
@@ -113,10 +113,10 @@ class Reference:
             ModelError: it is of another form; the reference is what it was.
         """
         lora, path = isinstance(self._model, PeftModel), other if isinstance(other, str | Path) else None
-        if lora and path and (Path(path).expanduser() / "adapter_config.json").is_file():
+        if lora and path and (Path(path) / CONFIG_FILE).is_file():
             mine = {name: p.detach().clone() for name, p in self._trainable().items()}
             try:
-                load_adapter(cast(PeftModel, self._model), Path(path).expanduser())
+                load_adapter(cast(PeftModel, self._model), Path(path))
             except ModelError as error:
                 raise ModelError(f"ref_model: {error}; or give a folder of it merged (covey export)") from error
             self.copy_current()

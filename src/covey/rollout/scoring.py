@@ -19,6 +19,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -292,7 +293,7 @@ class Scorer:
             # Asynchronous functions last: none is under way while a synchronous one may still fail.
             for spec in sorted(specs, key=lambda spec: is_async(spec.function)):
                 positional, named = _arguments(spec, asked.prompts, asked.episodes, asked.completions, shared)
-                returned = self._call(spec, count, positional, named)
+                returned = self._listed(spec, count, partial(spec.function, *positional, **named))
                 if inspect.isawaitable(returned):
                     pending.append((spec, returned))
                 else:
@@ -309,8 +310,8 @@ class Scorer:
         )
         late = [bool(getattr(outcome, "at", "")) for outcome in outcomes]  # what blocks the others is told first
         for _, (spec, _), outcome in sorted(zip(late, pending, outcomes, strict=True), key=lambda each: not each[0]):
-            values = self._materialise(spec, self._unwrap(spec, outcome), count)
-            results[spec.name] = read_rewards(spec.name, values, rows)
+            values = partial(lambda found: found, self._unwrap(spec, outcome))
+            results[spec.name] = read_rewards(spec.name, self._listed(spec, count, values), rows)
         return results
 
     def take_logged(self) -> Logged:
@@ -337,15 +338,9 @@ class Scorer:
         if close is not None:
             close()
 
-    def _call(self, spec: RewardSpec, count: int, positional: list[Any], named: dict[str, Any]) -> Any:
-        def work() -> Any:
-            return as_list(spec.function(*positional, **named), count)
-
-        return self._unwrap(spec, call_with_timeout(work, self.timeout, f"reward function {spec.name!r}"))
-
-    def _materialise(self, spec: RewardSpec, values: Any, count: int) -> Any:
+    def _listed(self, spec: RewardSpec, count: int, values: Callable[[], Any]) -> Any:
         name = f"reward function {spec.name!r}"
-        return self._unwrap(spec, call_with_timeout(lambda: as_list(values, count), self.timeout, name))
+        return self._unwrap(spec, call_with_timeout(lambda: as_list(values(), count), self.timeout, name))
 
     def _unwrap(self, spec: RewardSpec, outcome: Any) -> Any:
         if not isinstance(outcome, Failure):

@@ -16,7 +16,7 @@ from covey.errors import RewardError
 from covey.observe.statistics import wilson_interval
 from covey.rollout.batching import HasAnswer, has_text
 from covey.rollout.collect import Collector, Rollout
-from covey.types import BoolArray, FloatArray, Progress, Prompt, SamplingSettings
+from covey.types import BoolArray, FloatArray, Progress, Prompt, SamplingSettings, equal_rewards
 
 IsCorrect = Callable[[Prompt, str], bool] | str
 """The definition of `accuracy`: does this completion solve this prompt? Or the name of the reward that says so by 0
@@ -174,14 +174,21 @@ def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolA
 
 def _right_by(name: str, rewards: FloatArray) -> BoolArray:
     """`[N]` 1 is right; 0, and None for what cannot be judged, is not."""
-    odd = rewards[~(np.isnan(rewards) | (rewards == 0.0) | (rewards == 1.0))]
+    right = np.asarray(equal_rewards(rewards, 1.0))
+    odd = rewards[~(np.isnan(rewards) | (rewards == 0.0) | right)]
     if len(odd):
         raise RewardError(
             f"rewards.correctness={name!r}: it gave {odd[0]:g}, and what says whether a completion is right gives 0 "
             "or 1 (None: cannot tell); name a reward that does, or leave rewards.correctness out",
             function=name,
         )
-    return np.asarray(rewards == 1.0)
+    return right
+
+
+def with_logged(metrics: Mapping[str, Any], logged: Mapping[str, float], prefix: str = "") -> dict[str, Any]:
+    """Metrics with what reward functions logged, under `logged/` where the run has something of that name itself."""
+    taken = {name for name in logged if prefix + name in metrics or name == "step"}
+    return {**metrics, **{prefix + "logged/" * (name in taken) + name: value for name, value in logged.items()}}
 
 
 def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:

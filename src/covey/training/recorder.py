@@ -32,7 +32,7 @@ from covey.training.checkpoint import (
     restore_random,
     save_checkpoint,
 )
-from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory
+from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, with_logged
 from covey.training.restoring import (
     changed_settings,
     checked_state,
@@ -254,7 +254,7 @@ class Recorder:
         """An evaluation is done: returns its metrics, with what reward functions logged; is it the best so far?"""
         state, folder = self._run.state, self._folder
         assert folder is not None
-        metrics: dict[str, Any] = dict(result.metrics) | {f"eval/{name}": v for name, v in logged.metrics.items()}
+        metrics = with_logged(result.metrics, logged.metrics, "eval/")
         self.evaluated_at, self._unsaved = state.global_step, True
         state.log_history.append({"step": state.global_step, **metrics})
         self._observers.on_eval(state.global_step, metrics)

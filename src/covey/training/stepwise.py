@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,10 +58,11 @@ def named_model(args: Any, model: Any) -> tuple[GRPOConfig, Any]:
 
 def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOConfig, Any]:
     """`ref_model` where it is another checkpoint than the model, else None; and the settings that it needs."""
-    path = str(other) if isinstance(other, str | Path) else None
-    if other is None or other is model or (path == config.model.model and config.model.adapter is None):
+    path = os.path.expanduser(other) if isinstance(other, str | Path) else None
+    same = path is not None and os.path.realpath(path) == os.path.realpath(config.model.model)
+    if other is None or other is model or (same and config.model.adapter is None):
         return config, None
-    is_adapter = path is not None and (Path(path).expanduser() / CONFIG_FILE).is_file()
+    is_adapter = path is not None and (Path(path) / CONFIG_FILE).is_file()
     beside = config.model.use_peft and not is_adapter
     moves = config.schedule.max_staleness > 0 or config.algorithm.reference_update != "none"
     for fails, why in (
@@ -72,7 +74,8 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
     ):
         if fails:
             raise ConfigError(f"ref_model={path or type(other).__name__}: {why}")
-    return config.replace(fused_layers=False) if beside else config, other  # they read joined copies of the weights
+    # Fused layers read joined copies of the weights.
+    return config.replace(fused_layers=False) if beside else config, path or other
 
 
 class StepByStep:
@@ -112,10 +115,8 @@ class StepByStep:
         done = self.learn(self.make_batch(rollout.groups, phase), phase)
         self._publish(done, self)
         self._count(sampled, time.perf_counter() - began)
-        found: dict[str, Any] = (
-            rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"]) | done.metrics
-        )
-        return found if sampled.accuracy is None else found | {"accuracy": sampled.accuracy}
+        found = rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
+        return {**found, **done.metrics, **({} if sampled.accuracy is None else {"accuracy": sampled.accuracy})}
 
     def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
         """Sample `num_generations` completions of each prompt with the present weights, and score them.

@@ -47,6 +47,7 @@ from covey.training.evaluate import (
     evaluate,
     no_answer_ratio,
     rollout_metrics,
+    with_logged,
 )
 from covey.training.ledger import Ledger, make_ledger
 from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
@@ -142,7 +143,6 @@ class GRPOTrainer(StepByStep):
         args = setup.with_defaults(args, world or task).with_whole_paths()
         args, ref_model = other_reference(args, ref_model, model)
         self.args = args
-        args.algorithm.objective()  # a loss in a file is found and tried
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
         backend = load_backend(args.model.backend) if backend is None else backend
@@ -385,7 +385,7 @@ class GRPOTrainer(StepByStep):
         metrics["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, self.data.has_answer)
         if sampled.accuracy is not None:
             metrics["accuracy"] = sampled.accuracy
-        metrics |= sampled.logged.metrics
+        metrics = with_logged(metrics, sampled.logged.metrics)
         if done.skipped:
             recorder.event("skipped", f"step {state.global_step}: {done.skipped}")
         if self.phases.learning_rate_factor < phase.learning_rate_factor:

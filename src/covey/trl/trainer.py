@@ -33,6 +33,7 @@ from covey.observe.run_folder import RunFolder
 from covey.rollout.collect import AnswerCollector
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
+from covey.training.evaluate import with_logged
 from covey.trl.acting import Acting, is_stream, read_in_order
 from covey.trl.arguments import GRPOConfig
 from covey.trl.environments import methods
@@ -443,8 +444,7 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
                 found |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
             return found
         measured = self.run.evaluate(self._acting.rows(source, "test"))
-        logged = self.run.data.scorer.take_logged().metrics  # by reward functions
-        measured |= {f"eval/{name}": value for name, value in logged.items()}
+        measured = with_logged(measured, self.run.data.scorer.take_logged().metrics, "eval/")
         metrics = eval_names(measured, self.args, metric_key_prefix)
         self._flow.evaluated(metrics)
         return metrics
