@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +16,7 @@ from test_server import ask, upload, wait_until
 from test_uploads import good, send
 
 from covey.serving import ServeSettings
-from covey.serving.connections import _Connection, _Wire
+from covey.serving.connections import Connections, _Connection, _Wire
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -94,6 +96,31 @@ def test_who_has_cost_the_least_comes_first(monkeypatch: pytest.MonkeyPatch) -> 
             one.close()
     assert max(len(waiting) for _, waiting in turns) > 3
     assert all(mine <= min(waiting, default=mine) for mine, waiting in turns)
+
+
+def test_a_flood_of_small_requests_does_not_hold_up_a_large_one() -> None:
+    """Twenty connections always have a new request: a body that has cost a thousand events still gets its turns."""
+    among, turns = Connections(), []
+
+    class One:
+        def __init__(self, events: int) -> None:
+            self.wire, self.cost = SimpleNamespace(events=events), events
+
+        def read_on(self) -> None:
+            turns.append(self.cost)
+            self.wire.events += self.cost
+            if len(turns) < 400:
+                among.wants_turn(self)  # type: ignore[arg-type]
+
+    async def flood() -> None:
+        for one in (One(1000), *(One(0) for _ in range(20))):
+            among.wants_turn(one)  # type: ignore[arg-type]
+        while among._ready:
+            await asyncio.sleep(0)
+
+    asyncio.run(flood())
+    assert turns.count(1000) >= 400 // 40  # one in twenty would be as fair as can be
+    assert turns.count(0) >= 300
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 5000])

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from covey.errors import CoveyError
-from covey.rollout.learning import Weights
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
 from covey.serving.bodies import Found, Part, answer_body, envelope, stream_choice, usage
 from covey.serving.chat import chat_text
@@ -28,6 +27,8 @@ from covey.serving.texts import GrowingText, GrowingTexts
 from covey.types import Request, SamplingSettings
 
 Done = TypeVar("Done")
+_Told = asyncio.Queue[tuple[int, Any]]
+"""Which completion, and its end, what went wrong, or new tokens."""
 _CHARACTERS = 32
 """Most characters of a prompt for each token of the context: a longer text does not fit, and is not tokenised."""
 _LONGEST_TEXT = 1 << 20
@@ -89,28 +90,18 @@ class Answering:
         Raises:
             VersionConflictError: other weights are held than it asks for.
         """
-        weights = self._asked_weights(asked)
-        loop = asyncio.get_running_loop()
-        requests, settings = await self._in_thread(self._prepared, asked)
-        futures: list[asyncio.Future[Answer]] = [loop.create_future() for _ in requests]
-        kept: Counter[str] = Counter()
-
-        def job(request: Request, future: asyncio.Future[Answer]) -> Job:
-            def tell(found: Answer | CoveyError) -> None:
-                loop.call_soon_threadsafe(_settle, future, found)
-
-            return Job(request, settings, tell, weights=weights, kept=kept)
-
-        jobs = [job(request, future) for request, future in zip(requests, futures, strict=True)]
-        await self._submit(jobs)
+        jobs, queue = await self._submitted(asked)
+        answers: dict[int, Answer] = {}
         try:
-            answers = await asyncio.gather(*futures)
-        except BaseException:
-            self._engine.cancel(jobs)
-            for future in futures:
-                future.cancel()
-            raise
-        return await self._in_thread(self._body, asked, requests, answers)
+            while len(answers) < len(jobs):
+                index, found = await queue.get()
+                if isinstance(found, CoveyError):
+                    raise found
+                answers[index] = found
+        finally:
+            if len(answers) < len(jobs):
+                self._engine.cancel(jobs)
+        return await self._in_thread(self._body, asked, [(job.request, answers[i]) for i, job in enumerate(jobs)])
 
     async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
         """The same as server-sent events. What cannot be served is refused now, not in the stream."""
@@ -119,39 +110,36 @@ class Answering:
 
     async def chunks(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[list[str]]:
         """Likewise, those together that are ready together: a client that is behind costs no more for it."""
-        weights = self._asked_weights(asked)
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
-
-        requests, settings = await self._in_thread(self._prepared, asked)
-
-        def job(index: int, request: Request) -> Job:
-            def put(what: Any) -> None:
-                loop.call_soon_threadsafe(queue.put_nowait, (index, what))
-
-            tokens = lambda *new: put(new)  # noqa: E731
-            return Job(request, settings, put, tokens, weights=weights)
-
-        jobs = [job(index, request) for index, request in enumerate(requests)]
-        await self._submit(jobs)
-        return self._events(asked, jobs, queue)
+        return self._events(asked, *await self._submitted(asked))
 
     def close(self) -> None:
         """Stops reading and writing texts; what is under way is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _asked_weights(self, asked: CompletionRequest | ChatRequest) -> Weights | None:
-        """The weights that are held, if a request names their version; None = it takes any."""
-        if asked.policy_version in (None, self._engine.version):
-            return None if asked.policy_version is None else self._engine.held
-        raise unheld(asked.policy_version, self._engine.version)
+    async def _submitted(self, asked: CompletionRequest | ChatRequest) -> tuple[list[Job], _Told]:
+        """The completions that are asked for, and where the engine tells of them."""
+        weights = None
+        if asked.policy_version is not None:
+            if asked.policy_version != self._engine.version:
+                raise unheld(asked.policy_version, self._engine.version)
+            weights = self._engine.held
+        loop, queue, kept = asyncio.get_running_loop(), _Told(), Counter[str]()
+        requests, settings = await self._in_thread(self._prepared, asked)
 
-    async def _submit(self, jobs: list[Job]) -> None:
+        def job(index: int, request: Request) -> Job:
+            def tell(what: Any) -> None:
+                loop.call_soon_threadsafe(queue.put_nowait, (index, what))
+
+            tokens = (lambda *new: tell(new)) if asked.stream else None
+            return Job(request, settings, tell, tokens, weights=weights, kept=kept)
+
+        jobs = [job(index, request) for index, request in enumerate(requests)]
         try:
             await self._in_thread(self._engine.submit, jobs)
         except asyncio.CancelledError:
             self._engine.cancel(jobs)
             raise
+        return jobs, queue
 
     # ------------------------------------------------------------------ beside the event loop
 
@@ -212,11 +200,9 @@ class Answering:
     def _texts(self, ids: Sequence[int]) -> list[str]:
         return [self._text(token) for token in ids]
 
-    def _body(
-        self, asked: CompletionRequest | ChatRequest, requests: Sequence[Request], answers: Sequence[Answer]
-    ) -> bytes:
+    def _body(self, asked: CompletionRequest | ChatRequest, answers: Sequence[tuple[Request, Answer]]) -> bytes:
         found = []
-        for request, answer in zip(requests, answers, strict=True):
+        for request, answer in answers:
             ids = answer.completion.token_ids.tolist()
             tokens = self._texts(ids) if asked.wants_logprobs else []
             text = str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -226,27 +212,25 @@ class Answering:
     # ------------------------------------------------------------------ streams
 
     async def _events(
-        self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: asyncio.Queue[tuple[int, Any]]
+        self, asked: CompletionRequest | ChatRequest, jobs: list[Job], queue: _Told
     ) -> AsyncIterator[list[str]]:
-        common, texts = envelope(asked, self._name), [GrowingText(self._growing) for _ in jobs]
-        begun: set[int] = set()
-        left, sampled, error = len(jobs), 0, None
+        common, texts = envelope(asked, self._name), dict[int, GrowingText]()
+        left, sampled = len(jobs), 0
         try:
-            while left and error is None:
+            while left:
                 told = [await queue.get()]
                 while len(told) < _TOLD_AT_ONCE and not queue.empty():
                     told.append(queue.get_nowait())
-                error = next((what for _, what in told if isinstance(what, CoveyError)), None)
+                yield await self._in_thread(self._written, asked, common, told, texts)
+                if any(isinstance(what, CoveyError) for _, what in told):
+                    break
                 left -= sum(isinstance(what, Answer) for _, what in told)
                 sampled += sum(len(what[0]) for _, what in told if isinstance(what, tuple))
-                yield await self._in_thread(self._written, asked, common, told, texts, begun)
-            last = []
-            if error is not None:
-                last.append(_event({"error": {"message": str(error), "type": type(error).__name__}}))
-            elif asked.stream_options.include_usage:
-                prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
-                last.append(_event(common | {"choices": [], "usage": usage(prompts, sampled)}))
-            yield [*last, "data: [DONE]\n\n"]
+            else:
+                if asked.stream_options.include_usage:
+                    prompts = sum(len(job.request.token_ids) for job in jobs[:: asked.n])
+                    yield [_event(common | {"choices": [], "usage": usage(prompts, sampled)})]
+            yield ["data: [DONE]\n\n"]
         finally:
             if left:
                 self._engine.cancel(jobs)
@@ -256,20 +240,18 @@ class Answering:
         asked: CompletionRequest | ChatRequest,
         common: dict[str, Any],
         told: Sequence[tuple[int, Any]],
-        texts: Sequence[GrowingText],
-        begun: set[int],
+        texts: dict[int, GrowingText],
     ) -> list[str]:
         """The events of what the engine told of the completions, up to what went wrong."""
-        events = []
+        events: list[str] = []
         for index, what in told:
             if isinstance(what, CoveyError):
-                break
-            over = isinstance(what, Answer)
+                return [*events, _event({"error": {"message": str(what), "type": type(what).__name__}})]
+            over, first = isinstance(what, Answer), index not in texts
             ids, logprobs, version = ([], [], what.versions[-1][1]) if over else what
             reason = what.completion.finish_reason if over else None
-            new = texts[index].push(ids, last=over)
-            part = Part(index, ids, logprobs, version, reason, new, index not in begun)
-            begun.add(index)
+            text = texts.setdefault(index, GrowingText(self._growing)).push(ids, last=over)
+            part = Part(index, ids, logprobs, version, reason, text, first)
             choice = stream_choice(asked, part, self._texts(ids) if asked.wants_logprobs else [])
             events.append(_event(common | {"choices": [choice], "policy_version": version}))
         return events
@@ -277,12 +259,3 @@ class Answering:
 
 def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body)}\n\n"
-
-
-def _settle(future: asyncio.Future[Any], found: Answer | CoveyError) -> None:
-    if future.done():
-        return
-    if isinstance(found, CoveyError):
-        future.set_exception(found)
-    else:
-        future.set_result(found)

@@ -109,7 +109,7 @@ def create_app(engine: BatchingEngine, tokenizer: Any, settings: ServeSettings, 
     async def release_trainer(request: Request) -> dict[str, Any]:
         with await spool(request.stream()) as body:
             parts = await asyncio.to_thread(read_form, request.headers.get("content-type", ""), body, ("trainer",))
-        lease.release(_form_of(parts).trainer)
+        lease.release(_Form.of(parts).trainer)
         return {"policy_version": engine.version}
 
     async def answer(request: Request, kind: type[Any]) -> Any:
@@ -171,12 +171,13 @@ class _Form(BaseModel):
     takeover: bool = False
     restart: bool = False
 
-
-def _form_of(parts: Mapping[str, bytes]) -> _Form:
-    try:
-        return _Form(**{name: value.decode("utf-8", "replace") for name, value in parts.items()})  # type: ignore[arg-type]
-    except ValidationError as error:
-        raise AdapterError("; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())) from error
+    @classmethod
+    def of(cls, parts: Mapping[str, bytes]) -> _Form:
+        try:
+            return cls.model_validate({name: value.decode("utf-8", "replace") for name, value in parts.items()})
+        except ValidationError as error:
+            lines = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise AdapterError("; ".join(lines)) from error
 
 
 def _read_upload(
@@ -184,12 +185,11 @@ def _read_upload(
 ) -> tuple[Adapter, _Form]:
     """An upload, checked, with its hash."""
     parts = read_form(kind, body, _PARTS)
-    weights, config = (parts.pop(name, None) for name in _PARTS[:2])
-    form = _form_of(parts)
+    form = _Form.of({name: parts[name] for name in _PARTS[2:] if name in parts})
     lease.check(form.trainer, takeover=form.takeover)
-    if weights is None or config is None:
+    if not {*_PARTS[:2]} <= parts.keys():
         raise AdapterError(f"an upload has the parts {_PARTS[0]} and {_PARTS[1]}; send both")
-    adapter = read_adapter(weights, read_config(config), layers)
+    adapter = read_adapter(parts[_PARTS[0]], read_config(parts[_PARTS[1]]), layers)
     assert adapter.sha256  # computed here, once
     return adapter, form
 

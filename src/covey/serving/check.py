@@ -7,7 +7,6 @@ must name its version.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,53 +44,35 @@ def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] 
             model must have a module `model.layers.0.self_attn.q_proj` of SmolLM2-135M's shape.
     """
     steps: list[Step] = []
-
-    def tried(name: str, do: Callable[[], str]) -> bool:
-        try:
-            steps.append(Step(name, True, do()))
-            return True
-        except CoveyError as error:
-            made = " (what was tried fits SmolLM2-135M only)" if name == "upload" and adapter is None else ""
-            steps.append(Step(name, False, f"{error}{made}"))
-            return False
-
-    health: dict[str, Any] = {}
-    engines: list[RemoteEngine] = []
-
-    def reach() -> str:
-        health.update(client.health())
-        engines.append(RemoteEngine(client, trainer=f"covey serve --check on {socket.gethostname()}"[-200:]))
-        return f"{client.url} answers"
-
-    if not tried("health", reach):
-        return steps
-    (engine,) = engines
-    before = health.get("policy_version")
-    weights, config = adapter or made_adapter()
-    held = read_adapter(weights, config)
-    version = before + 1 if isinstance(before, int) else 1
-
-    def upload() -> str:
+    engine, tried = None, "health"
+    try:
+        before = client.health().get("policy_version")
+        engine = RemoteEngine(client, trainer=f"covey serve --check on {socket.gethostname()}"[-200:])
+        steps.append(Step(tried, True, f"{client.url} answers"))
+        tried = "upload"
+        weights, config = adapter or made_adapter()
+        held = read_adapter(weights, config)
+        version = before + 1 if isinstance(before, int) else 1
         engine.publish(Weights(version, dict, lambda: held))
-        return f"{len(weights)} bytes"
-
-    def complete() -> str:
+        steps.append(Step(tried, True, f"{len(weights)} bytes"))
+        told = engine.dialect.server_version  # type: ignore[attr-defined]
+        counted = f"{before} before, {told} after the upload"
+        steps.append(Step("version", None if before is None else told == version, counted))
+        sha256 = engine.dialect.server_sha256  # type: ignore[attr-defined]
+        detail = f"{sha256[:16]}... of the applied tensors" if sha256 else "the server does not say what it applied"
+        steps.append(Step("hash", True if sha256 else None, detail))
+        tried = "completion"
         requests = [Request(np.array(ids), (0, place)) for place, ids in enumerate(([5, 6, 7], [8]))]
         settings = SamplingSettings(max_tokens=4, eos_token_ids=(2,))
         said = engine(requests, settings, policy_version=version)
-        return f"{sum(len(one.token_ids) for one in said)} tokens for {len(said)} prompts, with log-probabilities"
-
-    try:
-        if tried("upload", upload):
-            told = engine.dialect.server_version  # type: ignore[attr-defined]
-            counted = f"{before} before, {told} after the upload"
-            steps.append(Step("version", None if before is None else told == version, counted))
-            sha256 = engine.dialect.server_sha256  # type: ignore[attr-defined]
-            detail = f"{sha256[:16]}... of the applied tensors" if sha256 else "the server does not say what it applied"
-            steps.append(Step("hash", True if sha256 else None, detail))
-            tried("completion", complete)
+        counted = f"{sum(len(one.token_ids) for one in said)} tokens for {len(said)} prompts"
+        steps.append(Step(tried, True, f"{counted}, with log-probabilities"))
+    except CoveyError as error:
+        made = " (what was tried fits SmolLM2-135M only)" if tried == "upload" and adapter is None else ""
+        steps.append(Step(tried, False, f"{error}{made}"))
     finally:
-        engine.close()
+        if engine is not None:
+            engine.close()
     return steps
 
 

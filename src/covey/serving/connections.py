@@ -6,7 +6,8 @@ when an address has as many connections as it may, the one that has waited for i
 the newest. So silent connections cost others nothing, however many there are.
 
 What arrives is read in turns: one connection at each step of the event loop, the one whose request has cost the least
-so far, and a few events of it. So a body in a million chunks waits for others, and never they for it.
+so far, and a few events of it. So a body in a million chunks waits for others, and never they for it. Every fourth turn
+is that of who has waited the longest: a flood of small requests does not hold up an upload.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _SWEEP_SECONDS = 0.5
-_EVENTS_OF_A_TURN = 16
+_EVENTS_OF_A_TURN, _TURN_OF_THE_OLDEST = 16, 4
 _MOST_CHUNKS, _LEAST_CHUNK = 1024, 64
 """Chunks that a body may have whatever their size, and how many bytes the further ones must have on average."""
 _MOST_LINES, _LONGEST_CHUNK_LINE = 128, 256
@@ -63,6 +65,7 @@ class Connections:
     _open: dict[_Connection, None] = field(default_factory=dict)  # the oldest first
     _ready: dict[_Connection, None] = field(default_factory=dict)  # something has arrived; the oldest first
     _most: int = 0
+    _turns: int = 0
     _sweeping: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +100,9 @@ class Connections:
     def _turn(self) -> None:
         if not self._ready:  # closed meanwhile
             return
+        self._turns += 1
+        if self._turns % _TURN_OF_THE_OLDEST == 0:
+            next(iter(self._ready)).wire.events = 0
         one = min(self._ready, key=lambda each: each.wire.events)
         del self._ready[one]
         if self._ready:
@@ -148,33 +154,23 @@ class _Wire(h11.Connection):
     Attributes:
         left: events that may be read until the next turn.
         events: read of the present request.
-        trouble: why what arrived is no request.
     """
 
     def __init__(self, longest: int) -> None:
         super().__init__(h11.SERVER, longest)
         self._receive_buffer = _Lines()
-        self.left = self.events = self._chunks = self._bytes = 0
-        self.trouble = ""
+        self.left = self.events = self._excess = 0
 
     def next_event(self) -> Any:
         if self.left == 0:
             return h11.NEED_DATA
-        try:
-            return self._counted(super().next_event())
-        except h11.RemoteProtocolError as error:
-            self.trouble = str(error)
-            raise
-
-    def _counted(self, event: Any) -> Any:
-        self.left -= 1
-        self.events += 1
+        event = super().next_event()
+        self.left, self.events = self.left - 1, self.events + 1
         if isinstance(event, h11.Request):
-            self.events = self._chunks = self._bytes = 0
+            self.events, self._excess = 0, -_MOST_CHUNKS * _LEAST_CHUNK
         elif isinstance(event, h11.Data):
-            self._chunks += event.chunk_start
-            self._bytes += len(event.data)
-            if (self._chunks - _MOST_CHUNKS) * _LEAST_CHUNK > self._bytes:
+            self._excess += _LEAST_CHUNK * event.chunk_start - len(event.data)
+            if self._excess > 0:
                 raise h11.RemoteProtocolError("the chunks of the body are too small; send larger ones")
         return event
 
@@ -245,7 +241,7 @@ class _Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(f"{msg} {self.wire.trouble:.200}")
+            super().send_400_response(f"{msg} {sys.exception()!s:.200}")
         else:  # the answer to what came before has begun
             self.drop()
 

@@ -41,10 +41,9 @@ def read_form(content_type: str, file: IO[bytes], known: Sequence[str]) -> dict[
         AdapterError: it is no form, or has another part or one twice.
     """
     kind, options = parse_options_header(content_type)
-    size = file.seek(0, 2)
     if kind == b"multipart/form-data" and options.get(b"boundary"):
         parts = _parts(file, b"--" + options[b"boundary"])
-    elif kind == b"application/x-www-form-urlencoded" and size <= _LONGEST_HEAD:
+    elif kind == b"application/x-www-form-urlencoded" and file.seek(0, 2) <= _LONGEST_HEAD:
         file.seek(0)
         fields = parse_qsl(file.read().decode("latin-1"), keep_blank_values=True)
         parts = ((name, value.encode("utf-8", "replace")) for name, value in fields)
@@ -62,35 +61,31 @@ def read_form(content_type: str, file: IO[bytes], known: Sequence[str]) -> dict[
     return found
 
 
-def _parts(file: IO[bytes], mark: bytes) -> Iterator[tuple[str, bytes]]:
-    place = _find(file, mark, 0)
+def _parts(form: IO[bytes], mark: bytes) -> Iterator[tuple[str, bytes]]:
+    place = _find(form, mark, 0)
     while place >= 0:
-        file.seek(place + len(mark))
-        head, blank, _ = file.read(_LONGEST_HEAD).partition(b"\r\n\r\n")
+        form.seek(start := place + len(mark))
+        head, blank, _ = form.read(_LONGEST_HEAD).partition(b"\r\n\r\n")
         if head.startswith(b"--"):
             return
-        start = place + len(mark) + len(head) + 4
-        place = _find(file, b"\r\n" + mark, start) if blank else -1
-        for line in head.split(b"\r\n"):
-            title, _, value = line.partition(b":")
-            name = parse_options_header(value.strip())[1].get(b"name")
-            if title.lower() == b"content-disposition" and name is not None and place >= 0:
-                file.seek(start)
-                yield name.decode("utf-8", "replace"), file.read(place - start)
-                place += 2
-                break
-        else:
+        start += len(head) + 4
+        place = _find(form, b"\r\n" + mark, start) if blank else -1
+        lines = (line.partition(b":") for line in head.split(b"\r\n"))
+        said = {title.lower(): value.strip() for title, _, value in lines}.get(b"content-disposition")
+        name = parse_options_header(said)[1].get(b"name")
+        if name is None or place < 0:
             break
+        form.seek(start)
+        yield name.decode("utf-8", "replace"), form.read(place - start)
+        place += 2
     raise AdapterError("the form is cut off, or a part has no name; send it as multipart/form-data")
 
 
-def _find(file: IO[bytes], mark: bytes, start: int) -> int:
+def _find(form: IO[bytes], mark: bytes, start: int) -> int:
     """Where `mark` comes first from `start` on; -1 = nowhere. Others run between two blocks."""
-    file.seek(start)
-    held = b""
-    while block := file.read(_AT_ONCE):
-        held += block
-        if (place := held.find(mark)) >= 0:
-            return start + place
-        start, held = start + max(0, len(held) - len(mark)), held[-len(mark) :]
+    for block in range(start, form.seek(0, 2), _AT_ONCE):
+        form.seek(block)
+        place = form.read(_AT_ONCE + len(mark) - 1).find(mark)
+        if place >= 0:
+            return block + place
     return -1

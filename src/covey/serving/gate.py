@@ -79,13 +79,16 @@ class Gate:
         if not re.fullmatch("[0-9]{1,18}", length) or int(length) > limit:
             await _refuse(send, 413, f"the body has {length[:20]} bytes; this server takes up to {limit}")
             return
-        body = _Body(receive, limit, self._settings.body_seconds, self._make_room)
+        body = _Body(receive, limit, self._make_room)
         if upload:
             self._uploads[body] = None
         try:
-            await self._app(scope, body.receive, send)
-        except _BodyError as error:
-            await _refuse(send, error.status, str(error))
+            async with asyncio.timeout(self._settings.body_seconds) as body.clock:
+                await self._app(scope, body.receive, send)
+        except (_BodyError, TimeoutError) as error:
+            if body.complete:
+                raise
+            await _refuse(send, *(error.args if isinstance(error, _BodyError) else body.problem))
         except ClientDisconnect:
             pass  # it went away in the middle of its body: there is nobody to tell
         finally:
@@ -95,6 +98,7 @@ class Gate:
         """A slow upload holds up no other: what counts is what has arrived, and the oldest that is not whole goes."""
         arriving = [one for one in self._uploads if not one.complete]
         if arriving and sum(one.size for one in self._uploads) > _UPLOADS * self._settings.max_upload_bytes:
+            del self._uploads[arriving[0]]
             arriving[0].give_up()
 
     def _authorized(self, authorization: str) -> bool:
@@ -103,9 +107,7 @@ class Gate:
 
 
 class _BodyError(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+    """A status, and why."""
 
 
 class _Body:
@@ -114,40 +116,33 @@ class _Body:
     Args:
         receive: its next part.
         limit: most bytes.
-        seconds: within which it must arrive.
         grown: called when something has arrived.
     """
 
-    def __init__(self, receive: Receive, limit: int, seconds: float, grown: Callable[[], None]) -> None:
+    clock: asyncio.Timeout
+
+    def __init__(self, receive: Receive, limit: int, grown: Callable[[], None]) -> None:
         self._receive, self._limit, self._grown = receive, limit, grown
-        self._until = asyncio.get_running_loop().time() + seconds
-        self._clock: asyncio.Timeout | None = None  # while a part is waited for
-        self._problem = _BodyError(408, "the request's body did not arrive in time")
+        self.problem = (408, "the request's body did not arrive in time")
         self.size, self.complete = 0, False
 
     async def receive(self) -> MutableMapping[str, Any]:
+        message = await self._receive()
         if self.complete:
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._until) as self._clock:
-                message = await self._receive()
-        except TimeoutError:
-            raise self._problem from None
-        finally:
-            self._clock = None
+            return message
         self.size += len(message.get("body", b""))
         if self.size > self._limit:
             raise _BodyError(413, f"the body has more than {self._limit} bytes")
         self.complete = message["type"] != "http.request" or not message.get("more_body", False)
+        if self.complete:
+            self.clock.reschedule(None)
         self._grown()
         return message
 
     def give_up(self) -> None:
         """Others need the room."""
-        self._problem = _BodyError(429, "newer uploads need the room on the disk; try again later")
-        self._until = 0.0
-        if self._clock is not None:
-            self._clock.reschedule(0.0)
+        self.problem = (429, "newer uploads need the room on the disk; try again later")
+        self.clock.reschedule(0.0)
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
