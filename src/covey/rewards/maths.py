@@ -25,7 +25,7 @@ _NEAR = 17  # characters from box to box: math-verify takes nearer ones as one a
 _MATHS = re.compile(r"(?<!\\)(?:\$\$([^$]+)\$\$|\$([^$]+)\$(?!\d)|\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]])")
 _WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}(?![^\W\d_({])")
 _MOST_WORDS = 12  # of an expression without LaTeX
-_TEXT = re.compile(r"^\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}$")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 _GROUP = re.compile(r"(?<=[0-9])(?:\\[,!: ;]|\{,\}|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 
 
@@ -133,7 +133,7 @@ def expression_of(reference: Any) -> str:
         if len(maths) > 1 and re.search(r"\w", re.sub(r"\b(?:and|or)\b", "", _MATHS.sub(" ", text))):
             raise ValueError("a text with several expressions, which does not put its answer in \\boxed{}")
         text = ", ".join(maths)
-    if not re.search(r"\w", text):
+    if not re.search(r"[\w∞∅]", text):
         raise ValueError("it holds no answer")
     return _plain(text)
 
@@ -159,9 +159,15 @@ def answer_in(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     r"""An expression as one line, without dollar signs, groups of digits and `\text`; a mixed number in LaTeX."""
-    text = _TEXT.sub(r"\1", " ".join(text.replace("\\$", "").replace("$", "").split()).removesuffix("."))
+    text = " ".join(text.replace("\\$", "").replace("$", "").split()).removesuffix(".")
+    text = whole[1] if (whole := _TEXT.fullmatch(text)) else text
     text = re.sub(r"^([-−]?[0-9]+) ([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", _GROUP.sub("", text))
     return number_text(text) or text
+
+
+def _bare(text: str) -> str:
+    r"""An expression in which units and names are as in plain text: `10 \text{ m/s}`, `n \log n`."""
+    return " ".join(re.sub(r"(?<!\\)\\(?=[A-Za-z])", "", _TEXT.sub(r" \1 ", text)).split())
 
 
 def load() -> None:
@@ -182,9 +188,9 @@ def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, st
     # their time limits are off, which they warn of: they need the main thread's signals; this process is killed instead
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     boxed, latex = answer_in(text), [LatexExtractionConfig()]
-    if is_words(reference) or boxed == reference:
+    if is_words(reference) or (boxed is not None and _bare(boxed) == _bare(reference)):
         said = _plain(text) if boxed is None else boxed
-        return float(said.casefold() == reference.casefold()), found_word(boxed)
+        return float(_bare(said).casefold() == _bare(reference).casefold()), found_word(boxed)
     expected = parse(f"${reference}$", latex, parsing_timeout=None)
     if not expected:
         raise ValueError(f"the reference {reference!r:.80} holds no answer that math-verify can read")

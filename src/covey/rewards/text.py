@@ -8,6 +8,7 @@ from typing import Any
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.extract import (
+    MAX_NUMBER_LENGTH,
     Marker,
     as_number,
     completion_text,
@@ -60,7 +61,7 @@ def numeric_match(
         expected = as_number(reference)
         if expected is None:
             raise ValueError(
-                f"{column}={reference!r:.80} is not a number, so nothing can be compared with it; "
+                f"{column}={reference!r:.80} is not a number of at most {MAX_NUMBER_LENGTH} characters; "
                 "correct the dataset, or use exact_match"
             )
         number = parse_number(text) if strict else final_number(text, chosen)

@@ -330,8 +330,8 @@ def tester_order(tests: AssertTests) -> dict[str, Any]:
         JailError: the tests are no Python, or use a name that a program could define to suit itself.
     """
     named = {name: name for name in tests.entry_points} | dict(tests.aliases)
-    free, modules = free_names(tests.setup, tests.tests, tuple(named))
-    remote = named or {name: name for name in free if name not in modules}
+    free, modules, own = free_names(tests.setup, tests.tests, tuple(named))
+    remote = named or {name: name for name in own}
     names = {"remote": remote, "named": list(named), "modules": modules, "used": free}
     return {"role": "tester", "setup": tests.setup, "tests": list(tests.tests)} | names
 
