@@ -15,7 +15,7 @@ from typing import Any
 from covey.errors import ConfigError, RewardError
 from covey.rewards.extract import boxes, completion_text, number_text, parse_number
 from covey.rewards.parallel import ItemTimeout, WorkerPool
-from covey.rewards.text import found_word, say
+from covey.rewards.text import column_of, found_word, say
 from covey.types import Message
 
 log = logging.getLogger(__name__)
@@ -66,11 +66,7 @@ class MathReward:
         Raises:
             RewardError: the column is absent, or a reference holds no answer; `sample` names it.
         """
-        if self._column not in columns:
-            raise RewardError(
-                f"answers are compared with the dataset column {self._column!r}, which is absent", function="math"
-            )
-        references = self._read(columns[self._column])
+        references = self._read(column_of(columns, self._column, "answers are compared with", function="math"))
         items = [
             (reference, completion_text(completion)[-_MAX_TEXT:], self._as_trl)
             for completion, reference in zip(completions, references, strict=True)
@@ -110,8 +106,7 @@ class MathReward:
             return 0.0, "took too long to compare"
         if isinstance(found, Exception):
             raise RewardError(str(found), function="math", sample=index)
-        score, word = found
-        return float(score), str(word)
+        return float(found[0]), str(found[1])
 
 
 def expression_of(reference: Any) -> str:
@@ -203,9 +198,8 @@ def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, st
         else:
             answer = parse(text, parsing_timeout=None)
         # the last one is the text that was read; an expression may take for ever to be written out
-        word = found_word(
-            next((each for each in reversed(answer) if isinstance(each, str)), "an answer") if answer else None
-        )
+        texts = [each for each in answer if isinstance(each, str)] or ["an answer"]
+        word = found_word(texts[-1] if answer else None)
         # it rounds to places after the point: a small reference needs more of them
         places = max(6, 3 - math.floor(math.log10(abs(parse_number(reference) or 1))))
         return float(bool(answer) and verify(expected, answer, float_rounding=places, timeout_seconds=None)), word

@@ -40,9 +40,7 @@ def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tu
     free = set().union(*parts) - bound
     modules = {name for name in free & sys.stdlib_module_names if not calls[name]}
     unknown = free - modules
-    if (
-        not named
-    ):  # a helper beside what can only be the program's, or one that judges it; none that is tested by itself
+    if not named:  # a helper beside what can only be the program's, or one that judges it; not what is tested alone
         own = [(part | parts[0]) & unknown for part in parts]
         alone = (names for names, test in zip(own[1:], tests, strict=True) if len(names) == 1 and "assert" in test)
         tested = set().union(*alone)
@@ -84,11 +82,7 @@ def _names(tree: ast.AST) -> Iterator[tuple[str, int | None]]:
                 yield name, 1 if isinstance(context, ast.Load) else None
             case ast.Attribute(value=ast.Name(id=name)):
                 yield name, -1
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name, None
             case ast.alias(name=name, asname=other):
                 yield (other or name).split(".")[0], None
-            case ast.arg(arg=str(name)) | ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
-                yield name, None
-            case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+            case ast.arg(arg=str(name)) | ast.MatchMapping(rest=str(name)) | ast.AST(name=str(name)):  # def, except ...
                 yield name, None
