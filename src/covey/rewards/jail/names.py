@@ -84,5 +84,9 @@ def _names(tree: ast.AST) -> Iterator[tuple[str, int | None]]:
                 yield name, -1
             case ast.alias(name=name, asname=other):
                 yield (other or name).split(".")[0], None
-            case ast.arg(arg=str(name)) | ast.MatchMapping(rest=str(name)) | ast.AST(name=str(name)):  # def, except ...
+            case ast.arg(arg=str(name)) | ast.MatchMapping(rest=str(name)):
+                yield name, None
+            case ast.FunctionDef(name=str(name)) | ast.AsyncFunctionDef(name=str(name)) | ast.ClassDef(name=str(name)):
+                yield name, None
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
                 yield name, None
