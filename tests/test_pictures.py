@@ -98,6 +98,8 @@ def test_rows_with_pictures(kind: str, column: str) -> None:
     ("column", "value", "what"),
     [
         ("pixel_values", np.zeros((1, 3, 2, 2)), "pictures"),
+        ("Image", "a.png", "pictures"),
+        ("image", {"type": "image_url", "image_url": {"url": "a"}}, "pictures"),
         ("video", "a.mp4", "video"),
         ("videos", [b"film"], "video"),
         ("audio", {"array": np.zeros(3), "sampling_rate": 16_000}, "sound"),

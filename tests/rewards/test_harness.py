@@ -183,13 +183,44 @@ def test_helpers_that_nobody_defines_are_refused(harness: TestHarness, test: str
     assert harness.run(f"{unknown} = None\ndef f(x): return 0", own).status == "error"
     with pytest.raises(RewardError, match="the tests use close"):
         harness.run(ADD, AssertTests(("assert close(add(1, 2), 3)",), entry_points=("add",)))
-    for test in ("assert close(add(1, 2), 3)", "assert not differ(1, add(1, 2)), 'far'"):  # and without entry points
+    for test in (  # and without entry points
+        "assert close(add(1, 2), 3)",
+        "assert not differ(1, add(1, 2)), 'far'",
+        "assert close(add(1, 2), 3) is True",
+        "assert close(add(1, 2), 3) and add(1, 1) == 2",
+        "assert all(close(add(n, 2), n + 2) for n in range(3))",
+        "assert any([close(add(1, 2), 3)])",
+        "if not close(add(1, 2), 3):\n    raise ValueError",
+        "assert close(add(1, 2), 3) < 1e-6",
+    ):
         with pytest.raises(RewardError, match=r"the tests use (close|differ)"):
             harness.run(ADD, AssertTests((test,)))
+    tests = AssertTests(("assert isclose(add(1, 2), 3)",), setup="from collections import *")
+    with pytest.raises(RewardError, match="the tests use isclose"):
+        harness.run("def isclose(*a): return True\n" + ADD, tests)
     with pytest.raises(RewardError, match="the tests use close"):  # seen when the star is imported
         harness.run(
             ADD, AssertTests(("assert close(add(1, 2), 3)",), setup="from math import *", entry_points=("add",))
         )
+
+
+def test_what_is_tested_by_itself_is_the_programs(harness: TestHarness) -> None:
+    code = (
+        "def compress(s): return s[::2]\ndef expand(s): return ''.join(c + c for c in s)\n"
+        "def is_even(n): return n % 2 == 0\ndef double(n): return 2 * n"
+    )
+    tests = (
+        "assert expand(compress('aabb')) == 'aabb'",
+        "assert compress('aabb') == 'ab'",
+        "assert is_even(double(3))",
+        "assert not is_even(3)",
+    )
+    assert harness.run(code, AssertTests(tests)).score == 1.0
+    stars = AssertTests(("assert isclose(double(1), 2)",), setup="from math import *")
+    assert harness.run(code, stars).score == 1.0
+    for more in ((), ("word = Counter('aa')",)):  # a statement that asserts nothing tests nothing
+        with pytest.raises(RewardError, match="the tests use Counter"):
+            harness.run(code, AssertTests((*more, "assert Counter(expand('a')) == Counter('aa')")))
 
 
 def test_a_name_of_the_standard_library_can_be_the_programs(harness: TestHarness) -> None:

@@ -183,3 +183,32 @@ def test_what_trl_does_not_score_is_not_scored(caplog: pytest.LogCaptureFixture)
     assert [line.split(":")[0] for line in told] == ["solution=7", "solution=7.0", "solution={'a'", "solution=b'7'"]
     assert reasoning_accuracy_reward(["no end"], [None]) == [0.0]
     assert accuracy_reward(["7", "so $7$", "The answer is $7$.", r"\boxed{7}"], ["7"] * 4) == [0.0, 0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [1e300, 10**64, Fraction(1, 10**70), "1" * 65])
+def test_a_number_that_no_completion_can_equal_is_refused(value: Any) -> None:
+    with pytest.raises(RewardError, match=r"answer=.* is not a number of at most 64 characters"):
+        numeric_match()(["1"], answer=[value])
+
+
+def test_zero_has_no_sign() -> None:
+    assert exact_match()(["0"], answer=[-0.0]) == numeric_match()(["0"], answer=[-0.0]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        ("10 m/s", r"10 \text{ m/s}", r"11 \text{ m/s}"),
+        ("12:30 PM", r"12:30\text{ PM}", r"12:30 \text{ AM}"),
+        (r"12:30 \text{ PM}", "12:30 PM", "12:30 AM"),
+        ("O(n log n)", r"O(n \log n)", r"O(n \log m)"),
+        ("\u221e", "\u221e", r"-\infty"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1 \\ 2\end{pmatrix}", r"\begin{pmatrix}12\end{pmatrix}"),
+    ],
+)
+def test_units_and_names_are_as_in_plain_text(reference: str, right: str, wrong: str) -> None:
+    reward = MathReward()
+    try:
+        assert reward([rf"\boxed{{{right}}}", rf"\boxed{{{wrong}}}"], answer=[reference] * 2) == [1.0, 0.0]
+    finally:
+        reward.close()

@@ -352,6 +352,11 @@ def test_no_separator_inside_a_line_tears_a_field(tmp_path: Path) -> None:
     ]
 
 
+def test_a_field_of_any_length(tmp_path: Path) -> None:
+    (tmp_path / "long.csv").write_text("prompt,answer\n" + "a" * 200_000 + ",1\n")
+    assert load_rows(str(tmp_path / "long.csv")) == [{"prompt": "a" * 200_000, "answer": "1"}]
+
+
 class Jinja(FakeTokenizer):
     """Renders a template as transformers does, one token for each character."""
 
@@ -376,8 +381,18 @@ KEEPS = [
     "{{ m.content | tojson }}",
     "{{ m.content | e }}",
     "{{ m.content | upper }}",
+    "> {{ m.content | replace('\n', '\n> ') }}",
+    "{{ m.content | wordwrap(8) }}",
+    "{{ m.content | replace('<b>', '') }}",
 ]
-DROPS = ["", "{{ m.text }}", "{{ m.content[:5] }}", "{% if m.role == 'system' %}{{ m.content }}{% endif %}", "a"]
+DROPS = [
+    "",
+    "{{ m.text }}",
+    "{{ m.content[:5] }}",
+    "{{ m.content[-7:] }}",
+    "{% if m.role == 'system' %}{{ m.content }}{% endif %}",
+    "a",
+]
 TALK = [{"role": "system", "content": "Be\n brief."}, {"role": "user", "content": "a <b>\n\tis \u00e9 & 'c'  "}]
 
 

@@ -89,10 +89,10 @@ def opened_tags(columns: Mapping[str, Any]) -> list[str]:
     return [found[1] if (found := _OPENED.search(end[-100:])) else "" for end in ends]
 
 
-def opened_texts(completions: Sequence[str | list[Message]], columns: Mapping[str, Any], tag: str) -> list[str]:
-    """The texts of completions, with the tag before those whose prompt already opened it."""
+def opened_texts(completions: Sequence[str | list[Message]], columns: Mapping[str, Any], tag: str = "") -> list[str]:
+    """The texts of completions, with the tag (or any) before those whose prompt already opened it."""
     tags = opened_tags(columns) or [""] * len(completions)
-    return [tag * (tag == own) + completion_text(text) for text, own in zip(completions, tags, strict=True)]
+    return [own * (own == (tag or own)) + completion_text(text) for text, own in zip(completions, tags, strict=True)]
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -126,17 +126,17 @@ def number_text(value: Any) -> str | None:
         parts = (int(value.numerator), int(value.denominator))
         return str(Fraction(*parts)) if max(map(abs, parts)) < 10**_MAX_DIGITS else None
     if isinstance(value, float | np.floating) and math.isfinite(value):
-        return np.format_float_positional(value, trim="-")
+        return np.format_float_positional(value + 0, trim="-")  # -0.0 is 0
     if isinstance(value, Decimal) and value.is_finite() and abs(value.adjusted()) < _MAX_DIGITS:
-        whole, point, places = format(value, "f").partition(".")
-        return f"{whole}{point}{places}".rstrip("0.") if places.strip("0") else whole
+        text = format(value, "f")
+        return text.rstrip("0").rstrip(".") if "." in text else text
     return None
 
 
 def as_number(value: Any) -> Fraction | None:
-    """A reference answer from a dataset (a number, or text that is one) as an exact number, None if it is none."""
-    text = number_text(value)
-    return Fraction(text) if text is not None else parse_number(value) if isinstance(value, str) else None
+    """A reference from a dataset (a number, or text that is one) as an exact number; None if no text can equal it."""
+    text = number_text(value) or value
+    return parse_number(text) if isinstance(text, str) else None
 
 
 def last_number(text: str) -> Fraction | None:

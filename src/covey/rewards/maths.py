@@ -15,7 +15,7 @@ from typing import Any
 from covey.errors import ConfigError, RewardError
 from covey.rewards.extract import boxes, completion_text, number_text, parse_number
 from covey.rewards.parallel import ItemTimeout, WorkerPool
-from covey.rewards.text import found_word, say
+from covey.rewards.text import column_of, found_word, say
 from covey.types import Message
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _NEAR = 17  # characters from box to box: math-verify takes nearer ones as one a
 _MATHS = re.compile(r"(?<!\\)(?:\$\$([^$]+)\$\$|\$([^$]+)\$(?!\d)|\\[(\[]((?:[^\\]|\\[^()\[\]])+)\\[)\]])")
 _WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{2,}(?![^\W\d_({])")
 _MOST_WORDS = 12  # of an expression without LaTeX
-_TEXT = re.compile(r"^\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}$")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 _GROUP = re.compile(r"(?<=[0-9])(?:\\[,!: ;]|\{,\}|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")
 
 
@@ -66,11 +66,7 @@ class MathReward:
         Raises:
             RewardError: the column is absent, or a reference holds no answer; `sample` names it.
         """
-        if self._column not in columns:
-            raise RewardError(
-                f"answers are compared with the dataset column {self._column!r}, which is absent", function="math"
-            )
-        references = self._read(columns[self._column])
+        references = self._read(column_of(columns, self._column, "answers are compared with", function="math"))
         items = [
             (reference, completion_text(completion)[-_MAX_TEXT:], self._as_trl)
             for completion, reference in zip(completions, references, strict=True)
@@ -110,8 +106,7 @@ class MathReward:
             return 0.0, "took too long to compare"
         if isinstance(found, Exception):
             raise RewardError(str(found), function="math", sample=index)
-        score, word = found
-        return float(score), str(word)
+        return float(found[0]), str(found[1])
 
 
 def expression_of(reference: Any) -> str:
@@ -133,7 +128,7 @@ def expression_of(reference: Any) -> str:
         if len(maths) > 1 and re.search(r"\w", re.sub(r"\b(?:and|or)\b", "", _MATHS.sub(" ", text))):
             raise ValueError("a text with several expressions, which does not put its answer in \\boxed{}")
         text = ", ".join(maths)
-    if not re.search(r"\w", text):
+    if not re.search(r"[\w∞∅]", text):
         raise ValueError("it holds no answer")
     return _plain(text)
 
@@ -159,9 +154,15 @@ def answer_in(text: str) -> str | None:
 
 def _plain(text: str) -> str:
     r"""An expression as one line, without dollar signs, groups of digits and `\text`; a mixed number in LaTeX."""
-    text = _TEXT.sub(r"\1", " ".join(text.replace("\\$", "").replace("$", "").split()).removesuffix("."))
+    text = " ".join(text.replace("\\$", "").replace("$", "").split()).removesuffix(".")
+    text = whole[1] if (whole := _TEXT.fullmatch(text)) else text
     text = re.sub(r"^([-−]?[0-9]+) ([0-9]+)/([0-9]+)$", r"\1\\frac{\2}{\3}", _GROUP.sub("", text))
     return number_text(text) or text
+
+
+def _bare(text: str) -> str:
+    r"""An expression in which units and names are as in plain text: `10 \text{ m/s}`, `n \log n`."""
+    return " ".join(re.sub(r"(?<!\\)\\(?=[A-Za-z])", "", _TEXT.sub(r" \1 ", text)).split())
 
 
 def load() -> None:
@@ -182,9 +183,9 @@ def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, st
     # their time limits are off, which they warn of: they need the main thread's signals; this process is killed instead
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     boxed, latex = answer_in(text), [LatexExtractionConfig()]
-    if is_words(reference) or boxed == reference:
+    if is_words(reference) or (boxed is not None and _bare(boxed) == _bare(reference)):
         said = _plain(text) if boxed is None else boxed
-        return float(said.casefold() == reference.casefold()), found_word(boxed)
+        return float(_bare(said).casefold() == _bare(reference).casefold()), found_word(boxed)
     expected = parse(f"${reference}$", latex, parsing_timeout=None)
     if not expected:
         raise ValueError(f"the reference {reference!r:.80} holds no answer that math-verify can read")
@@ -197,9 +198,8 @@ def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, st
         else:
             answer = parse(text, parsing_timeout=None)
         # the last one is the text that was read; an expression may take for ever to be written out
-        word = found_word(
-            next((each for each in reversed(answer) if isinstance(each, str)), "an answer") if answer else None
-        )
+        texts = [each for each in answer if isinstance(each, str)] or ["an answer"]
+        word = found_word(texts[-1] if answer else None)
         # it rounds to places after the point: a small reference needs more of them
         places = max(6, 3 - math.floor(math.log10(abs(parse_number(reference) or 1))))
         return float(bool(answer) and verify(expected, answer, float_rounding=places, timeout_seconds=None)), word

@@ -8,12 +8,13 @@ from typing import Any
 
 from covey.errors import ConfigError, RewardError
 from covey.rewards.extract import (
+    MAX_NUMBER_LENGTH,
     Marker,
     as_number,
     completion_text,
     final_number,
     number_text,
-    opened_tags,
+    opened_texts,
     parse_number,
 )
 from covey.types import Message
@@ -60,7 +61,7 @@ def numeric_match(
         expected = as_number(reference)
         if expected is None:
             raise ValueError(
-                f"{column}={reference!r:.80} is not a number, so nothing can be compared with it; "
+                f"{column}={reference!r:.80} is not a number of at most {MAX_NUMBER_LENGTH} characters; "
                 "correct the dataset, or use exact_match"
             )
         number = parse_number(text) if strict else final_number(text, chosen)
@@ -94,9 +95,8 @@ def format_reward(
         def fits(text: str) -> bool:
             return (compiled.fullmatch(text.strip()) if full else compiled.search(text)) is not None
 
-        tags = opened_tags(columns) or [""] * len(completions)
-        texts = [completion_text(completion) for completion in completions]
-        return [float(fits(text) or (tag != "" and fits(tag + text))) for text, tag in zip(texts, tags, strict=True)]
+        both = zip(map(completion_text, completions), opened_texts(completions, columns), strict=True)
+        return [float(any(map(fits, {*texts}))) for texts in both]
 
     return named(reward, name, ())
 
@@ -110,12 +110,10 @@ def _against_column(name: str, column: str, compare: Callable[[str, Any], tuple[
         rewards: list[float | None] = []
         found: list[str | None] = []
         for index, (completion, reference) in enumerate(zip(completions, references, strict=True)):
-            right, word = None, None
-            if reference is not None:
-                try:
-                    right, word = compare(completion_text(completion), reference)
-                except ValueError as error:
-                    raise RewardError(str(error), function=name, sample=index) from None
+            try:
+                right, word = (None, None) if reference is None else compare(completion_text(completion), reference)
+            except ValueError as error:
+                raise RewardError(str(error), function=name, sample=index) from None
             rewards.append(None if right is None else float(right))
             found.append(word)
         if any(word is not None for word in found):

@@ -8,7 +8,6 @@ not fit is an error unless `long_prompts` says otherwise: a truncated question m
 from __future__ import annotations
 
 import difflib
-import html
 import json
 import logging
 import mimetypes
@@ -318,7 +317,7 @@ def _call(call: Any, where: str) -> Any:
 
 def _refuse_senses(row: Mapping[Any, Any], where: str, kind: str) -> None:
     for name, value in row.items():
-        what = _SENSES.get(str(name).rstrip("s"))
+        what = _SENSES.get(str(name).lower().rstrip("s"))
         if what is not None and _is_file(value):
             raise DataError(
                 f"{where} has {what} ({kind} {name!r}), and models read text alone here: they would be ignored; remove "
@@ -335,7 +334,7 @@ def _is_file(value: Any) -> bool:
     if isinstance(value, list | tuple):  # numbers with a point, or lists of numbers, are samples and pixels
         return any(_is_file(each) or (bool(each) and isinstance(each, list | tuple | float)) for each in value)
     if isinstance(value, Mapping):
-        return any(value.get(name) is not None for name in ("bytes", "path", "url", "array"))
+        return any(value.get(name) is not None for name in ("bytes", "path", "url", "image_url", "array"))
     return value is not None and not isinstance(value, bool | int | float)
 
 
@@ -378,26 +377,21 @@ def _tokenize(content: str | list[Message], index: int, tokenizer: Any, kwargs: 
 
 
 def _left_out(content: list[Message], index: int, tokenizer: Any, kwargs: dict[str, Any]) -> set[str]:
-    """Roles of messages that the template does not render, white space, case and escapes aside.
+    """Roles of messages that the template does not render from their first word to the last.
 
     Raises:
         DataError: the user is one of them.
     """
-    # with a mark after each text, since a short one may stand in any template
-    told = [
-        m | {"content": f"{m['content']} mark{n}"} if m["role"] in ("user", "system") else m
-        for n, m in enumerate(content)
-    ]
+    # marks are looked for, since templates may escape a text, break its lines or put it in capitals
+    told = [m | {"content": f"begun{n}. {m['content']} done{n}."} for n, m in enumerate(content)]
+    told = [m if m["role"] in ("user", "system") else old for m, old in zip(told, content, strict=True)]
     try:
         rendered = tokenizer.apply_chat_template(told, tokenize=False, **prompt_ending(told), **kwargs)
     except Exception:  # without the marks it was rendered
         return set()
-    there, missing = _squeezed(f"{rendered} {html.unescape(str(rendered))}"), set()
-    for message in (m for m in told if m not in content and isinstance(rendered, str)):
-        text = message["content"]
-        forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
-        if not any(_squeezed(form) in there for form in forms):
-            missing.add(message["role"])
+    there = str(rendered).casefold()
+    marks = {f"{mark}{n}.": m["role"] for n, m in enumerate(told) if m is not content[n] for mark in ("begun", "done")}
+    missing = {role for mark, role in marks.items() if isinstance(rendered, str) and mark not in there}
     if "user" in missing:
         raise DataError(
             f"row {index}: the chat template {shown(tokenizer.chat_template)} leaves out what the user says: "
@@ -405,10 +399,6 @@ def _left_out(content: list[Message], index: int, tokenizer: Any, kwargs: dict[s
             "with, or correct data.chat_template_kwargs"
         )
     return missing
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split()).casefold()
 
 
 def _check_lengths(

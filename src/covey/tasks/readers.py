@@ -81,6 +81,7 @@ def _read_csv(path: Path) -> Iterator[Any]:
     with _open(path) as file:
         text = file.read().decode("utf-8-sig")
     # Not splitlines(), which tears fields at U+2028, U+0085, form feeds and other characters that end no row.
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
     try:
         header = reader.fieldnames or ()

@@ -27,9 +27,8 @@ def send_bytes(channel: int, body: bytes) -> None:
         ValueError: it is too long.
     """
     data = memoryview(framed(body))
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGPIPE}
-    )  # the other side may close, a host not ignore it
+    # the other side may close, and a host not ignore the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     try:
         while data:
             data = data[os.write(channel, data) :]

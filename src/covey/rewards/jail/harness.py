@@ -16,7 +16,6 @@ longer than the expected one; longer ones are wrong unread.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import threading
@@ -186,7 +185,7 @@ class TestHarness:
         self._start = partial(Sandbox, unprotected=unprotected, packages=packages)
         self._sandbox = self._start()
         self._lock = threading.Lock()
-        self._idle: dict[bytes, list[bool]] = {}
+        self._idle: dict[str, list[bool]] = {}
         self._pool = ThreadPoolExecutor(workers or os.cpu_count() or 1, thread_name_prefix="covey-harness")
 
     @property
@@ -205,9 +204,7 @@ class TestHarness:
         if len(code) > _LONGEST_PROGRAM:
             return TestResult((Outcome("error", f"a program of {len(code)} characters"),) * count)
         ended = ""
-        for _ in range(
-            2
-        ):  # the jail may have been killed from outside; a program in whose time it ends twice is worth 0
+        for _ in range(2):  # the jail may be killed from outside; a program in whose time it ends twice is worth 0
             sandbox = self._sandbox
             try:
                 return self._run(sandbox, code, tests)
@@ -281,8 +278,7 @@ class TestHarness:
 
     def _passed_by_wrong(self, sandbox: Sandbox, order: dict[str, Any]) -> list[bool]:
         """Which tests None for every call passes, or, where that may be right since all pass, another wrong answer."""
-        key = hashlib.sha256(repr(order).encode("utf-8", "surrogatepass")).digest()
-        if key in self._idle:
+        if (key := repr(order)) in self._idle:
             return self._idle[key]
         for answer in _WRONG:
             outcomes: list[Outcome] = []
@@ -330,8 +326,8 @@ def tester_order(tests: AssertTests) -> dict[str, Any]:
         JailError: the tests are no Python, or use a name that a program could define to suit itself.
     """
     named = {name: name for name in tests.entry_points} | dict(tests.aliases)
-    free, modules = free_names(tests.setup, tests.tests, tuple(named))
-    remote = named or {name: name for name in free if name not in modules}
+    free, modules, own = free_names(tests.setup, tests.tests, tuple(named))
+    remote = named or {name: name for name in own}
     names = {"remote": remote, "named": list(named), "modules": modules, "used": free}
     return {"role": "tester", "setup": tests.setup, "tests": list(tests.tests)} | names
 

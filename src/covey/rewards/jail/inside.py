@@ -311,9 +311,7 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
     names |= {name: __import__(name) for name in message["modules"]}
     exec(compile(message["setup"], "setup.py", "exec", dont_inherit=True), names)
     for alias, name in message["remote"].items():
-        if (
-            alias not in names or alias in message["named"]
-        ):  # never what the setup has defined, by a star import or else
+        if alias not in names or alias in message["named"]:  # never what the setup has defined
             names[alias] = _Remote(caller, {"name": name})
     if unknown := [name for name in message["used"] if name not in names]:
         raise NameError(f"the tests use {', '.join(unknown)}, which neither they nor their setup define")

@@ -17,8 +17,8 @@ _HELPERS |= {"allclose", "approx", "raises"}
 
 
 @lru_cache(maxsize=4096)
-def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Names that the tests use and nothing trusted defines: all, and those of the standard library's modules.
+def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
+    """Names that the tests use and nothing trusted defines: all, modules of the standard library, the program's.
 
     `named` are said to be the program's; where none are, all are that cannot be a helper.
 
@@ -36,34 +36,42 @@ def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tu
         for name, uses in _names(tree):
             (bound if uses is None else parts[-1]).add(name)
             calls[name] += uses or 0
-        judges += _judges(tree)
+        judges += [judge for node in ast.walk(tree) if isinstance(node, ast.Assert | ast.If) for judge in _judges(node)]
     free = set().union(*parts) - bound
     modules = {name for name in free & sys.stdlib_module_names if not calls[name]}
     unknown = free - modules
-    if not named:  # a helper beside what can only be the program's, or one that judges it
+    if not named:  # a helper beside what can only be the program's, or one that judges it; not what is tested alone
+        own = [(part | parts[0]) & unknown for part in parts]
+        alone = (names for names, test in zip(own[1:], tests, strict=True) if len(names) == 1 and "assert" in test)
+        tested = set().union(*alone)
         unknown = {name for name in unknown if name.islower() and not calls[name]}
-        unknown |= {name for name, judged in judges if name in free and judged & free - {name}}
-        for own in ((part | parts[0]) & free - modules for part in parts):
-            unknown |= own & _HELPERS if own - _HELPERS else set()
+        unknown |= {name for name, judged in judges if name in free - tested and judged & free - {name}}
+        unknown |= set().union(*(names & _HELPERS - tested for names in own if names - _HELPERS))
     if unknown and "*" not in bound:  # else the process of the tests sees what is unknown when it has run the setup
         raise JailError(
             f"the tests use {', '.join(sorted(unknown))}, which neither they nor their setup define or import, so that "
             "a program could; import or define it in setup, or name it in entry_points with all that is the program's"
         )
-    return sorted(free), sorted(modules)
+    return sorted(free), sorted(modules), sorted(free - modules - unknown)
 
 
-def _judges(tree: ast.AST) -> Iterator[tuple[str, set[str]]]:
+def _judges(said: ast.AST) -> Iterator[tuple[str, set[str]]]:
     """Functions whose word is all that an assertion wants, as in `assert close(f(1), 1)`, and those that they judge."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assert(test=ast.Call() as said) | ast.Assert(test=ast.UnaryOp(operand=ast.Call() as said)):
-                judge, *judged = [call.func for call in ast.walk(said) if isinstance(call, ast.Call)]
-                if isinstance(judge, ast.Name):
-                    yield (
-                        judge.id,
-                        {name.id for name in judged if isinstance(name, ast.Name) and not name.id[0].isupper()},
-                    )
+    match said:
+        case ast.Assert(test=inner) | ast.If(test=inner) | ast.UnaryOp(operand=inner):
+            yield from _judges(inner)
+        case (
+            ast.GeneratorExp(elt=inner) | ast.ListComp(elt=inner) | ast.Compare(left=inner, ops=[ast.Lt() | ast.LtE()])
+        ):
+            yield from _judges(inner)
+        case ast.Compare(left=inner, comparators=[ast.Constant(value=bool())]):
+            yield from _judges(inner)
+        case ast.BoolOp(values=parts) | ast.List(elts=parts) | ast.Call(func=ast.Name(id="all" | "any"), args=parts):
+            for part in parts:
+                yield from _judges(part)
+        case ast.Call(func=ast.Name(id=judge)):
+            calls = (node.func for node in ast.walk(said) if isinstance(node, ast.Call))
+            yield judge, {call.id for call in calls if isinstance(call, ast.Name) and not call.id[0].isupper()}
 
 
 def _names(tree: ast.AST) -> Iterator[tuple[str, int | None]]:
@@ -74,11 +82,11 @@ def _names(tree: ast.AST) -> Iterator[tuple[str, int | None]]:
                 yield name, 1 if isinstance(context, ast.Load) else None
             case ast.Attribute(value=ast.Name(id=name)):
                 yield name, -1
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name, None
             case ast.alias(name=name, asname=other):
                 yield (other or name).split(".")[0], None
-            case ast.arg(arg=str(name)) | ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)):
+            case ast.arg(arg=str(name)) | ast.MatchMapping(rest=str(name)):
                 yield name, None
-            case ast.MatchStar(name=str(name)) | ast.MatchMapping(rest=str(name)):
+            case ast.FunctionDef(name=str(name)) | ast.AsyncFunctionDef(name=str(name)) | ast.ClassDef(name=str(name)):
+                yield name, None
+            case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
                 yield name, None
