@@ -7,6 +7,7 @@ with the same random numbers. Ranks take turns in rounds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 from covey.distributed.units import Job
 from covey.rollout.constrained import cut_choices
 from covey.rollout.streams import stream_key
-from covey.rollout.turns import AskingDevice, Drawn, Row
+from covey.rollout.turns import Device, Drawn, Row
 from covey.types import Completion, Request, SamplingSettings
 
 _PATIENCE_SECONDS = 0.05
@@ -31,7 +32,7 @@ class Workers(Protocol):
     ) -> None: ...
 
 
-class FleetDevice(AskingDevice):
+class FleetDevice(Device):
     """A `covey.rollout.turns.Device` that has whole turns sampled.
 
     Args:
@@ -47,6 +48,18 @@ class FleetDevice(AskingDevice):
         self._workers, self._version = workers, version
         self._waiting: list[list[Row]] = [[] for _ in range(homes)]
         self._asked: list[tuple[Job, list[Row]]] = []
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """First turns wait for their members."""
+        while queue:
+            self._ask(queue.popleft())
+        return iter(())
+
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        """Next turns do as well."""
+        while resuming:
+            self._ask(resuming.pop(0))
+        return iter(())
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """The turns that are over, after a moment none if there are none."""
@@ -66,7 +79,7 @@ class FleetDevice(AskingDevice):
             if row in rows:
                 rows.remove(row)
 
-    def ask(self, row: Row) -> None:
+    def _ask(self, row: Row) -> None:
         row.place = self
         self._waiting[stream_key(row.stream[:-1]) % len(self._waiting)].append(row)
 
@@ -89,7 +102,7 @@ Calls = list[tuple[list[Request], SamplingSettings]]
 """Requests that are sampled in one call each, alone."""
 
 
-class RoundDevice(AskingDevice):
+class RoundDevice(Device):
     """A `covey.rollout.turns.Device` that has whole turns sampled, in rounds: all that wait, and then worlds answer.
 
     What is sampled beside a turn is settled by random streams: the present turns of the conversations of its unit. So
@@ -112,10 +125,17 @@ class RoundDevice(AskingDevice):
         self._waiting: list[Row] = []
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def ask(self, row: Row) -> None:
-        """It waits for the round."""
-        row.place = self
-        self._waiting.append(row)
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """First turns wait for the round."""
+        return self.extend(queue)
+
+    def extend(self, resuming: list[Row] | deque[Row]) -> Iterator[Drawn]:
+        """Next turns do as well."""
+        for row in resuming:
+            row.place = self
+        self._waiting += resuming
+        resuming.clear()
+        return iter(())
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """A round: every turn that waits, to its end."""

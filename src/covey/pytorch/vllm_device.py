@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor
 
 from covey.errors import GenerationError
-from covey.rollout.turns import AskingDevice, Drawn, Row
+from covey.rollout.turns import Device, Drawn, Row
 from covey.rollout.vllm import drawing
 
 INSTEAD = "or sampling.engine to covey"
 
 
-class VLLMDevice(AskingDevice):
+class VLLMDevice(Device):
     """Turns in vLLM's batch; a `covey.rollout.turns.Device`. A row's `place` is its request's name.
 
     Args:
@@ -37,6 +38,18 @@ class VLLMDevice(AskingDevice):
         self._rows: dict[str, Row] = {}
         self._asked = itertools.count()
         self._generators: list[Tensor] = []
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """Hand all rows to vLLM, which batches them as it likes."""
+        while queue:
+            self._ask(queue.popleft())
+        return iter(())
+
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        """Hand all answered rows to vLLM, with everything that was said before."""
+        while resuming:
+            self._ask(resuming.pop(0))
+        return iter(())
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """Steps of vLLM until a turn is over; the turns that are."""
@@ -65,7 +78,7 @@ class VLLMDevice(AskingDevice):
         if names:
             self._engine.abort_request(names)
 
-    def ask(self, row: Row) -> None:
+    def _ask(self, row: Row) -> None:
         if row.choices is not None:
             raise GenerationError(
                 f"vLLM does not choose among sequences; set environment.action_format to text or tags, {INSTEAD}"

@@ -202,26 +202,6 @@ class Device:
         """Values that are not finite may be anywhere in a memory that is used again: overwrite it."""
 
 
-class AskingDevice(Device):
-    """Has whole turns sampled elsewhere, with all that was said before. Subclasses write `ask` and `decode`."""
-
-    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        """Ask for the first turns."""
-        while queue:
-            self.ask(queue.popleft())
-        return iter(())
-
-    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
-        """Ask for the next ones."""
-        while resuming:
-            self.ask(resuming.pop(0))
-        return iter(())
-
-    def ask(self, row: Row) -> None:
-        """Ask for a turn, or note that it is wanted."""
-        raise NotImplementedError
-
-
 D = TypeVar("D", bound=Device)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ import numpy as np
 from covey.errors import GenerationError, ServingError, naming, raised_at
 from covey.rollout.constrained import cut_choices
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
-from covey.rollout.turns import AskingDevice, Drawn, Row, Session
+from covey.rollout.turns import Device, Drawn, Row, Session
 from covey.serving.client import OTHER_SERVERS, InferenceClient, RefusedError, warn_of_mismatch
 from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
 from covey.types import Completion, Progress, Request, SamplingSettings, Support
@@ -313,7 +314,7 @@ class RemoteEngine:
             ) from error
 
 
-class RemoteDevice(AskingDevice):
+class RemoteDevice(Device):
     """Conversations on a server; a `covey.rollout.turns.Device` that asks for whole turns.
 
     Args:
@@ -326,6 +327,18 @@ class RemoteDevice(AskingDevice):
         super().__init__(engine.context_length, own_tokens)
         self._engine, self._version = engine, version
         self._asked: dict[Future[list[Completion]], Row] = {}
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        """Asks for the first turns."""
+        while queue:
+            self._ask(queue.popleft())
+        return iter(())
+
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        """Ask for the next turns, with all that was said before."""
+        while resuming:
+            self._ask(resuming.pop(0))
+        return iter(())
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """Whole turns, as soon as there is one."""
@@ -341,7 +354,7 @@ class RemoteDevice(AskingDevice):
         """Nobody waits for its turn any more."""
         self._asked = {future: one for future, one in self._asked.items() if one is not row}
 
-    def ask(self, row: Row) -> None:
+    def _ask(self, row: Row) -> None:
         settings = replace(row.settings, max_tokens=row.limit)
         if row.choices is not None:  # the server refuses what cannot be said whole: here the turn is cut short
             settings = replace(settings, stop_strings=())
