@@ -48,11 +48,12 @@ def print_table(console: Console, table: Table) -> None:
     lines = len(widths) + 1
     table.padding = (0, int(sum(widths) + 2 * len(widths) + lines <= console.width))
     free = console.width - sum(widths) - 2 * len(widths) * table.padding[1] - lines
-    for _ in range(free):  # one place to the column that lacks most
-        lacking = max(range(len(widths)), key=lambda n: most[n] - widths[n])
-        widths[lacking] += most[lacking] > widths[lacking]
+    whole = free >= 0
+    for n in sorted(range(len(widths)), key=lambda n: most[n] - widths[n]):  # who lacks least is whole first
+        more = max(min(free, most[n] - widths[n]), 0)
+        widths[n], free = widths[n] + more, free - more
     for column, width in zip(table.columns, widths, strict=True):
-        column.overflow, column.width = "fold", width if free >= 0 else None
+        column.overflow, column.width = "fold", width if whole else None
     console.print(table)
 
 
