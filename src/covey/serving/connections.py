@@ -63,6 +63,7 @@ class Connections:
 
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     _open: dict[_Connection, None] = field(default_factory=dict)  # the oldest first
+    _from: dict[str, dict[_Connection, None]] = field(default_factory=dict)  # the same by address
     _ready: dict[_Connection, None] = field(default_factory=dict)  # something has arrived; the oldest first
     _most: int = 0
     _turns: int = 0
@@ -78,7 +79,8 @@ class Connections:
     def enter(self, new: _Connection) -> None:
         """A connection was opened: it, or another one, goes if there are too many."""
         self._open[new] = None
-        same = [one for one in self._open if one.address == new.address]
+        same = self._from.setdefault(new.address, {})
+        same[new] = None
         if len(same) > self.limits.address:
             self._make_room(same, new)
         elif len(self._open) > self._most:
@@ -90,6 +92,10 @@ class Connections:
         """A connection was closed."""
         self._open.pop(one, None)
         self._ready.pop(one, None)
+        same = self._from.get(one.address, {})
+        same.pop(one, None)
+        if not same:
+            self._from.pop(one.address, None)
 
     def wants_turn(self, one: _Connection) -> None:
         """Something has arrived on a connection, or is left from before."""
