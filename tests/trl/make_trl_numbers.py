@@ -1,6 +1,6 @@
 """Writes `trl_numbers.json`: losses and gradients as TRL 1.16.0's own `GRPOTrainer` computes them.
 
-    python -m venv .venv-trl && .venv-trl/bin/pip install trl==1.16.0 && .venv-trl/bin/python tests/trl/make_trl_numbers.py
+    make .venv-trl/.done && .venv-trl/bin/python tests/trl/make_trl_numbers.py
 
 Only the network and the sampler are replaced, by log-probabilities and entropies, `inputs` in the file. Advantages,
 importance sampling, masks and the loss are those of `_generate_and_score_completions` and `_compute_loss`, in float32.
