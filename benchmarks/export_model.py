@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from covey.pytorch.loading import load_model
+from covey.pytorch.models.loading import load_model
 
 SHAPES = {
     "0.5": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},

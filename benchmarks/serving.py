@@ -27,7 +27,7 @@ _ENGINE = """
 import json, sys, time
 import numpy as np
 from covey.pytorch.engine import Engine
-from covey.pytorch.loading import load_model
+from covey.pytorch.models.loading import load_model
 from covey.types import Request, SamplingSettings
 loaded = load_model(sys.argv[1], dtype="float32")
 engine = Engine(loaded.model, loaded.tokenizer)

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from covey import cli, cli_weights
+from covey.cli import app as cli
+from covey.cli import weights as cli_weights
 
 
 class Command:

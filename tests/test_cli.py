@@ -12,6 +12,7 @@ import pytest
 
 from command import Command
 from covey import __version__
+from covey.config import old_names
 
 
 def test_help_lists_the_commands(covey: Command) -> None:
@@ -79,7 +80,7 @@ def test_explaining_a_setting_that_does_not_exist_is_an_error(covey: Command) ->
 
 
 def test_config_explains_every_field(covey: Command) -> None:
-    from covey.config import explain
+    from covey.config.text import explain
 
     status, out, _ = covey("config", "--explain")
     assert status == 0
@@ -161,13 +162,19 @@ def test_segments_expand_unless_somebody_has_set_the_allocator_up(
 def test_pytorch_reads_the_variable_and_a_sleeping_vllm_switches_it_off() -> None:
     code = (
         "import sys; sys.argv = ['covey', '--version']\n"
-        "from covey.cli import main\n"
+        "from covey.cli.app import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "import os, torch; settings = torch._C._accelerator_getAllocatorSettings\n"
         "print(settings())\n"
-        "from covey.pytorch.vllm_engine import keep_segments_fixed\n"
+        "from covey.pytorch.engine.vllm_engine import keep_segments_fixed\n"
         "keep_segments_fixed(); print(settings(), 'PYTORCH_ALLOC_CONF' in os.environ)"
     )
     clean = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
     done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[1:] == ["expandable_segments:True", "expandable_segments:False False"]
+
+
+def test_an_old_command_names_the_new_one(covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(old_names.COMMANDS, "former", "covey doctor RUN")
+    status, _, err = covey("former", "folder")
+    assert (status, "use `covey doctor RUN`" in err) == (2, True)

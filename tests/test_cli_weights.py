@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from command import Command
-from covey.cli_weights import config_for
+from covey.cli.weights import config_for
 from covey.config import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder

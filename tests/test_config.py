@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from covey.algorithms import LOSSES, make_objective
-from covey.algorithms.config import AdvantageEstimator, AlgorithmConfig, KLEstimator, MismatchCorrection
-from covey.config import GRPOConfig, explain, render_explain
-from covey.config_documents import NAMES
-from covey.config_effects import without_effect
-from covey.config_names import FIELDS, SECTIONS, SYNONYMS, canonical_names
-from covey.config_text import parse_overrides
+from covey.config import GRPOConfig, old_names
+from covey.config.algorithm import AdvantageEstimator, AlgorithmConfig, KLEstimator, MismatchCorrection
+from covey.config.documents import NAMES
+from covey.config.effects import without_effect
+from covey.config.names import FIELDS, SECTIONS, SYNONYMS, canonical_names
+from covey.config.sampling import ModelConfig, SamplingConfig
+from covey.config.text import explain, parse_overrides, render_explain
 from covey.errors import ConfigError
-from covey.rollout.config import ModelConfig, SamplingConfig
 
 
 def problem(**settings: Any) -> str:
@@ -613,3 +613,10 @@ def test_a_section_can_be_made_by_itself() -> None:
 
 def test_the_folder_may_come_first_without_a_name() -> None:
     assert GRPOConfig("runs/first", beta=0.0).run.output_dir == "runs/first"
+
+
+def test_old_names_say_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(old_names.SETTINGS, "old_number", (3, "use new_number"))
+    assert GRPOConfig.from_overrides(["old_number=3"]) == GRPOConfig(sampling={"old_number": 3}) == GRPOConfig()
+    with pytest.raises(ConfigError, match=r"sampling\.old_number=4: is no setting any more; use new_number"):
+        GRPOConfig(sampling={"old_number": 4})

@@ -18,7 +18,7 @@ from command import Command
 from covey.config import GRPOConfig
 from covey.observe.console import accept_any_text, print_table
 from covey.observe.run_folder import RunFolder
-from covey.pytorch.loading import load_model
+from covey.pytorch.models.loading import load_model
 from covey.training.export import kept_weights
 
 
@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [80, 60])
 def test_questions_on_a_narrow_screen(run: Path, width: int, covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey import cli
+    from covey.cli import app as cli
 
     monkeypatch.setattr(cli.out, "width", width)
     _, out, _ = covey("questions", run)

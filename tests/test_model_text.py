@@ -18,8 +18,8 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_repetitive
-from covey.cli import _last_message
-from covey.cli_completions import shown_text
+from covey.cli.app import _last_message
+from covey.cli.completions import shown_text
 from covey.environments.actions import parse_action
 from covey.environments.house import House
 from covey.observe.completions import messages

@@ -93,7 +93,7 @@ def test_the_probe_sees_a_heavy_import() -> None:
     [
         "import covey",
         "from covey import GRPOConfig, GRPOTrainingArgs\nGRPOConfig(num_generations=4).to_toml()",
-        "import covey.config_text\ncovey.config_text.explain()",
+        "import covey.config.text\ncovey.config.text.explain()",
     ],
 )
 def test_a_config_needs_no_backend(code: str) -> None:

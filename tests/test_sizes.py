@@ -10,8 +10,8 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.config import GRPOConfig
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.loading import load_model
-from covey.pytorch.lora import attach_lora
+from covey.pytorch.models.loading import load_model
+from covey.pytorch.models.lora import attach_lora
 from covey.training.setup import require_memory
 
 

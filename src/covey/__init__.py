@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from covey.config import GRPOConfig, GRPOTrainingArgs
+    from covey.config.whole import GRPOConfig, GRPOTrainingArgs
     from covey.training.trainer import GRPOTrainer
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ import sys
 def start() -> None:
     """The command; Ctrl-C while its libraries are loaded is one line."""
     try:
-        from covey.cli import main
+        from covey.cli.app import main
     except KeyboardInterrupt:
         print("covey: interrupted from the keyboard", file=sys.stderr)
         sys.exit(130)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.errors import ModelError
 from covey.rollout.learning import Learner, Sampler, TrainedPolicy
 from covey.types import Prompt

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from covey import GRPOConfig
-from covey.algorithms.config import AlgorithmConfig
 from covey.algorithms.down_sampling import DOWN_SAMPLING, find_down_sampling
-from covey.environments.config import EnvironmentConfig
+from covey.config.algorithm import AlgorithmConfig
+from covey.config.environment import EnvironmentConfig
+from covey.config.rewards import RewardConfig
 from covey.errors import ConfigError
-from covey.rewards.config import RewardConfig
 from covey.rollout.batching import make_batch
 from covey.training.step import episode_credit
 from covey.types import Batch, Episode, Group, Trajectory, Turn

@@ -18,7 +18,7 @@ from covey.algorithms import (
     policy_loss,
     token_weights,
 )
-from covey.algorithms.config import AlgorithmConfig
+from covey.config.algorithm import AlgorithmConfig
 
 RNG = np.random.default_rng(11)
 SHAPE = (6, 8)

@@ -67,7 +67,7 @@ class Served:
 
     def __init__(self, folder: Path, context: int) -> None:
         from covey.pytorch.engine import Engine
-        from covey.pytorch.loading import load_model
+        from covey.pytorch.models.loading import load_model
 
         self.folder, self.context, self.names, self.drawn = folder, context, dict[str, Path](), 0
         self.model = load_model(folder, dtype="float32", device="cpu").model

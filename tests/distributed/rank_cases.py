@@ -14,8 +14,8 @@ import torch
 from learner_cases import make_batch, make_learner
 
 from covey.adapters import fingerprint
-from covey.algorithms.config import AlgorithmConfig
 from covey.algorithms.losses import LOSSES
+from covey.config.algorithm import AlgorithmConfig
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
 from covey.errors import ModelError

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from covey.algorithms.config import AlgorithmConfig
+from covey.config.algorithm import AlgorithmConfig
 from covey.distributed.ranks import Ranks, TornError
 from covey.distributed.replicated import follow
 from covey.distributed.sharded import LeadingPolicy, Probe

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from covey import GRPOConfig
-from covey.distributed.launch import RanksBackend
 from covey.distributed.ranks import Ranks
 from covey.distributed.sharded import LeadingPolicy
 from covey.distributed.sliced import SlicedPolicy
+from covey.pytorch.attention.probe import probe_pack
 from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.engine.merge import EffectiveWeights
-from covey.pytorch.probe import probe_pack
+from covey.training.launch import RanksBackend
 from covey.types import Request, SamplingSettings
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

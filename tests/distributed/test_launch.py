@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.distributed import launch
 from covey.distributed.ranks import Ranks
 from covey.errors import ConfigError
+from covey.training import launch
 
 
 def lengths(completions: list[str], **columns: Any) -> list[float]:

@@ -13,10 +13,10 @@ from test_ranks import finished, torchrun
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import in_turns
-from covey.distributed.launch import RanksBackend
 from covey.distributed.ranks import Ranks
 from covey.environments.pool import EnvironmentPool
 from covey.observe.run_folder import RunFolder
+from covey.training.launch import RanksBackend
 
 WORLD = {
     "world": "house:rooms=2,num_train=6,num_eval=3",

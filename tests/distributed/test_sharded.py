@@ -16,12 +16,12 @@ from test_ranks import finished, kill_one, started, torchrun, without_times
 
 from covey import GRPOConfig
 from covey.distributed import sharded_learner
-from covey.distributed.launch import RanksBackend
 from covey.distributed.ranks import Ranks
 from covey.distributed.sharded_learner import parts, training_bytes
 from covey.errors import CheckpointError, ConfigError
 from covey.files import folder_problem
 from covey.training.checkpoint import list_checkpoints, load_checkpoint
+from covey.training.launch import RanksBackend
 
 SCRIPT = Path(__file__).parent / "sharded_cases.py"
 ON_THREE = ("tied, all weights", "untied, LoRA", "a moving reference")

@@ -15,7 +15,7 @@ from test_ranks import finished, torchrun
 from tiny_models import tiny_model
 
 from covey.errors import ModelError
-from covey.pytorch.slices import ModelFiles, NotSlicedError, replace_parameters
+from covey.pytorch.models.slices import ModelFiles, NotSlicedError, replace_parameters
 
 SCRIPT = Path(__file__).parent / "slice_cases.py"
 FEW = ("tied, all weights", "untied, LoRA", "bfloat16, LoRA")

@@ -21,14 +21,14 @@ from safetensors.torch import save_file
 from tiny_models import tiny_model
 
 from covey import GRPOConfig
-from covey.config_vllm import logprobs_mode
+from covey.config.vllm import logprobs_mode
 from covey.distributed.members import MemberError, adapter_hash, weights_hash
 from covey.distributed.vllm_host import VLLMHost, linked, options
 from covey.distributed.vllm_server import find_vllm, problem
 from covey.errors import ConfigError, GenerationError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
-from covey.pytorch.lora import attach_lora
+from covey.pytorch.models.lora import attach_lora
 from covey.rollout.learning import Weights
 from covey.types import Request, SamplingSettings
 

@@ -34,7 +34,7 @@ from covey.jax.saving import (
     save_adapter,
     save_model,
 )
-from covey.pytorch.lora import attach_adapter, linear_layers
+from covey.pytorch.models.lora import attach_adapter, linear_layers
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (2, 9))
 ROOT = "base_model.model.model.layers."

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from covey.cli_reports import group_seeds, run_labels
+from covey.cli.reports import group_seeds, run_labels
 from covey.config import GRPOConfig
 from covey.errors import ConfigError, RunFolderError
 from covey.observe import RunFolder, draw_comparison, draw_learning_curve, draw_run

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.metric_names import METRICS, describe_metric
 from covey.observe import Doctor, diagnose
-from covey.observe.metric_names import METRICS, describe_metric
 
 HEALTHY = {
     "reward": 0.4,

@@ -18,7 +18,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from covey.pytorch.empty import build_empty, with_adapter
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.footprint import (
@@ -31,7 +30,8 @@ from covey.pytorch.footprint import (
     phases,
 )
 from covey.pytorch.logprobs import CHUNK_BYTES, Head, score_tokens
-from covey.pytorch.lora import attach_lora
+from covey.pytorch.models.empty import build_empty, with_adapter
+from covey.pytorch.models.lora import attach_lora
 from covey.pytorch.policy import Policy
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode, Request, SamplingSettings

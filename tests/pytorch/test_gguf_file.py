@@ -11,8 +11,8 @@ from tiny_models import CHATML, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey.errors import ModelError
-from covey.pytorch.gguf_file import _SPLITS, write_gguf
-from covey.pytorch.loading import load_model
+from covey.pytorch.models.gguf_file import _SPLITS, write_gguf
+from covey.pytorch.models.loading import load_model
 
 pytest.importorskip("gguf")
 

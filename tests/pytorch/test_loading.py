@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from covey.errors import ModelError
-from covey.pytorch.loading import load_model
-from covey.pytorch.lora import attach_lora, save_adapter
+from covey.pytorch.models.loading import load_model
+from covey.pytorch.models.lora import attach_lora, save_adapter
 
 TOKENS = torch.arange(4, 12)[None]
 
@@ -197,7 +197,7 @@ def test_a_missing_tokenizer(tmp_path: Path, folder: Path) -> None:
 
 
 def test_reading_gguf_needs_its_package(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.pytorch import loading
+    from covey.pytorch.models import loading
 
     find_spec = loading.importlib.util.find_spec
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda n, *a: None if n == "gguf" else find_spec(n, *a))

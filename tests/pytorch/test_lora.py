@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.errors import ModelError
-from covey.pytorch.lora import (
+from covey.pytorch.models.lora import (
     LeanLoraLinear,
     adapters_off,
     attach_adapter,

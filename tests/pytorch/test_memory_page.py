@@ -13,8 +13,8 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from covey.config import GRPOConfig
-from covey.pytorch.empty import build_empty, with_adapter
 from covey.pytorch.footprint import Shape
+from covey.pytorch.models.empty import build_empty, with_adapter
 from covey.training.device_memory import Recipe, dtype_of, longest
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"

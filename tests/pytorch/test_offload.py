@@ -14,7 +14,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from covey import GRPOConfig
-from covey.algorithms.config import AlgorithmConfig
+from covey.config.algorithm import AlgorithmConfig
 from covey.pytorch import offload
 from covey.pytorch.learner import Learner
 from covey.pytorch.offload import HostMemory, step_in_slices

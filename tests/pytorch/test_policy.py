@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCau
 
 from covey.errors import ModelError
 from covey.pytorch import Policy
-from covey.pytorch.prefix_attention import NAME_PREFIX
-from covey.pytorch.probe import find_obstacle
+from covey.pytorch.attention.prefix_attention import NAME_PREFIX
+from covey.pytorch.attention.probe import find_obstacle
 from covey.rollout.packing import Pack, pack_episodes
 from covey.types import Episode, Support
 

@@ -14,10 +14,10 @@ from learner_cases import make_batch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.algorithms import make_objective
-from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
+from covey.config.algorithm import AlgorithmConfig
 from covey.errors import CheckpointError, ConfigError, ModelError
-from covey.observe.metric_names import describe_metric
+from covey.metric_names import describe_metric
 from covey.pytorch.backend import BACKEND
 from covey.pytorch.learner import Learner
 from covey.pytorch.loss_scale import LossScale

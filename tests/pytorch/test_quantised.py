@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from covey.config import GRPOConfig
-from covey.config_effects import correction_mode
+from covey.config.effects import correction_mode
 from covey.errors import ConfigError, ModelError
 from covey.jax.backend import JaxBackend
-from covey.pytorch.dequantise import dequantised, held_bytes, is_quantised, plain_linear, quantised_layers
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import EffectiveWeights
-from covey.pytorch.loading import load_model
+from covey.pytorch.models.dequantise import dequantised, held_bytes, is_quantised, plain_linear, quantised_layers
+from covey.pytorch.models.loading import load_model
+from covey.pytorch.models.quantised import quantise
 from covey.pytorch.policy import Policy
-from covey.pytorch.quantised import quantise
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.packing import pack_episodes
 

@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from torch import Tensor, nn
 
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.lora import attach_lora
+from covey.pytorch.models.lora import attach_lora
 from covey.pytorch.reference import Reference
 
 TOKENS = torch.arange(4, 12)[None]

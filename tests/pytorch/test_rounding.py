@@ -13,11 +13,12 @@ import torch
 from tiny_models import DENSE, EVERY_FAMILY, UNSHARED, tiny_model, tiny_tokenizer
 
 from covey.errors import ModelError
-from covey.pytorch import Policy, form
+from covey.pytorch import Policy
 from covey.pytorch.engine import Engine, choose, fast_runner
 from covey.pytorch.engine import engine as engine_module
-from covey.pytorch.form import LayerForm
 from covey.pytorch.fused import decoder
+from covey.pytorch.models import form
+from covey.pytorch.models.form import LayerForm
 from covey.pytorch.rounding import computing_in, unexplained
 from covey.types import Request, SamplingSettings
 

@@ -14,11 +14,12 @@ from test_policy import fill, gradients
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from covey.pytorch import Policy, tree_kernels
-from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT, NAME_PREFIX, UnsupportedAttentionError
-from covey.pytorch.tree_attention import backward, forward, tree_attention
-from covey.pytorch.tree_layout import ALONE, Rectangle, Run, TreeLayout, similar_lengths
-from covey.pytorch.tree_path import TreePath
+from covey.pytorch import Policy
+from covey.pytorch.attention import tree_kernels
+from covey.pytorch.attention.prefix_attention import LAYOUT_ARGUMENT, NAME_PREFIX, UnsupportedAttentionError
+from covey.pytorch.attention.tree_attention import backward, forward, tree_attention
+from covey.pytorch.attention.tree_layout import ALONE, Rectangle, Run, TreeLayout, similar_lengths
+from covey.pytorch.attention.tree_path import TreePath
 from covey.rollout.packing import Branch, Pack, pack_episodes
 from covey.rollout.walking import Piece, pieces_of, walk
 from covey.types import Episode

@@ -15,8 +15,8 @@ import torch
 from forests import Rule, assert_close, draw, expect, forest
 from torch._inductor.kernel.flex.flex_cpu import check_cpu_supported
 
-from covey.pytorch import tree_flex, tree_parts
-from covey.pytorch.tree_layout import TreeLayout
+from covey.pytorch.attention import tree_flex, tree_parts
+from covey.pytorch.attention.tree_layout import TreeLayout
 from covey.rollout.packing import Branch
 
 # PyTorch hides this one of its own by a hook, which an error does not reach

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from covey.pytorch import tree_parts
-from covey.pytorch.tree_flex import Lists
-from covey.pytorch.tree_layout import TreeLayout
-from covey.pytorch.tree_mask import Mask, sees
+from covey.pytorch.attention import tree_parts
+from covey.pytorch.attention.tree_flex import Lists
+from covey.pytorch.attention.tree_layout import TreeLayout
+from covey.pytorch.attention.tree_mask import Mask, sees
 from covey.rollout.packing import Branch, pack_episodes
 from covey.rollout.walking import Piece, pieces_of
 from covey.types import Episode

@@ -18,10 +18,11 @@ from test_tree_attention import float64_policy, tree_pack
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 
-from covey.pytorch import Policy, tree_attention, tree_flex, tree_parts, tree_whole
-from covey.pytorch.tree_layout import TreeLayout
-from covey.pytorch.tree_path import TreePath
-from covey.pytorch.tree_whole import Case, choose, draw, obstacle, unexplained
+from covey.pytorch import Policy
+from covey.pytorch.attention import tree_attention, tree_flex, tree_parts, tree_whole
+from covey.pytorch.attention.tree_layout import TreeLayout
+from covey.pytorch.attention.tree_path import TreePath
+from covey.pytorch.attention.tree_whole import Case, choose, draw, obstacle, unexplained
 from covey.rollout.packing import Pack
 from covey.rollout.walking import Piece, pieces_of, walk
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from covey.algorithms import find_estimator
-from covey.algorithms.config import AlgorithmConfig
-from covey.environments.config import EnvironmentConfig
+from covey.config.algorithm import AlgorithmConfig
+from covey.config.environment import EnvironmentConfig
 from covey.rollout.batching import agent_advantages, segment_of_token, trajectory_rewards
 from covey.types import Episode, Group, Trajectory, Turn
 from fakes import fake_prompt

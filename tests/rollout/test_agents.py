@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from tiny_models import tiny_tokenizer
 
+from covey.config.environment import EnvironmentConfig
 from covey.environments import Environment, HouseEnvironment, Observation
 from covey.environments.base import checked_reset, checked_step
-from covey.environments.config import EnvironmentConfig
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.agents import NO_ACTION, Player
 from covey.rollout.conversation import ConversationTemplate

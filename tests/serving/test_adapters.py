@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 from covey.adapters import read_adapter
 from covey.errors import AdapterError
 from covey.pytorch.engine.merge import AdaptedWeights, EffectiveWeights, bare_model
-from covey.pytorch.lora import adapter_of, attach_lora, linear_layers, write_adapter
+from covey.pytorch.models.lora import adapter_of, attach_lora, linear_layers, write_adapter
 
 
 def adapted(seed: int = 1, r: int = 3) -> Any:

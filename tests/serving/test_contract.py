@@ -27,7 +27,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
-from covey.pytorch.lora import attach_lora
+from covey.pytorch.models.lora import attach_lora
 from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.vllm import VLLMDialect
 from covey.types import Completion, Request, SamplingSettings

@@ -11,10 +11,10 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.config_documents import NAMES
-from covey.config_names import FIELDS, SYNONYMS
+from covey.config.documents import NAMES
+from covey.config.names import FIELDS, SYNONYMS
 from covey.errors import ConfigError, DataError, ModelError
-from covey.observe.metric_names import METRICS
+from covey.metric_names import METRICS
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
 TOKENS = torch.tensor([[5, 6, 7, 8]])

@@ -13,8 +13,8 @@ import torch
 from learner_cases import make_batch, make_learner
 
 from covey import GRPOTrainer
-from covey.algorithms.config import AlgorithmConfig
 from covey.config import GRPOConfig
+from covey.config.algorithm import AlgorithmConfig
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
 from covey.training import ledger

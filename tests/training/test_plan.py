@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.cli import app
+from covey.cli.app import app
 from covey.training.forecast import forecast
 from covey.training.plan import Plan, measure
 

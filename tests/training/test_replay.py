@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
-from covey.distributed.launch import RanksBackend
 from covey.distributed.ranks import Ranks
 from covey.errors import CheckpointError, ConfigError, CoveyError, RunFolderError
 from covey.files import publishing
 from covey.observe.lock import FolderLock
+from covey.training.launch import RanksBackend
 from covey.training.replay import Report, replay
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]

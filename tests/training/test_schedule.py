@@ -6,8 +6,8 @@ import torch
 from transformers import SchedulerType, get_scheduler
 
 from covey import GRPOConfig
+from covey.config.training import PhaseConfig, ScheduleType
 from covey.errors import CheckpointError, ConfigError
-from covey.training.config import PhaseConfig, ScheduleType
 from covey.training.schedule import Elapsed, PhasePlan, learning_rate_schedule, resolve_warmup_steps
 from covey.training.setup import phase_plan, run_length
 

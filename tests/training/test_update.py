@@ -10,7 +10,7 @@ import pytest
 import torch
 from learner_cases import make_batch, make_learner
 
-from covey.algorithms.config import AlgorithmConfig
+from covey.config.algorithm import AlgorithmConfig
 from covey.training.state import TrainerState
 from covey.training.update import Update, update
 from covey.types import Batch

@@ -14,7 +14,7 @@ from test_kill_and_resume import DRIVER, environment, numbers
 from typer.testing import CliRunner
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.cli import app
+from covey.cli.app import app
 from covey.environments import EnvironmentPool, get_world
 from covey.errors import ConfigError, CoveyError
 from covey.observe.run_folder import RunFolder

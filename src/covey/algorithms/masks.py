@@ -30,7 +30,6 @@ from covey.algorithms.arrays import (
     row_sum,
     to_library_of,
 )
-from covey.algorithms.config import AlgorithmConfig
 from covey.algorithms.kl import log_softmax
 from covey.errors import ConfigError
 
@@ -44,6 +43,9 @@ MASK_REASONS: dict[str, str] = {
     "failed_episodes": "the environment failed in this episode",
 }
 """Reason -> what it says about the token that it excluded."""
+
+MaskSettings = Any
+"""The section `algorithm` of a config, or anything that has its fields: which masks act, and their limits."""
 
 SURROGATE_MASKS = frozenset({"off_policy_mask", "top_entropy_quantile"})
 """Those that take the surrogate from a token and nothing else, as their papers print them: the KL term, the entropy
@@ -85,7 +87,7 @@ def without_surrogate(advantages: Array, base_mask: Array, keep: Mapping[str, Ar
 
 
 def completion_masks(
-    algorithm: AlgorithmConfig,
+    algorithm: MaskSettings,
     finish_reasons: Sequence[str],
     texts: Sequence[str],
     answered: Callable[[], Sequence[bool]],
@@ -115,14 +117,14 @@ class PolicyMasks(NamedTuple):
     excluded: dict[str, Array]
 
 
-def masks_by_policy(settings: AlgorithmConfig) -> bool:
+def masks_by_policy(settings: MaskSettings) -> bool:
     """True when a mask looks at the current policy."""
     thresholds = (settings.off_policy_mask_threshold, settings.reference_drift_threshold)
     return thresholds != (None, None) or settings.top_entropy_quantile < 1
 
 
 def policy_masks(
-    settings: AlgorithmConfig,
+    settings: MaskSettings,
     logp: Array,
     old: Array,
     ref: Array | None,

@@ -172,7 +172,7 @@ class Pool:
         return news
 
     def take_metrics(self) -> dict[str, float]:
-        """Since the last time; `covey.observe.metric_names` defines them."""
+        """Since the last time; `covey.metric_names` defines them."""
         group = f"{self.noun.replace(' ', '_')}s"
         found = {
             f"{group}/reissued_units": float(self._reissued),

@@ -20,7 +20,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.head import reach
 from covey.distributed.machines import (
     Facts,

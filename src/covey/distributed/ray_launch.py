@@ -4,7 +4,7 @@
      |-- rank 0, a process of its own on the same terminal and beside the run folder
      `-- ranks 1..L-1, Ray actors                             all places are one placement group
 
-What they do is `covey.distributed.launch.run`, as under torchrun, and torch.distributed connects them. Rank 0 is no
+What they do is `covey.training.launch.run`, as under torchrun, and torch.distributed connects them. Rank 0 is no
 actor, so that what it prints goes where the command prints, and Ctrl-C and a cluster that is lost leave it the time for
 a checkpoint.
 """
@@ -28,7 +28,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.head import Head
 from covey.distributed.preflight import gpus_of_learner
 from covey.distributed.ranks import RankLostError

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from covey.adapters import Adapter, fingerprint
 from covey.backend import load_backend
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.head import CONNECT_SECONDS, Head
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
 from covey.distributed.preflight import STORED_ADAPTERS, check_store, gpus_of_learner, gpus_of_sampler
@@ -42,8 +42,8 @@ from covey.distributed.ray_cluster import (
 from covey.distributed.vllm_host import VLLMHost
 from covey.errors import ConfigError
 from covey.pytorch.engine.merge import bare_model, weights_of
-from covey.pytorch.loading import load_model
-from covey.pytorch.lora import adapter_of, attach_adapter, load_adapter
+from covey.pytorch.models.loading import load_model
+from covey.pytorch.models.lora import adapter_of, attach_adapter, load_adapter
 from covey.rollout.learning import TrainedPolicy, Weights
 from covey.types import Completion, Progress, Request, SamplingSettings
 

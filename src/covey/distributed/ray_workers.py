@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.members import START_SECONDS, MemberError, in_thread
 from covey.distributed.preflight import installed
 from covey.distributed.ray_cluster import CPUS, answer_of, await_room, connect, get_result, kill, leave

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.members import done
 from covey.distributed.pool import Maker, Piece, Pool
 from covey.distributed.preflight import installed
@@ -86,7 +86,7 @@ def named_rewards(config: GRPOConfig) -> list[Any]:
     """
     if config.rewards.functions:
         return [load_function(name) for name in config.rewards.functions]
-    task = configured_task(config.data)
+    task = configured_task(config.data.task, config.data.dataset, config.data.eval_dataset)
     return [] if task is None else list(task.reward_funcs)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.machines import MIXTURE, Facts, check_mixture, check_models, facts_here, mixtures
 from covey.distributed.preflight import installed
 from covey.distributed.ranks import Ranks

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.members import Held, Member, MemberError, in_thread
 from covey.errors import ServingError
 from covey.serving.client import InferenceClient, RefusedError

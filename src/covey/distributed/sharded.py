@@ -27,11 +27,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from covey.adapters import Adapter, check_fits
 from covey.distributed.ranks import Ranks
 from covey.errors import ModelError
+from covey.pytorch.attention.probe import probe_pack
 from covey.pytorch.engine.merge import EffectiveWeights
 from covey.pytorch.logprobs import TokenScores
-from covey.pytorch.lora import adapter_of
+from covey.pytorch.models.lora import adapter_of
 from covey.pytorch.policy import Policy
-from covey.pytorch.probe import probe_pack
 from covey.pytorch.reference import Reference
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.adapters import check_fits
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.in_turns import RankSampler
 from covey.distributed.memory import MemoryNote
 from covey.distributed.ranks import NoMemoryError, Ranks, TornError
@@ -25,9 +25,9 @@ from covey.errors import ConfigError
 from covey.processes import total_memory
 from covey.pytorch.gradient_sum import Work
 from covey.pytorch.learner import Learner
+from covey.pytorch.models.shard_files import ShardFiles, read_shards, write_shards
 from covey.pytorch.moments import optimizer_tensors, restore_optimizer
 from covey.pytorch.out_of_memory import is_out_of_memory
-from covey.pytorch.shard_files import ShardFiles, read_shards, write_shards
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 

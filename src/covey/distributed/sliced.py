@@ -15,19 +15,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from covey.backend import Backend, adapter_options
-from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
+from covey.config.effects import uses_reference
+from covey.config.whole import GRPOConfig
 from covey.distributed.ranks import Ranks
 from covey.distributed.sharded import ShardedPolicy, ShardedReference, require_tied, tied_names, wrap
 from covey.distributed.sharded_learner import check_sharded, parts, training_bytes
 from covey.errors import ModelError
-from covey.pytorch.dropout import switch_dropout_off
 from covey.pytorch.engine.choose import choose_runner
-from covey.pytorch.loading import causal_lm, chosen_device, chosen_dtype, trained_dtype, transformer
-from covey.pytorch.lora import attach
+from covey.pytorch.models.dropout import switch_dropout_off
+from covey.pytorch.models.loading import causal_lm, chosen_device, chosen_dtype, trained_dtype, transformer
+from covey.pytorch.models.lora import attach
+from covey.pytorch.models.slices import ModelFiles, NotSlicedError, replace_parameters
 from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
-from covey.pytorch.slices import ModelFiles, NotSlicedError, replace_parameters
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from covey.backend import Backend
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.fleet import Fleet
 from covey.distributed.members import LocalMember, done
 from covey.distributed.pool import Maker
@@ -131,7 +131,7 @@ def layout(config: GRPOConfig) -> str:
 
 
 def _starter(config: GRPOConfig) -> str:
-    """Who starts several learners; see `covey.distributed.launch.start_ranks`."""
+    """Who starts several learners; see `covey.training.launch.start_ranks`."""
     address = config.distributed.ray_address
     address = (os.environ.get("RAY_ADDRESS") or address) if address == "auto" else address
     if address == "auto":

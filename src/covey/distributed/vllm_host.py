@@ -17,8 +17,8 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from covey.adapters import Adapter, read_adapter_folder
-from covey.config import GRPOConfig
-from covey.config_vllm import logprobs_mode
+from covey.config.vllm import logprobs_mode
+from covey.config.whole import GRPOConfig
 from covey.distributed.members import START_SECONDS, MemberError, adapter_hash
 from covey.distributed.vllm_server import VLLMServer, find_vllm
 from covey.errors import ServingError

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from covey.backend import adamw_options
-from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
+from covey.config.effects import uses_reference
+from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.jax.compiling import keep_float32, keep_programs
 from covey.jax.engine import Engine
@@ -56,8 +56,8 @@ class JaxBackend:
         self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None
     ) -> Policy:
         """Load the model of the config, or take a `transformers` model, and make a policy of its weights."""
-        from covey.pytorch.loading import load_model
-        from covey.pytorch.lora import require_rank
+        from covey.pytorch.models.loading import load_model
+        from covey.pytorch.models.lora import require_rank
 
         chosen = config.model
         if peft_config is not None:

@@ -16,9 +16,9 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from covey.algorithms import Estimator, Objective, find_estimator
 from covey.algorithms.arrays import unknown_name
-from covey.algorithms.config import AlgorithmConfig
+from covey.config.algorithm import AlgorithmConfig
+from covey.config.sampling import SamplingConfig
 from covey.errors import ConfigError
-from covey.rollout.config import SamplingConfig
 
 _RENAMED = {"beta": "kl_coeff", "num_generations": "num_samples_per_prompt"}
 """Option of a recipe -> its name here; either will do."""

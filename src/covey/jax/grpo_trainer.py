@@ -405,7 +405,7 @@ class GRPOTrainer(Trainer):
 
 
 def _metrics(record: Batch, sums: Mapping[str, jax.Array], left: jax.Array) -> Metrics:
-    """As `covey.observe.metric_names` defines them, but every completion is run, and `mask_ratio` is always told.
+    """As `covey.metric_names` defines them, but every completion is run, and `mask_ratio` is always told.
 
     `left` `[R, T]` are the tokens whose surrogate no mask takes.
     """

@@ -1,11 +1,11 @@
 """What a run leaves behind and how it is watched: run folder, observers, curves, statistics, doctor."""
 
+from covey.metric_names import METRICS, MetricDefinition, describe_metric
 from covey.observe.console import ConsoleProgress
 from covey.observe.curve import draw_comparison, draw_learning_curve, draw_run
 from covey.observe.doctor import Diagnosis, Thresholds, diagnose
 from covey.observe.findings import Doctor
 from covey.observe.memory import memory_metrics, peak_cuda_bytes, peak_rss_bytes
-from covey.observe.metric_names import METRICS, MetricDefinition, describe_metric
 from covey.observe.observers import BaseObserver, Observer, Observers, RunFolderWriter
 from covey.observe.run_folder import RunFolder, collect_versions
 from covey.observe.statistics import PairedDifference, mcnemar_exact, paired_difference, wilson_interval

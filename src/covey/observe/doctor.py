@@ -124,7 +124,7 @@ def diagnose(history: Sequence[Record], thresholds: Thresholds | None = None) ->
 
     Args:
         history: metrics of training steps, oldest first: lines of `metrics.jsonl`, or what observers are
-            told. Lines without any of the names in `covey.observe.metric_names.METRICS` that are judged here
+            told. Lines without any of the names in `covey.metric_names.METRICS` that are judged here
             count for nothing; evaluations (only `eval/` names) are skipped.
         thresholds: where trouble begins.
 

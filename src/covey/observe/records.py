@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from covey.errors import RunFolderError
 from covey.files import explained, write_atomically
-from covey.observe.metric_names import describe_metric
+from covey.metric_names import describe_metric
 
 Record = dict[str, Any]
 Kind = TypeVar("Kind")

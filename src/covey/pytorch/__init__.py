@@ -1,7 +1,7 @@
 """The PyTorch room: the policy and what it is made of."""
 
-from covey.pytorch.loading import LoadedModel, load_model
 from covey.pytorch.logprobs import TokenScores
+from covey.pytorch.models.loading import LoadedModel, load_model
 from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
 

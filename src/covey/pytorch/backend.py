@@ -8,18 +8,19 @@ from typing import Any, cast
 import torch
 
 from covey.backend import adamw_options, adapter_options
-from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
-from covey.config_vllm import logprobs_mode
+from covey.config.effects import uses_reference
+from covey.config.vllm import logprobs_mode
+from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
-from covey.pytorch import optimizers, quantised
-from covey.pytorch.dequantise import quantised_layers
+from covey.pytorch import optimizers
 from covey.pytorch.engine import Engine
+from covey.pytorch.engine.vllm_engine import VLLMEngine
 from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
 from covey.pytorch.learner import Learner
 from covey.pytorch.loss_scale import LossScale
+from covey.pytorch.models import quantised
+from covey.pytorch.models.dequantise import quantised_layers
 from covey.pytorch.policy import Policy
-from covey.pytorch.vllm_engine import VLLMEngine
 from covey.types import Prompt
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics
 from covey.errors import ConfigError, ModelError
+from covey.pytorch.attention.tree_path import Paths
 from covey.pytorch.gradient_sum import Alone, Share
 from covey.pytorch.lanes import map_in_threads
 from covey.pytorch.logprobs import ExactKL, TokenScores
@@ -31,7 +32,6 @@ from covey.pytorch.optimizers import make_optimizer
 from covey.pytorch.out_of_memory import within_memory
 from covey.pytorch.pack_loss import StepLoss
 from covey.pytorch.policy import Policy
-from covey.pytorch.tree_path import Paths
 from covey.pytorch.walk import walk_gradient, walk_scores
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
 from covey.rollout.packing import Pack, count_tokens, pack_episodes

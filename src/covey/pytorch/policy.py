@@ -30,19 +30,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from covey.adapters import check_fits
 from covey.errors import ModelError
 from covey.files import save_tokenizer
-from covey.pytorch.dropout import dropout_obstacle, switch_dropout_off
+from covey.pytorch.attention.prefix_attention import LAYOUT_ARGUMENT
+from covey.pytorch.attention.probe import Expected, check_scores, find_obstacle
+from covey.pytorch.attention.tree_layout import TreeLayout
+from covey.pytorch.attention.tree_path import Paths, TreePath
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.fused.decoder import FusedDecoder
-from covey.pytorch.loading import LoadedModel, causal_lm, load_model, says_quantised, trained_dtype, transformer
 from covey.pytorch.logprobs import ExactKL, Head, ReferenceDistribution, TokenScores, score_tokens
-from covey.pytorch.lora import attach, save_adapter
+from covey.pytorch.models.dropout import dropout_obstacle, switch_dropout_off
+from covey.pytorch.models.loading import LoadedModel, causal_lm, load_model, says_quantised, trained_dtype, transformer
+from covey.pytorch.models.lora import attach, save_adapter
+from covey.pytorch.models.rotary import rope_by_length
 from covey.pytorch.offload import HostMemory
-from covey.pytorch.prefix_attention import LAYOUT_ARGUMENT
-from covey.pytorch.probe import Expected, check_scores, find_obstacle
 from covey.pytorch.reference import Reference, ReferenceUpdate
-from covey.pytorch.rotary import rope_by_length
-from covey.pytorch.tree_layout import TreeLayout
-from covey.pytorch.tree_path import Paths, TreePath
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 from covey.rollout.walking import Piece

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from covey.adapters import CONFIG_FILE, check_fits
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.loading import load_model
-from covey.pytorch.lora import adapters_off, load_adapter
+from covey.pytorch.models.loading import load_model
+from covey.pytorch.models.lora import adapters_off, load_adapter
 from covey.pytorch.offload import HostMemory
 
 ReferenceUpdate = Literal["none", "copy", "ema"]

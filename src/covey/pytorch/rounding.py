@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
-from covey.pytorch.dequantise import dequantised, quantised_layers
+from covey.pytorch.models.dequantise import dequantised, quantised_layers
 
 _TIMES_OWN = (3.0, 8.0)
 """Largest error, as a multiple of the model's own: on average, and at the worst position."""

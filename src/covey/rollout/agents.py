@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from covey.config.environment import EnvironmentConfig
 from covey.environments.actions import parse_action
 from covey.environments.base import Observation, Outcome
-from covey.environments.config import EnvironmentConfig
 from covey.environments.pool import Places
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
@@ -70,7 +70,7 @@ class PlayStats:
 
 
 def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[str, float]:
-    """Defined in `covey.observe.metric_names`."""
+    """Defined in `covey.metric_names`."""
     turns = max(stats.turns, 1)
     return {
         "agent/success": float(np.mean([t.success for t in trajectories])),

@@ -29,9 +29,9 @@ from covey.algorithms.masks import completion_masks
 from covey.types import Batch, BoolArray, Group, IntArray, Prompt, Trajectory
 
 if TYPE_CHECKING:
-    from covey.algorithms.config import AlgorithmConfig
-    from covey.environments.config import EnvironmentConfig
-    from covey.rewards.config import RewardConfig
+    from covey.config.algorithm import AlgorithmConfig
+    from covey.config.environment import EnvironmentConfig
+    from covey.config.rewards import RewardConfig
 
 
 HasAnswer = Callable[[Prompt, str], bool]

@@ -18,7 +18,7 @@ _WHERE = {
     "create_app": "covey.serving.app",
     "read_adapter": "covey.adapters",
     "upload_adapter_weights": "covey.serving.client",
-    "write_adapter": "covey.pytorch.lora",
+    "write_adapter": "covey.pytorch.models.lora",
 }
 __all__ = sorted(_WHERE)
 

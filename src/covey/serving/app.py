@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 
 from covey.adapters import Adapter, MalformedConfigError, read_adapter, read_config
 from covey.errors import AdapterError, GenerationError
-from covey.pytorch.lora import linear_layers
+from covey.pytorch.models.lora import linear_layers
 from covey.serving.answers import Answering, UnknownModelError
 from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError
 from covey.serving.forms import read_form, spool

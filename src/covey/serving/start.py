@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import bare_model
-from covey.pytorch.loading import load_model
+from covey.pytorch.models.loading import load_model
 from covey.serving.app import create_app
 from covey.serving.batching import BatchingEngine, SwapMode
 from covey.serving.gate import ServeSettings

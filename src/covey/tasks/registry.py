@@ -11,7 +11,6 @@ from covey.functions import find_factory, make_named
 from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
 from covey.tasks.code import Code
-from covey.tasks.config import DataConfig
 from covey.tasks.gsm8k import GSM8K
 from covey.tasks.usmle import USMLE
 
@@ -53,23 +52,23 @@ def get_task(name: str, **options: Any) -> Task:
     return make_named("task", name, _TASKS, Task, **options)
 
 
-def configured_task(data: DataConfig) -> Task | None:
-    """The task named by `data.task`, or None. `data.dataset` and `data.eval_dataset` are the files that it reads.
+def configured_task(name: str | None, dataset: str | None, eval_dataset: str | None) -> Task | None:
+    """The task that `data.task` names, or None. `data.dataset` and `data.eval_dataset` are the files that it reads.
 
     Raises:
         ConfigError: as `get_task`, or the task reads no files.
     """
-    if data.task is None:
+    if name is None:
         return None
-    files = {"path": ("dataset", data.dataset), "eval_path": ("eval_dataset", data.eval_dataset)}
-    known = task_options(data.task)
+    files = {"path": ("dataset", dataset), "eval_path": ("eval_dataset", eval_dataset)}
+    known = task_options(name)
     for option, (field, value) in files.items():
         if value is not None and option not in known:
             raise ConfigError(
-                f"data.{field}={value!r:.200}: it does not go with data.task={data.task!r}, which brings its own rows; "
+                f"data.{field}={value!r:.200}: it does not go with data.task={name!r}, which brings its own rows; "
                 "remove one of them"
             )
-    return get_task(data.task, **{name: value for name, (_, value) in files.items() if value is not None})
+    return get_task(name, **{option: value for option, (_, value) in files.items() if value is not None})
 
 
 register_task("arithmetic", Arithmetic)

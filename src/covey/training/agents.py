@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_worlds
 from covey.environments.base import World
 from covey.environments.registry import get_world

@@ -40,7 +40,7 @@ _log = logging.getLogger("covey.checkpoint")
 
 
 class WrittenTogether(Protocol):
-    """Groups of tensors of which this process holds a part; see `covey.pytorch.shard_files`."""
+    """Groups of tensors of which this process holds a part; see `covey.pytorch.models.shard_files`."""
 
     def write(self, folder: Path) -> TensorGroups:
         """Write the tensors into a folder that is there, with the other processes; returns those left to be written."""
@@ -293,7 +293,7 @@ def _written_together(tensors: TensorGroups, folder: Path) -> TensorGroups:
 def _load_groups(folder: Path, names: list[str]) -> Mapping[str, Mapping[str, torch.Tensor]]:
     if not (folder / SHARDS).is_dir():
         return {name: _load_group(folder / f"{name}.safetensors") for name in names}
-    from covey.pytorch.shard_files import ShardFiles
+    from covey.pytorch.models.shard_files import ShardFiles
 
     return ShardFiles(folder / SHARDS, names)
 

@@ -13,14 +13,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
+from covey.config.effects import uses_reference
+from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.dequantise import quantisable_layers
-from covey.pytorch.empty import empty_model
 from covey.pytorch.footprint import Choices, Shape, kv_bytes, peak_bytes, phases
-from covey.pytorch.form import is_known
-from covey.pytorch.loading import causal_lm, trained_dtype
+from covey.pytorch.models.dequantise import quantisable_layers
+from covey.pytorch.models.empty import empty_model
+from covey.pytorch.models.form import is_known
+from covey.pytorch.models.loading import causal_lm, trained_dtype
 
 CONTEXT_BYTES = 0.8e9
 """What CUDA, its libraries and their kernels take of a device: an allowance, not measured."""

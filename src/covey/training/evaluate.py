@@ -37,7 +37,7 @@ class Evaluation:
     """Result of one evaluation.
 
     Attributes:
-        metrics: `eval/...` values, defined in `covey.observe.metric_names`.
+        metrics: `eval/...` values, defined in `covey.metric_names`.
         rollout: the prompts with their completions and rewards.
         correct: one entry for each completion, or None where nothing says what is correct.
     """
@@ -199,7 +199,7 @@ def no_answer_ratio(rollout: Rollout, has_answer: HasAnswer) -> float:
 
 
 def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> dict[str, float]:
-    """Rewards and completion lengths of a step, named and defined as in `covey.observe.metric_names`.
+    """Rewards and completion lengths of a step, named and defined as in `covey.metric_names`.
 
     Groups that dynamic sampling discarded are counted, and what groups were grown by is not: every number would be of
     what was chosen for its rewards. Spread and ties are those of the groups as they are after that.

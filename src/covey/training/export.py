@@ -22,14 +22,14 @@ from tempfile import TemporaryDirectory
 
 from covey.adapters import CONFIG_FILE, read_adapter_folder
 from covey.backend import load_backend
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.files import COMPLETE, checked_path, explained, folder_problem, publishing
 from covey.observe.card import Kind, model_card, write_card
 from covey.observe.run_folder import RunFolder
-from covey.pytorch.gguf_file import write_gguf
-from covey.pytorch.loading import PACKAGE_PREFIX
-from covey.pytorch.merging import load_merged, save_model
+from covey.pytorch.models.gguf_file import write_gguf
+from covey.pytorch.models.loading import PACKAGE_PREFIX
+from covey.pytorch.models.merging import load_merged, save_model
 from covey.training.checkpoint import checkpoint_name, load_checkpoint
 
 BASE_FOLDER, GGUF_FILE = "base_model", "model.gguf"

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from covey.algorithms import make_objective
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError
 from covey.files import checked_path, explained, write_atomically
 from covey.rollout.imitation import Dictation, ExpertPlayer

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from covey.algorithms import LossInputs, Objective, mismatch_correction, policy_loss
 from covey.algorithms.arrays import masked
-from covey.observe.config import RunConfig
+from covey.config.run import RunConfig
 from covey.rollout.learning import entropy_weights, loss_weights, rows_with_gradient
 from covey.training.update import Pass
 from covey.types import Batch

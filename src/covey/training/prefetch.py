@@ -259,7 +259,7 @@ class PrefetchedSamples:
 
 
 def staleness_metrics(ages: list[int], max_staleness: int) -> dict[str, float]:
-    """Mean, maximum and histogram of the groups' ages in optimiser steps; `covey.observe.metric_names` defines them."""
+    """Mean, maximum and histogram of the groups' ages in optimiser steps; `covey.metric_names` defines them."""
     counts = np.bincount(ages, minlength=max_staleness + 1)
     shares = {f"staleness/{age}": float(count / len(ages)) for age, count in enumerate(counts)}
     return {"staleness/mean": float(np.mean(ages)), "staleness/max": float(max(ages)), **shares}

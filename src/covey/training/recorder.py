@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.fleet import Fleet
 from covey.distributed.journal import Journal
 from covey.distributed.pool import Pool

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from covey.algorithms import combine_rewards
-from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
+from covey.config.effects import uses_reference
+from covey.config.whole import GRPOConfig
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import folder_problem
 from covey.observe.completions import listed, read_table

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.rollout.learning import loss_weights
 from covey.training.ledger import token_columns
 from covey.training.rerun import Done

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from covey.algorithms.masks import masks_by_policy
 from covey.backend import Backend, load_backend
-from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
+from covey.config.effects import uses_reference
+from covey.config.whole import GRPOConfig
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import SharedPacks
 from covey.errors import ConfigError, RunFolderError

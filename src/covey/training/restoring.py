@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.machines import model_files
 from covey.errors import CheckpointError, ConfigError, CoveyError
 from covey.files import NAMES_NOTHING, explained, sampled_hash

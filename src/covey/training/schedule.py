@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from covey.config.training import PhaseConfig, ScheduleType
 from covey.errors import CheckpointError, ConfigError
-from covey.training.config import PhaseConfig, ScheduleType
 
 ACCURACY_STEPS = 10
 """Steps whose mean accuracy decides about a cut of the learning rate."""

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.algorithms import Estimator
-from covey.algorithms.config import AlgorithmConfig
-from covey.config import GRPOConfig
-from covey.config_effects import correction_mode
+from covey.config.algorithm import AlgorithmConfig
+from covey.config.effects import correction_mode
+from covey.config.whole import GRPOConfig
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
-from covey.observe.metric_names import says_which_is_best
+from covey.metric_names import says_which_is_best
 from covey.processes import total_memory
 from covey.rollout.batching import HasAnswer, estimator_of, has_text
 from covey.rollout.learning import TrainedPolicy
@@ -92,7 +92,7 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
 
 def load_task(config: GRPOConfig) -> Task | None:
     """The task named by `data.task`, or None. `data.dataset` and `data.eval_dataset` are the files that it reads."""
-    return configured_task(config.data)
+    return configured_task(config.data.task, config.data.dataset, config.data.eval_dataset)
 
 
 def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.config import GRPOConfig
-from covey.config_effects import another_program_samples
+from covey.config.effects import another_program_samples
+from covey.config.whole import GRPOConfig
 from covey.rollout.batching import (
     HasAnswer,
     Score,

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from covey.adapters import CONFIG_FILE
-from covey.config import GRPOConfig
-from covey.config_effects import uses_reference
+from covey.config.effects import uses_reference
+from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError
 from covey.rollout.collect import Collector, Rollout
 from covey.rollout.learning import Learner

@@ -20,7 +20,7 @@ from typing import Any
 
 from covey.adapters import read_adapter_folder
 from covey.backend import Backend, load_backend
-from covey.config import GRPOConfig
+from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
 from covey.environments.base import World
 from covey.errors import CoveyError, DataError

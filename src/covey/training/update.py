@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.algorithms import Objective, mean_metrics
-from covey.algorithms.config import AlgorithmConfig
 from covey.algorithms.masks import masks_by_policy, policy_masks
+from covey.config.algorithm import AlgorithmConfig
 from covey.rollout.learning import Gradients, Learner, rows_with_gradient
 from covey.training.state import TrainerState
 from covey.types import Batch, BoolArray
@@ -29,7 +29,7 @@ class Update:
     """What a step's update did.
 
     Attributes:
-        metrics: under the names of `covey.observe.metric_names`.
+        metrics: under the names of `covey.metric_names`.
         optimizer_steps: number of steps taken; 0 when nothing could be learned or the gradient was not finite.
         skipped: why nothing was trained, "" if something was.
         batch: the batch with the masks of the last pass.

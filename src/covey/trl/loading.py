@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
 from covey.errors import ConfigError
-from covey.pytorch.loading import PACKAGE_PREFIX, locate
+from covey.pytorch.models.loading import PACKAGE_PREFIX, locate
 from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.config_names import FIELDS, SECTIONS
+from covey.config.names import FIELDS, SECTIONS
 from covey.trl.fields import DEFAULTS, FORMER, MEANINGS, Kind
 
 _WORDS: dict[Kind, str] = {

@@ -45,7 +45,7 @@ class ToolRollout(Rollout):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Defined in `covey.observe.metric_names`."""
+        """Defined in `covey.metric_names`."""
         completions = sum(len(group.episodes) for group in self.groups)
         return {
             "tools/call_frequency": self.calls / completions,

@@ -13,7 +13,7 @@ import httpx
 from transformers.trainer_utils import IntervalStrategy
 
 import covey
-from covey.config_names import FIELDS, SECTIONS
+from covey.config.names import FIELDS, SECTIONS
 from covey.errors import ConfigError
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import MEANINGS, check, vllm_is_installed

@@ -17,9 +17,9 @@ from typing import Any
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
+from covey.metric_names import describe_metric
 from covey.observe.doctor import Thresholds, diagnose
 from covey.observe.findings import Doctor
-from covey.observe.metric_names import describe_metric
 from covey.observe.records import Record, is_answers, is_metrics, read_json
 from covey.observe.run_folder import RunFolder, table_name, tables_in
 from covey.watch.following import Piece, follow, sample

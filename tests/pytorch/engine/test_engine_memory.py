@@ -15,7 +15,7 @@ from covey.errors import GenerationError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.footprint import Shape
-from covey.pytorch.lora import attach_lora
+from covey.pytorch.models.lora import attach_lora
 from covey.types import SamplingSettings
 
 SAMPLED = SamplingSettings(temperature=1.0, max_tokens=12)

@@ -17,12 +17,12 @@ from tiny_models import VOCAB_SIZE, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from covey import GRPOConfig, GRPOTrainer
+from covey.config.sampling import VLLMConfig
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
-from covey.pytorch.vllm_engine import VLLMEngine
-from covey.rollout.config import VLLMConfig
+from covey.pytorch.engine.vllm_engine import VLLMEngine
 from covey.types import Request, SamplingSettings
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: see make test-vllm")

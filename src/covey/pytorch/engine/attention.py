@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from covey.pytorch.attention.tree_kernels import kernel_for
 from covey.pytorch.engine.cache import Block, KVCache
-from covey.pytorch.tree_kernels import kernel_for
 
 _MOST_SCORES = 1 << 26
 """Products of queries and keys that are held at once where no kernel does without them."""

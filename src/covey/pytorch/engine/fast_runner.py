@@ -1,4 +1,4 @@
-"""Runs models of Llama's shape, as `covey.pytorch.form` describes them, with a few operations a layer on its own copy.
+"""Runs models of Llama's shape, as `form` describes them, with a few operations a layer on its own copy.
 
 The copy fuses the query, key and value projections into one matrix, gate and up into another, and stores each
 in the layout that multiplies fastest (see `Linear`). A model that is not of this shape is refused, and the engine takes
@@ -19,10 +19,10 @@ from covey.errors import ModelError
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
-from covey.pytorch.form import LayerForm, NormForm, read_form
 from covey.pytorch.logprobs import Head
+from covey.pytorch.models.form import LayerForm, NormForm, read_form
+from covey.pytorch.models.rotary import Rotary
 from covey.pytorch.products import can_pack, linear, prefers_onednn
-from covey.pytorch.rotary import Rotary
 
 _EMBEDDING = "model.embed_tokens.weight"
 _NOTHING = torch.empty(0)

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from covey.errors import ModelError
+from covey.pytorch.attention.probe import missing_windows
 from covey.pytorch.engine.attention import Attention
 from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import copy_without_adapters
 from covey.pytorch.engine.runner import Step
-from covey.pytorch.probe import missing_windows
-from covey.pytorch.rotary import rope_by_length
+from covey.pytorch.models.rotary import rope_by_length
 from covey.types import IntArray
 
 _INTERFACE = "covey_slot_cache"

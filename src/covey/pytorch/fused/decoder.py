@@ -17,7 +17,7 @@ a value, F' the backward of F, and `*` is element by element:
     y = m + D(p),  p = act(g) * u               d(p) = D'(d(y));  d(u) = d(p) * act(g);  d(g) = d(p) * u * act'(g)
     [g | u] = G(N(m))                           d(m) = d(y) + N'(G'([d(g) | d(u)]))
     m = x + O(a)                                d(a) = O'(d(m))
-    a = attention(q, k, v)                      d(q), d(k), d(v): see `covey.pytorch.tree_parts`
+    a = attention(q, k, v)                      d(q), d(k), d(v): see `covey.pytorch.attention.tree_parts`
     [q | k] = R N([q0 | k0])                    d([q0 | k0]) = N'(R^-1 d([q | k]));  R^-1 turns back: sin becomes -sin
     [q0 | k0 | v] = Q(N(x))                     d(x) = d(m) + N'(Q'([d(q0) | d(k0) | d(v)]))
 
@@ -27,7 +27,7 @@ a value, F' the backward of F, and `*` is element by element:
                                                                                  (a norm)
 
 Where a layer adds `f N(O(a))`, d(O(a)) = N'(f d(m)), and so for D. Which norms and factors there are, and how a layer
-attends, is described by `covey.pytorch.form`.
+attends, is described by `covey.pytorch.models.form`.
 
 Served: what can be described, with nothing trained but plain LoRA on the layers' linear maps. Anything else (dropout,
 DoRA, trained embeddings, full fine-tuning) goes through the model's own code.
@@ -44,12 +44,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.errors import ModelError
-from covey.pytorch.form import LayerForm, NormForm, read_form
+from covey.pytorch.attention.tree_attention import layer_backward, layer_forward
+from covey.pytorch.attention.tree_layout import Tokens, TreeLayout
 from covey.pytorch.fused.norm import HeadNorms, Norm
 from covey.pytorch.fused.projection import Adapters, Projection
-from covey.pytorch.rotary import Rotary, Turn
-from covey.pytorch.tree_attention import layer_backward, layer_forward
-from covey.pytorch.tree_layout import Tokens, TreeLayout
+from covey.pytorch.models.form import LayerForm, NormForm, read_form
+from covey.pytorch.models.rotary import Rotary, Turn
 
 
 class FusedDecoder:

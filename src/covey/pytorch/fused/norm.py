@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from covey.pytorch.form import LayerForm, NormForm
+from covey.pytorch.models.form import LayerForm, NormForm
 
 
 class Norm:

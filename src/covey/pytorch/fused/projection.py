@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from covey.errors import ModelError
-from covey.pytorch.lora import LeanLoraLinear
+from covey.pytorch.models.lora import LeanLoraLinear
 from covey.pytorch.products import add_product, linear, product
 
 

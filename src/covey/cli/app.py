@@ -1,0 +1,482 @@
+"""The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `compare`, `completions`,
+`replay`, `play`, `imitate`, `export`, `serve`, `watch`, `report`, `config`, `curve`.
+
+Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
+message and ends with exit status 2; anything else is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from covey import __version__
+from covey.cli.compare import compare
+from covey.cli.completions import completions
+from covey.cli.doctor import doctor
+from covey.cli.ending import said_by_signals
+from covey.cli.export import export
+from covey.cli.imitate import imitate
+from covey.cli.plan import plan
+from covey.cli.replay import replay
+from covey.cli.reports import (
+    PER_KIND,
+    group_seeds,
+    print_choices,
+    print_difference,
+    print_kinds,
+    print_left_out,
+    print_questions,
+    print_summary,
+    run_labels,
+)
+from covey.cli.serve import serve
+from covey.cli.watch import report, watch
+from covey.cli.weights import Overrides, config_for, recipe_file
+from covey.config.old_names import gone_command
+from covey.config.whole import GRPOConfig, render_explain
+from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
+from covey.observe.console import accept_any_text, print_table, say, visible
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from covey.training.evaluate import Evaluation
+    from covey.training.multiple_choice import ChoiceTask
+    from covey.training.trainer import GRPOTrainer
+
+
+class Commands(TyperGroup):
+    """The commands, and what to use in place of those that went."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuse a name of an earlier version by the line that names the new one."""
+        if args and (line := gone_command(args[0])):
+            raise ConfigError(line)
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    name="covey",
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+out = Console()
+err = Console(stderr=True)
+
+
+def main() -> None:
+    """Entry point of the `covey` command."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    accept_any_text(sys.stdout)
+    # Waiting threads spin about 10 us, then sleep. Longer spins take the core from the thread that is waited for when
+    # the machine has other work (8 times slower sampling); no spin costs a quarter of the speed on a quiet one.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    _let_segments_expand(os.environ)
+    try:
+        app()
+    except CoveyError as error:
+        err.print(visible(f"covey: {error}", 5000), style="red", markup=False, highlight=False)
+        if isinstance(error, ClusterLostError):
+            os._exit(error.exit_status)  # what Ray does at the end of a process would wait for it
+        sys.exit(error.exit_status)
+    except KeyboardInterrupt:
+        err.print("covey: interrupted", style="red")
+        sys.exit(130)
+
+
+def _let_segments_expand(environment: MutableMapping[str, str]) -> None:
+    """Let PyTorch's memory on a GPU grow in place: packs have many sizes, which would leave holes between segments.
+
+    Not where somebody has set PyTorch's allocator up. A vLLM that sleeps switches it off again (`VLLMEngine`).
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & environment.keys():
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"covey {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train language models with Group Relative Policy Optimization (GRPO)."""
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
+    overrides: Overrides = None,
+    backend: Annotated[
+        str | None, typer.Option(help="What computes, pytorch or jax, in place of the recipe's model.backend.")
+    ] = None,
+) -> None:
+    """Train as a recipe says. Measures before and after where the recipe has held-out prompts.
+
+    Leaves a run folder (`run.output_dir`) with config, metrics, completions, checkpoints, adapter and learning curve.
+    """
+    chosen = [] if backend is None else [f"model.backend={backend}"]
+    config = GRPOConfig.from_toml(recipe_file(recipe), overrides=[*(overrides or []), *chosen])
+    with said_by_signals():
+        from covey.training import launch
+
+        if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config)):
+            print_summary(out, trainer, Path(config.run.output_dir))
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped or killed.")],
+    overrides: Overrides = None,
+) -> None:
+    """Go on with a run from its newest checkpoint, to the numbers it would have had unbroken."""
+    from covey.observe.run_folder import RunFolder
+
+    folder = RunFolder.read(run)
+    file = folder.whole_config()
+    if folder.needs_python and not overrides:
+        raise ConfigError(
+            f"{run}: the run was started from Python with parts that no file holds, such as a reward function or a "
+            f"dataset in memory; continue it with {folder.how_to_continue()}"
+        )
+    config = GRPOConfig.from_toml(file, overrides=[*(overrides or []), f"run.output_dir={run}"])
+    with said_by_signals():
+        from covey.training import launch
+
+        if not launch.start_ranks(config, sys.argv[1:], out.out) and (trainer := launch.run(config, resume=True)):
+            print_summary(out, trainer, run)
+
+
+app.command()(plan)
+app.command()(doctor)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
+    task: Annotated[str | None, typer.Option(help="Task to measure on; a run's folder knows its own.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Prompts to measure on; with --task, the file that the task reads.")
+    ] = None,
+    world: Annotated[
+        str | None, typer.Option(help="World to act in, such as house:rooms=3, in place of a task.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="Use the first NUM held-out prompts.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0 = greedy, the default.")] = None,
+    show: Annotated[int, typer.Option(min=0, help="Print this many completions.")] = 0,
+    report: Annotated[
+        Path | None, typer.Option(help="Multiple choice: folder for report.json and report.html.")
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help="Paired test against this model (multiple choice: against the model without its adapter, unless none)."
+        ),
+    ] = None,
+    rotations: Annotated[int, typer.Option(help="Multiple choice: ask again with the options rotated, NUM times.")] = 1,
+    lead_in: Annotated[
+        str, typer.Option(help="Multiple choice: text before the letter when its likelihood is measured.")
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
+    """Measure a model, with or without an adapter, on held-out prompts: accuracy with its 95 % interval.
+
+    For multiple choice (`--task usmle`) also: a paired test against the model without its adapter, how often no letter
+    is found, what the letters alone would reach, whether rotated options change the answer, and the likelihood of each
+    letter with its calibration.
+    """
+    from covey.training import setup
+    from covey.training.multiple_choice import ChoiceTask
+
+    config = config_for(model, adapter, overrides)
+    changes: dict[str, Any] = {
+        "task": task,
+        "world": world,
+        "dataset" if task else "eval_dataset": dataset,
+        "num_eval_prompts": num,
+        "eval_temperature": temperature,
+    }
+    config = config.replace(**{name: value for name, value in changes.items() if value is not None})
+    if task is not None or world is not None:
+        config = config.replace(correctness=None)  # they say themselves what is right
+    acting = config.environment.world is not None
+    if config.data.task is None and config.data.eval_dataset is None and not acting:
+        missing = "" if model.startswith("pkg:") or os.path.exists(model) else f"; and {model} does not exist here"
+        raise ConfigError(f"nothing to measure on: give --task NAME, --world NAME or --dataset FILE{missing}")
+    if config.data.task is None and config.data.dataset is None and not acting:
+        config = config.replace(dataset=config.data.eval_dataset)
+    measured = setup.load_task(config)
+    other = _baseline(config, baseline, always=isinstance(measured, ChoiceTask))
+    if isinstance(measured, ChoiceTask):
+        _evaluate_choices(measured, config, other, rotations=rotations, lead_in=lead_in, show=show, folder=report)
+        return
+    if report is not None:
+        raise ConfigError(f"--report={str(report)!r}: only multiple-choice tasks such as usmle have a report")
+    trainer = _trainer(config)
+    result = trainer.evaluation()
+    _show(result, show)
+    print_left_out(out, _name(config), result)
+    table = Table("metric", "value")
+    for name, value in result.metrics.items():
+        if not name.startswith(PER_KIND):
+            table.add_row(name, f"{value:.4g}")
+    print_table(out, table)
+    print_kinds(out, result)
+    if other is not None:
+        before = _trainer(other).evaluation()
+        print_left_out(out, _name(other), before)
+        print_difference(out, _name(other), before, result)
+
+
+@app.command()
+def sample(
+    model: Annotated[str, typer.Argument(help="pkg:NAME, hub id, folder, .gguf file, or the folder of a run.")],
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts; they go through the chat template.")],
+    adapter: Annotated[str | None, typer.Option(help="Folder of a PEFT adapter to put on the model.")] = None,
+    number: Annotated[int, typer.Option("-n", "--number", min=1, help="Completions for each prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest completion in tokens.")] = 128,
+    system: Annotated[str | None, typer.Option(help="System message; a run's folder knows its own.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Equal seeds give equal completions.")] = 0,
+) -> None:
+    """Sample completions and print them."""
+    from dataclasses import replace
+
+    from covey.backend import load_backend
+    from covey.tasks.dataset import build_prompts
+    from covey.training import setup
+    from covey.training.setup import require_room_for
+    from covey.types import Request
+
+    require_room_for(f"-n {number} x --max-tokens {max_tokens}", number * len(prompt), max_tokens)
+    prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
+    config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
+    task = setup.load_task(config) if system is None else None
+    backend = load_backend(config.model.backend)
+    backend.check(config)
+    policy = backend.make_policy(config)
+    engine = backend.make_sampler(config, policy)
+    prompts = build_prompts(
+        [{"prompt": [{"role": "user", "content": text}]} for text in prompt],
+        policy.tokenizer,
+        system_prompt=system or config.data.system_prompt or (task.system_prompt if task else None),
+        context_length=engine.context_length,
+        max_completion_length=max_tokens,
+    )
+    engine.publish(policy.weights(1))
+    requests = [Request(p.token_ids, (seed, index, n)) for index, p in enumerate(prompts) for n in range(number)]
+    settings = replace(setup.sampling_settings(config, policy, temperature), max_tokens=max_tokens, keep_support=False)
+    decode = setup.decoder(policy)
+    for position, completion in enumerate(engine(requests, settings, policy_version=1)):
+        text = decode(completion.token_ids.tolist())
+        if position % number == 0:
+            out.print(f"> {prompt[position // number]}", style="bold", markup=False, highlight=False)
+        ending = "" if completion.finish_reason == "stop" else "  [truncated]"
+        probability = float(completion.logprobs.sum())
+        out.print(f"{text}{ending}  (log-probability {probability:.2f})", markup=False, highlight=False)
+
+
+@app.command("config")
+def show_config(
+    recipe: Annotated[Path | None, typer.Argument(help="Print this recipe with every default filled in.")] = None,
+    overrides: Overrides = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Every field with its type, default and meaning.")] = False,
+    only: Annotated[
+        str,
+        typer.Option(
+            "--only", help="With --explain: only sections or fields that contain this; may stand without --only."
+        ),
+    ] = "",
+) -> None:
+    """Print the settings of a recipe, or explain all settings."""
+    if explain:
+        wanted = only or str(recipe or "")  # `covey config --explain beta`
+        if not render_explain(out, wanted):
+            raise ConfigError(f"{wanted!r}: no setting has this in its name or meaning; leave it out to see them all")
+        return
+    config = GRPOConfig() if recipe is None else GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
+    say(out, config.to_toml())
+
+
+@app.command()
+def questions(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    number: Annotated[int, typer.Option("-n", "--number", min=0, help="List so many of the hardest.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="Every question with every visit, as JSON lines.")] = False,
+) -> None:
+    """How each training question was answered over a run: always rightly, never, and which are the hardest."""
+    from covey.observe.run_folder import RunFolder
+    from covey.training.evaluate import questions_of
+
+    folder = RunFolder.read(run)
+    found = questions_of(folder.read_answers())
+    if not found:
+        raise DataError(f"{run}: no questions yet, or nothing says which completions are right")
+    if as_json:
+        for question in found:
+            print(json.dumps({"uid": question.uid, "accuracy": question.accuracy, "visits": question.visits}))
+        return
+    wanted = {question.uid for question in found[:number]}
+    prompts: dict[str, str] = {}
+    for step in reversed(folder.completion_steps()):
+        if wanted <= prompts.keys():
+            break
+        prompts |= {row["uid"]: _last_message(row["prompt"]) for row in folder.read_completions(step)}
+    print_questions(out, found, prompts, number)
+
+
+@app.command()
+def play(
+    world: Annotated[str, typer.Argument(help="A world, with options: house, house:rooms=4.")],
+    number: Annotated[int, typer.Option("-n", "--number", min=0, help="Which of the held-out tasks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the world.")] = 0,
+    expert: Annotated[
+        bool, typer.Option("--expert", help="Let the world's own expert play, where it has one.")
+    ] = False,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Actions; default: what the world says.")] = None,
+) -> None:
+    """Play an episode of a world in the terminal, seeing what a model would see."""
+    from covey.cli.play import play_in_terminal
+    from covey.environments.registry import get_world
+
+    chosen = get_world(world)
+    tasks = chosen.eval_tasks()
+    if number >= len(tasks):
+        raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
+    play_in_terminal(out, chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
+
+
+app.command()(imitate)
+app.command()(compare)
+app.command()(completions)
+app.command()(export)
+app.command()(serve)
+app.command()(watch)
+app.command()(report)
+app.command()(replay)
+
+
+@app.command()
+def curve(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; each of several is a line of its own.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("learning_curve.png"),
+    title: Annotated[str, typer.Option(help="Title of the picture.")] = "",
+    seeds: Annotated[
+        bool,
+        typer.Option("--seeds", help="Draw runs that differ in their seed only as one line: their mean and range."),
+    ] = False,
+) -> None:
+    """Draw the learning curve of one run, or of several in one picture."""
+    from covey.observe.curve import draw_comparison, draw_learning_curve
+    from covey.observe.run_folder import RunFolder
+
+    folders = [RunFolder.read(run) for run in runs]
+    if len(folders) == 1 and not seeds:
+        draw_learning_curve(folders[0].read_metrics(), output, title=title)
+    else:
+        labels = run_labels(runs)
+        groups = [[index] for index in range(len(runs))]
+        if seeds:
+            groups = group_seeds([GRPOConfig.from_toml(folder.whole_config()).to_dict() for folder in folders], labels)
+        lines = {" + ".join(labels[i] for i in group): [folders[i].read_metrics() for i in group] for group in groups}
+        draw_comparison(lines, output, title=title)
+    out.print(f"wrote {output}", markup=False)
+
+
+def _evaluate_choices(
+    task: ChoiceTask,
+    config: GRPOConfig,
+    other: GRPOConfig | None,
+    *,
+    rotations: int,
+    lead_in: str,
+    show: int,
+    folder: Path | None,
+) -> None:
+    """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
+    from covey.observe.answer_report import write_choice_report
+    from covey.observe.answer_statistics import choice_report
+    from covey.observe.console import progress_bar
+    from covey.training.multiple_choice import answer_choices
+
+    answered, rows = [], []
+    for one in (config, other):
+        if one is not None:
+            trainer = _trainer(one)
+            rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
+            with progress_bar(err, _name(one)) as progress:
+                answered.append(
+                    answer_choices(
+                        trainer, task, name=_name(one), rotations=rotations, lead_in=lead_in, progress=progress
+                    )
+                )
+    found = choice_report(rows, answered[0], answered[1] if len(answered) > 1 else None)
+    for row, text, letter in list(zip(rows, answered[0].texts, answered[0].chosen, strict=True))[:show]:
+        mark = "right" if letter == row["answer"] else "wrong"
+        out.print(f"{row['question']}\n  {mark} ({letter}): {text!r}", markup=False, highlight=False)
+    print_choices(out, found)
+    if folder is not None:
+        for path in write_choice_report(folder, found, f"{_name(config)}: multiple choice"):
+            say(out, f"  {path}")
+
+
+def _baseline(config: GRPOConfig, wanted: str | None, *, always: bool) -> GRPOConfig | None:
+    """Settings of the model to compare with; None = no comparison."""
+    if wanted == "none" or (wanted is None and not (always and config.model.adapter)):
+        return None
+    return config.replace(adapter=None) if wanted is None else config.replace(adapter=None, model=wanted)
+
+
+def _name(config: GRPOConfig) -> str:
+    return config.model.adapter or config.model.model
+
+
+def _show(result: Evaluation, number: int) -> None:
+    """Print completions, marked as right or wrong where that is known; of agents, what they saw and did."""
+    from covey.training.rows import transcript
+
+    played = [trajectory for group in result.rollout.groups for trajectory in group.trajectories]
+    for trajectory in played[:number]:
+        out.print(visible(transcript(trajectory), 5000), markup=False, highlight=False)
+        out.print()
+    if played:
+        return
+    pairs = [(group.prompt, episode) for group in result.rollout.groups for episode in group.episodes]
+    for index, (prompt, episode) in enumerate(pairs[:number]):
+        mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
+        question = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
+        out.print(f"{question}\n  {mark}{episode.text!r}", markup=False, highlight=False)
+
+
+def _last_message(prompt: str) -> str:
+    """What the user asked: prompts in a run folder are text, or a conversation as JSON."""
+    try:
+        return str(json.loads(prompt)[-1]["content"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return prompt
+
+
+def _trainer(config: GRPOConfig) -> GRPOTrainer:
+    from covey.training.trainer import GRPOTrainer
+
+    return GRPOTrainer(args=config.replace(learners=1))  # it trains nothing, or tries a step

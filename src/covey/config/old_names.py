@@ -1,0 +1,26 @@
+"""Names that were once Covey's: each answers with one line that names what to use now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+COMMANDS: dict[str, str] = {}
+"""Command -> what to type instead, such as `covey doctor RECIPE`."""
+
+SETTINGS: dict[str, tuple[Any, str]] = {}
+"""Field -> the default that it had, and what to write instead.
+
+A recipe or a run folder of an earlier version may hold the default, which is dropped without a word. Any other value is
+an error that says what to write.
+"""
+
+
+def gone_command(name: str) -> str | None:
+    """The line for a command that went, or None."""
+    return f"covey {name}: is no command any more; use `{COMMANDS[name]}`" if name in COMMANDS else None
+
+
+def gone_setting(path: str, field: str, value: Any) -> str | None:
+    """The line for a setting that went and is given another value than its default, or None."""
+    default, instead = SETTINGS[field]
+    return None if value == default else f"{path}={value!r:.200}: is no setting any more; {instead}"

@@ -1,0 +1,271 @@
+"""Settings as text: TOML in and out, error messages, and the help of `covey config --explain`."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+import types
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from covey.config.names import FIELDS, SECTIONS, resolve
+from covey.config.training import PhaseConfig
+from covey.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PLAIN = {int: "int", float: "float", str: "str", bool: "bool", types.NoneType: "none"}
+_MOST = 10
+"""Mistakes of a section that are named."""
+_BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
+
+
+# --- help
+
+
+@dataclass(frozen=True, slots=True)
+class FieldHelp:
+    """One line of `covey config --explain`.
+
+    Attributes:
+        section: name of the section, which is also the TOML table.
+        name: name of the field, unique over all sections.
+        type: type with its range, or the choices, e.g. `float, > 0, <= 1`.
+        default: as it would be written in TOML; `none` where it is unset.
+        meaning: what it does, with its unit.
+    """
+
+    section: str
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def explain() -> list[FieldHelp]:
+    """Every setting, in the order of the sections."""
+    lines = []
+    for section, model in SECTIONS.items():
+        defaults = model()
+        for name, field in model.model_fields.items():
+            default = getattr(defaults, name)
+            text = "none" if default is None else json.dumps(default)
+            lines.append(FieldHelp(section, name, type_text(field), text, field.description or ""))
+    return lines
+
+
+def render_explain(console: Console, filter: str | None = None) -> int:
+    """Print the settings as one table for each section.
+
+    Args:
+        console: where to print.
+        filter: only settings with this text in `section.name` or in their meaning, in any case.
+
+    Returns:
+        The number of settings printed.
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    wanted = (filter or "").lower()
+    by_section: dict[str, list[FieldHelp]] = defaultdict(list)
+    for line in explain():
+        if wanted in f"{line.section}.{line.name} {line.meaning}".lower():
+            by_section[line.section].append(line)
+    for section, lines in by_section.items():
+        table = Table(title=f"[{section}]".replace("[", r"\["), title_justify="left", title_style="bold", expand=True)
+        table.add_column("setting", no_wrap=True)
+        table.add_column("default", ratio=1, overflow="fold")
+        table.add_column("meaning", ratio=4)
+        for line in lines:
+            meaning = f"{escape(line.meaning)} [dim]({escape(line.type)})[/dim]"
+            table.add_row(line.name, escape(line.default), meaning)
+        console.print(table)
+    return sum(len(lines) for lines in by_section.values())
+
+
+def type_text(field: FieldInfo) -> str:
+    """`float, > 0, <= 1` for a field declared so; the choices where there is a fixed set."""
+    return ", ".join([_annotation_text(field.annotation), *_ranges(field)])
+
+
+def _annotation_text(annotation: Any) -> str:
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(str(choice) for choice in arguments)
+    if origin is Annotated:
+        has_pattern = any(getattr(part, "pattern", None) or "pattern=" in repr(part) for part in arguments[1:])
+        return "FILE.py:NAME" if has_pattern else _annotation_text(arguments[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(_annotation_text(argument) for argument in arguments)
+    if origin is tuple:
+        inner = _annotation_text(arguments[0])
+        return f"list of ({inner})" if "|" in inner else f"list of {inner}"
+    return "table"  # a dict, or a section-like model such as a phase
+
+
+def _ranges(field: FieldInfo) -> list[str]:
+    return [
+        f"{sign} {getattr(bound, attribute)}"
+        for kind, attribute, sign in _BOUNDS
+        for bound in field.metadata
+        if isinstance(bound, kind)
+    ]
+
+
+def _alternatives(annotation: Any) -> set[Any]:
+    """The plain types and literal choices that an annotation allows."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return set(arguments)
+    if origin is Annotated:
+        return _alternatives(arguments[0])
+    if origin in (Union, types.UnionType):
+        return set().union(*(_alternatives(argument) for argument in arguments))
+    return {origin or annotation}
+
+
+# --- errors
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:150]}... ({len(text):,} characters)"
+
+
+def unusable(value: Any) -> str:
+    """Why a value can be no setting whatever its field, since no file or system call takes it; "" for all others."""
+    if isinstance(value, str):
+        if len(value) > 100_000:
+            return "is too long for a setting; use at most 100,000 characters"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "holds half a surrogate pair, which is no Unicode text; write it again"
+    if isinstance(value, float) and math.isfinite(value) and abs(value) > 1e30:
+        return "is too large for the arithmetic of a model; use a smaller number"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "has more than 64 bits; use a smaller number"
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        if len(value) > 10_000:
+            return f"has {len(value):,} entries; use at most 10,000"
+        return next(filter(None, map(unusable, value)), "")
+    return ""
+
+
+def explain_error(section: str, error: ValidationError, given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a section, one message for each setting: value, reason, fix."""
+    by_place: dict[tuple[int | str, ...], list[ErrorDetails]] = defaultdict(list)
+    for details in error.errors(include_url=False):
+        if details["type"] == "default_factory_not_called":
+            continue  # this default follows from another setting, which is the one at fault
+        # Below a field come names of union members, which say nothing to a reader; a phase has fields of its
+        # own.
+        depth = 3 if details["loc"][:1] == ("phases",) else 1
+        by_place[details["loc"][:depth]].append(details)
+    found = [_explain_place(section, place, details, given) for place, details in list(by_place.items())[:_MOST]]
+    more = len(by_place) - len(found)
+    return [*found, f"{section}: {more} more such mistakes"] if more else found
+
+
+def _explain_place(
+    section: str, place: tuple[int | str, ...], details: Sequence[ErrorDetails], given: Mapping[str, Any]
+) -> str:
+    path = section + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+    first = details[0]
+    if first["type"] == "value_error" and len(place) != 1 and len(place) != 3:
+        # Of a whole section or phase: the text begins with the values at fault.
+        return f"{path}{': ' if place else '.'}{first['ctx']['error']}"
+    fields = PhaseConfig.model_fields if len(place) == 3 else SECTIONS[section].model_fields
+    name = str(place[-1])
+    if first["type"] == "extra_forbidden":
+        close = get_close_matches(name, fields, n=1)
+        return f"{path}: there is no such setting; " + (
+            f"did you mean {close[0]}?" if close else f"a phase has {', '.join(fields)}"
+        )
+    value = first["input"] if len(place) > 1 else given.get(name)
+    if first["type"] == "value_error":
+        return f"{path}={shown(value)}: {first['ctx']['error']}"
+    if len(place) == 2:
+        return f"{path}={shown(value)}: a phase is a table of {', '.join(PhaseConfig.model_fields)}"
+    return f"{path}={shown(value)}: {_requirement(path, fields[name], value)}"
+
+
+def _requirement(path: str, field: FieldInfo, value: Any) -> str:
+    meaning = (field.description or "").split(". ")[0].rstrip(".")
+    if any(getattr(item, "pattern", None) for item in field.metadata):
+        return f"must be one of {meaning}; set {path} to one of these"
+    choices = [choice for choice in _alternatives(field.annotation) if isinstance(choice, str)]
+    if choices:
+        close = get_close_matches(str(value), choices, n=1)
+        fix = f"did you mean {close[0]!r}?" if close else f"set {path} to one of these"
+        return f"must be {type_text(field)}; {fix}"
+    finite = "finite " if isinstance(value, float) and not math.isfinite(value) else ""
+    return f"must be {finite}{type_text(field)} ({meaning}); set {path} to such a value"
+
+
+# --- TOML
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """`["algorithm.beta=0.02", "run.report_to=wandb"]` -> path -> value; of equal paths the last one holds.
+
+    Raises:
+        ConfigError: an override without `=`, or with an unknown name.
+    """
+    settings: dict[str, Any] = {}
+    problems = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        path = path.strip()
+        if not equals or not path:
+            problems.append(f"{override!r}: an override is written section.name=value")
+            continue
+        try:
+            settings[path] = parse_value(resolve(path), text.strip())
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return settings
+
+
+def parse_value(name: str, text: str) -> Any:
+    """Read the value of a field or TRL option: TOML, else plain text; `true` and `none` in any case."""
+    allowed = _alternatives(SECTIONS[FIELDS[name]].model_fields[name].annotation) if name in FIELDS else set()
+    lower = text.lower()
+    if lower in ("none", "null") and "none" not in allowed and (types.NoneType in allowed or name not in FIELDS):
+        return None
+    if lower in ("true", "false"):
+        text = lower
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return _number(text) if float in allowed else text
+    value = parsed.get("value")
+    plain = len(parsed) == 1 and isinstance(value, str | int | float | bool | list | dict)
+    if not plain or (allowed and allowed <= {str, types.NoneType} and not isinstance(value, str)):
+        return text  # a run called 7, or a date, is text all the same
+    return value
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)  # .5 and 1.e-5 are no TOML
+    except ValueError:
+        return text

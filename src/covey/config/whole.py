@@ -1,0 +1,402 @@
+"""`GRPOConfig`: flat for the person who writes it, sectioned for the code that reads it.
+
+    config = GRPOConfig(num_generations=8, learning_rate=2e-5, output_dir="runs/first")
+    config = GRPOConfig(sampling={"num_generations": 8}, optim={"learning_rate": 2e-5})  # sections do too
+    config = GRPOConfig.from_toml("recipe.toml", overrides=["sampling.num_generations=8"])
+    config.sampling.num_generations, config.num_generations  # both read 8
+
+A field name is unique over all sections, so that the flat form is unambiguous. (`model` is a section and a
+field in it: `GRPOConfig(model="folder")` sets the field, `config.model` reads the section.) Synonyms are accepted on
+input (`covey.config.names`) and never written; TRL's names have a room of their own, `covey.trl`.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from covey.algorithms import ADVANTAGE_ESTIMATORS, find_estimator
+from covey.config.algorithm import AlgorithmConfig
+from covey.config.data import DataConfig
+from covey.config.distributed import DistributedConfig
+from covey.config.effects import without_effect
+from covey.config.environment import EnvironmentConfig
+from covey.config.names import FIELDS, SECTIONS, canonical_names
+from covey.config.rewards import RewardConfig
+from covey.config.run import RunConfig
+from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
+from covey.config.server import ServerConfig
+from covey.config.text import (
+    FieldHelp,
+    explain,
+    explain_error,
+    parse_overrides,
+    render_explain,
+    shown,
+    unusable,
+)
+from covey.config.training import EvaluationConfig, OptimConfig, PhaseConfig, ScheduleConfig
+from covey.config.vllm import vllm_problems
+from covey.errors import ConfigError
+from covey.files import no_path
+from covey.functions import whole_path
+from covey.metric_names import says_which_is_best
+
+__all__ = [
+    "AlgorithmConfig",
+    "DataConfig",
+    "DistributedConfig",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "FieldHelp",
+    "GRPOConfig",
+    "GRPOTrainingArgs",
+    "ModelConfig",
+    "OptimConfig",
+    "PhaseConfig",
+    "RewardConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "ScheduleConfig",
+    "ServerConfig",
+    "VLLMConfig",
+    "explain",
+    "render_explain",
+]
+
+
+class GRPOConfig(BaseModel):
+    """All settings of a run, immutable. `covey config --explain` lists every field with its meaning, unit and
+    range.
+
+    Batch vocabulary: `data.prompts_per_step` prompts times `sampling.num_generations` completions make one
+    optimiser step.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The policy network and its adapter.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="What is optimised.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How completions are drawn.")
+    vllm: VLLMConfig = Field(default_factory=VLLMConfig, description="vLLM in this process.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Where prompts come from.")
+    rewards: RewardConfig = Field(default_factory=RewardConfig, description="How rewards are combined.")
+    environment: EnvironmentConfig = Field(
+        default_factory=EnvironmentConfig, description="A world in which an agent acts for several turns."
+    )
+    server: ServerConfig = Field(
+        default_factory=ServerConfig, description="Sampling on an inference server in place of this process."
+    )
+    distributed: DistributedConfig = Field(
+        default_factory=DistributedConfig, description="Samplers in other processes and on other machines."
+    )
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="AdamW and its learning rate.")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="How long a run is, in phases.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="When the policy is measured.")
+    run: RunConfig = Field(default_factory=RunConfig, description="Folder, seed, logging, checkpoints.")
+
+    def __init__(self, output_dir: str | Path | None = None, /, **settings: Any) -> None:
+        """Take settings by field name, by section (a mapping or a section object) or by synonym.
+        `GRPOConfig("runs/first")` names the run folder.
+
+        Raises:
+            ConfigError: one message with every unknown name or every bad value, one a line.
+        """
+        if output_dir is not None:
+            settings = canonical_names({"output_dir": output_dir}) | settings
+        sections = _build_sections(canonical_names(settings))
+        super().__init__(**sections)
+        _check_across_sections(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read a field without naming its section."""
+        section = self.__dict__.get(FIELDS.get(name, ""))
+        if section is not None:
+            return getattr(section, name)
+        close = get_close_matches(name, FIELDS, n=1)
+        raise AttributeError(f"GRPOConfig has no setting {name!r}" + (f"; did you mean {close[0]}?" if close else ""))
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions that one optimiser step trains on: `prompts_per_step * num_generations`."""
+        return self.data.prompts_per_step * self.sampling.num_generations
+
+    @property
+    def max_steps_ahead(self) -> int:
+        """Most steps that may be sampled before the one under way is trained on."""
+        return self.schedule.max_staleness // self.algorithm.optimizer_steps
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Completions for each prompt, by the setting that says so: that of the run, and those of its phases."""
+        phases = {
+            f"schedule.phases[{number}].num_generations": phase.num_generations
+            for number, phase in enumerate(self.schedule.phases)
+        }
+        return {
+            "sampling.num_generations": self.sampling.num_generations,
+            **{setting: size for setting, size in phases.items() if size is not None},
+        }
+
+    @property
+    def largest_group(self) -> int:
+        """Most completions that a prompt can have in a step."""
+        return max([*self.group_sizes.values(), self.sampling.max_generations or 0])
+
+    @classmethod
+    def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
+        """Read a TOML file whose tables are sections, then apply overrides such as
+        `sampling.num_generations=8`.
+
+        An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The
+        section may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked
+        for beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an
+        override names, there only. What is found has its whole path from then on, so that a run can be resumed from
+        anywhere.
+
+        Raises:
+            ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
+        """
+        try:
+            is_odd = os.path.exists(path) and not os.path.isfile(path)
+            table = {} if is_odd else tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: is not valid TOML ({error}); correct it there") from error
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # no file, no text, no path, too deep
+            raise ConfigError(f"{path!s:.300}: cannot be read ({error}); give the path of a TOML file") from error
+        if is_odd:
+            raise ConfigError(f"{path}: is no file; give the path of a TOML file")
+        written = _whole_paths(canonical_names(table), Path(path).parent, Path())
+        changes = _whole_paths(canonical_names(parse_overrides(overrides), base=written), Path())
+        return cls(**(written | changes))
+
+    @classmethod
+    def from_overrides(cls, overrides: Iterable[str]) -> Self:
+        """The defaults with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
+
+        Raises:
+            ConfigError: unknown names or bad values.
+        """
+        return cls(**_whole_paths(canonical_names(parse_overrides(overrides)), Path()))
+
+    def with_overrides(self, overrides: Iterable[str]) -> Self:
+        """A copy with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
+
+        What equals the default that another setting gives it follows that setting.
+
+        Raises:
+            ConfigError: unknown names or bad values.
+        """
+        own = AlgorithmConfig(loss_type=self.algorithm.loss_type).model_dump()
+        written = {
+            field: getattr(getattr(self, section), field)
+            for field, section in FIELDS.items()
+            if field == "loss_type" or section != "algorithm" or own[field] != getattr(self.algorithm, field)
+        }
+        changes = canonical_names(parse_overrides(overrides), base=written)
+        return type(self)(**(written | _whole_paths(changes, Path())))
+
+    def with_whole_paths(self) -> Self:
+        """A copy in which the files and folders that it names have their whole paths, as in `from_toml`."""
+        named = {field: getattr(getattr(self, FIELDS[field]), field) for field in (*_CODE, *_DATA, *_WEIGHTS)}
+        whole = _whole_paths(named, Path())
+        changed = {field: value for field, value in whole.items() if value != named[field]}
+        return self.replace(**changed) if changed else self
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) ==
+        config`.
+        """
+        return self.model_dump(mode="json")
+
+    def to_toml(self) -> str:
+        """All settings as TOML, defaults too, so that a run stays what it was when a default changes.
+
+        Settings that are None are left out; they read back as None.
+        """
+        return tomli_w.dumps(_without_none(self.to_dict()))
+
+    def replace(self, **settings: Any) -> Self:
+        """A copy with other settings, given in any form that the constructor accepts, and validated.
+
+        What nobody has set keeps following its default, also where that depends on another setting.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        written: dict[str, Any] = {}
+        for name in SECTIONS:
+            section = getattr(self, name)
+            written.update({field: getattr(section, field) for field in section.model_fields_set})
+        current = {field: getattr(getattr(self, section), field) for field, section in FIELDS.items()}
+        return type(self)(**(written | canonical_names(settings, base=current)))
+
+
+def _frozen(self: BaseModel, name: str, value: Any) -> None:
+    raise ConfigError(
+        f"{name}={shown(value)}: settings are frozen; make others with config.replace({name}=...), or let a run change "
+        "its temperature, beta, num_generations or learning_rate with schedule.phases"
+    )
+
+
+for _settings in (GRPOConfig, PhaseConfig, *SECTIONS.values()):
+    _settings.__setattr__ = _frozen  # type: ignore[method-assign, assignment]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+GRPOTrainingArgs = GRPOConfig
+
+_PATHS = ("model", "adapter", "adv_estimator", "dataset", "eval_dataset", "functions", "adapter_folder", "output_dir")
+"""Fields that name files, or may."""
+
+_CODE = ("functions", "task", "world", "loss_type", "adv_estimator", "down_sampling", "inference_server_kind")
+"""Fields that may name something in a file of the user's."""
+
+
+_DATA = ("dataset", "eval_dataset")
+"""Fields that may name a file of data."""
+
+_WEIGHTS = ("model", "adapter")
+"""Fields that may name a folder of weights, or a file."""
+
+
+def _whole_paths(values: Mapping[str, Any], *folders: Path) -> dict[str, Any]:
+    """Fields -> values, where what names a file in one of the folders has its whole path: a folder of weights in the
+    last one, since a recipe that is a run's has folders of weights beside it.
+    """
+
+    def whole(field: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(whole(field, item) for item in value)
+        if not isinstance(value, str) or no_path(value):
+            return value
+        if field in _CODE:
+            return whole_path(value, folders)
+        places = folders if field in _DATA else folders[-1:] if field in _WEIGHTS else ()
+        found = (folder / value for folder in places if os.path.exists(folder / value))
+        return next(map(os.path.abspath, found), value)
+
+    return {field: whole(field, value) for field, value in values.items()}
+
+
+def _build_sections(values: Mapping[str, Any]) -> dict[str, BaseModel]:
+    sections: dict[str, BaseModel] = {}
+    problems: list[str] = []
+    for name, section in SECTIONS.items():
+        given = {field: values[field] for field in section.model_fields if field in values}
+        odd = {
+            field: why
+            for field, value in given.items()
+            if (why := unusable(value) or (field in _PATHS and no_path(value)))
+        }
+        if odd:
+            problems.extend(f"{name}.{field}={shown(given[field])}: {why}" for field, why in odd.items())
+            continue
+        try:
+            sections[name] = section(**given)
+        except ValidationError as error:
+            problems.extend(explain_error(name, error, given))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return sections
+
+
+def _check_across_sections(config: GRPOConfig) -> None:
+    """Combinations over several sections. What a section can see by itself is checked there."""
+    algorithm, sampling = config.algorithm, config.sampling
+    problems = []
+    if algorithm.keep_sampling_mask and not sampling.cuts:
+        problems.append(
+            "algorithm.keep_sampling_mask=True: no token is ever cut, so there is nothing to keep; "
+            "set sampling.top_k, sampling.top_p or sampling.min_p, or algorithm.keep_sampling_mask to false"
+        )
+    if config.rewards.soft_overlong_cache >= sampling.max_completion_length:
+        problems.append(
+            f"rewards.soft_overlong_cache={config.rewards.soft_overlong_cache}: it is the last part of "
+            f"sampling.max_completion_length={sampling.max_completion_length} tokens and must be smaller; lower it"
+        )
+    metric = config.evaluation.metric_for_best_model
+    if not says_which_is_best(metric):
+        problems.append(
+            f"evaluation.metric_for_best_model={metric!r}: is no metric of an evaluation of which more is better; use "
+            "eval/accuracy, eval/reward, eval/rewards/<function>/mean, or what a reward function logs through "
+            "log_metric"
+        )
+    if config.model.dtype in ("bfloat16", "float16") and not config.model.use_peft:
+        problems.append(
+            f"model.dtype={config.model.dtype!r} (bf16 or fp16) and model.use_peft=False: weights that are trained "
+            "in half precision lose most updates, which are smaller than their last digit; set model.dtype to "
+            '"float32" and optim.autocast to "bfloat16", or model.use_peft to true'
+        )
+    if config.environment.world is not None and (config.data.task or config.data.dataset):
+        problems.append(
+            f"environment.world={shown(config.environment.world)} and data.task or data.dataset: an agent's tasks "
+            "come from its world; remove one of them"
+        )
+    samplers = config.distributed.samplers
+    if samplers and config.server.upload_adapters_to_server:
+        problems.append(
+            f"distributed.samplers={samplers} and server.upload_adapters_to_server=True: either actors sample or "
+            "servers do; set distributed.samplers to 0, or upload_adapters_to_server to false"
+        )
+    if samplers and config.model.backend != "pytorch":
+        problems.append(
+            f"distributed.samplers={samplers} and model.backend={config.model.backend!r}: actors sample with PyTorch; "
+            "set distributed.samplers to 0"
+        )
+    problems += vllm_problems(config)
+    to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
+    if to_covey and not config.model.use_peft:
+        problems.append(
+            "server.upload_adapters_to_server=True and model.use_peft=False: only adapters are uploaded; set "
+            "model.use_peft to true"
+        )
+    if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
+        estimator = find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
+        problems += filter(None, [estimator.group_problem(config.group_sizes)])
+    most = sampling.max_generations
+    setting, size = min(config.group_sizes.items(), key=lambda item: item[1])
+    if most is not None and most <= size:
+        problems.append(
+            f"sampling.max_generations={most}: groups begin with {size} completions ({setting}), so none would grow; "
+            "choose more, or remove it"
+        )
+    if algorithm.down_sampling != "none" and algorithm.down_sampling_size >= config.largest_group:
+        sizes = {**config.group_sizes, **({} if most is None else {"sampling.max_generations": most})}
+        setting, size = max(sizes.items(), key=lambda item: item[1])
+        problems.append(
+            f"algorithm.down_sampling={algorithm.down_sampling!r} and down_sampling_size="
+            f"{algorithm.down_sampling_size}: groups have at most {size} completions ({setting}), so nothing would be "
+            "left out; choose a smaller down_sampling_size or larger groups"
+        )
+    if config.schedule.max_staleness > 0 and config.max_steps_ahead == 0:
+        problems.append(
+            f"schedule.max_staleness={config.schedule.max_staleness}: a step takes "
+            f"{algorithm.optimizer_steps} optimiser steps (algorithm.num_iterations times num_minibatches), so that "
+            f"samples of the step before are too old already; set schedule.max_staleness to "
+            f"{algorithm.optimizer_steps} or more, or to 0"
+        )
+    model = config.model
+    frozen = model.use_peft and model.adapter is None and "embed" not in str(model.lora_target_modules)
+    if config.optim.embedding_lr is not None and frozen:
+        problems.append(
+            f"optim.embedding_lr={config.optim.embedding_lr:g}: with LoRA the embedding is frozen; remove it, set "
+            "model.use_peft to false, or name the embedding (embed_tokens) in model.lora_target_modules"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+    for sentence in without_effect(config):
+        warnings.warn(sentence, stacklevel=3)

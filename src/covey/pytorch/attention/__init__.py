@@ -1,0 +1,1 @@
+"""Attention over packs, which are trees of tokens."""

@@ -1,0 +1,374 @@
+"""vLLM in this process, in the place of Covey's own engine: token ids in and out, everything in one batch.
+
+An adapter is written to a folder in memory and loaded at run time, each version under a number of its own, and what
+vLLM holds is compared with what was published. Without an adapter, or with one that is merged, all weights are handed
+over, without a copy between processes. While the policy learns vLLM sleeps: its weights go to the host, or are given up
+and loaded again.
+
+vLLM draws from torch's generators, which are seeded for each call from the first request's stream and are given back as
+they were: a run repeats where vLLM's batches and kernels do. It does not choose among sequences, and keeps no supports.
+
+Tried with vLLM's build for CPUs, which cannot sleep. Not measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from covey.adapters import Adapter
+from covey.config.sampling import VLLMConfig
+from covey.errors import AdapterError, ConfigError, GenerationError, ModelError
+from covey.files import save_tokenizer
+from covey.pytorch.engine.merge import EffectiveWeights, bare_model, weights_of
+from covey.pytorch.engine.vllm_device import INSTEAD, VLLMDevice
+from covey.rollout.learning import NO_VERSION, Weights, check_call
+from covey.rollout.turns import GenerationStats, Session
+from covey.rollout.vllm import room_for_rank
+from covey.types import Completion, Progress, Request, SamplingSettings
+
+_LOG = logging.getLogger(__name__)
+
+_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # this process's threads train as well
+}
+_IN_MEMORY = Path("/dev/shm")
+_MEMORY = ("out of memory", "no available memory", "free memory", "kv cache", "requested memory")
+
+
+class VLLMEngine:
+    """Samples with vLLM from the weights that are published; a `covey.rollout.learning.Sampler`.
+
+    Args:
+        model: the policy's model: a transformers model, or the `PeftModel` around one.
+        tokenizer: of the policy.
+        folder: where vLLM finds the model that `model` was loaded from; None = `model` is written to a temporary one.
+        dtype: that vLLM computes in.
+        options: the `vllm` section of the settings.
+        kv_cache_bytes: for keys and values on a CPU; on a GPU `options.gpu_memory_utilization` says it.
+        logprobs_mode: of vLLM, see `covey.config.vllm.logprobs_mode`.
+        seed: of vLLM, before anything is asked for.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ConfigError: vLLM is not installed, refuses the settings, or has too little memory.
+    """
+
+    runner = "vllm"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        folder: str | None,
+        dtype: torch.dtype,
+        options: VLLMConfig,
+        kv_cache_bytes: int,
+        logprobs_mode: str,
+        seed: int = 0,
+        trust_remote_code: bool = False,
+    ) -> None:
+        for name, value in _VARIABLES.items():
+            os.environ.setdefault(name, value)
+        vllm = _installed()
+        self._vllm, self._tokenizer, self._options, self._dtype = vllm, tokenizer, options, dtype
+        self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]
+        self._on_cpu = bool(vllm.platforms.current_platform.is_cpu())
+        self._device = next(model.parameters()).device
+        merged = self._on_cpu if options.merge_adapter is None else options.merge_adapter
+        rank = 0 if merged else _rank(model)
+        self._scratch = Path(tempfile.mkdtemp(prefix="covey-vllm-", dir=_scratch()))
+        weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
+        self._adapter: Any = None
+        self._numbers = itertools.count(1)
+        self._version, self._asleep = NO_VERSION, False
+        bare_model(model).config.save_pretrained(str(self._scratch / "tokenizer"))  # type: ignore[operator, union-attr]
+        save_tokenizer(tokenizer, self._scratch / "tokenizer")
+        arguments: dict[str, Any] = {
+            "model": folder or str(_write_base(model, self._scratch / "model")),
+            "tokenizer": str(self._scratch / "tokenizer"),
+            "dtype": str(dtype).removeprefix("torch."),
+            "seed": seed % 2**31,
+            "generation_config": "vllm",
+            "logprobs_mode": logprobs_mode,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "enforce_eager": options.enforce_eager,
+            "trust_remote_code": trust_remote_code,
+            "max_model_len": options.max_model_len,
+            "use_tqdm_on_load": False,
+            "enable_sleep_mode": options.sleep_level > 0 and not self._on_cpu,
+        }
+        if self._on_cpu:
+            arguments["kv_cache_memory_bytes"] = kv_cache_bytes
+        else:
+            arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+        if rank:
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_rank(rank)}
+        if arguments["enable_sleep_mode"]:
+            keep_segments_fixed()
+        threads = torch.set_num_threads  # vLLM's build for CPUs puts one that does nothing in its place
+        try:
+            self._llm: Any = vllm.LLM(**arguments | options.llm_arguments)
+        except (ValueError, TypeError, RuntimeError, NotImplementedError, torch.OutOfMemoryError) as error:
+            raise _start_problem(error) from error
+        finally:
+            torch.set_num_threads = threads
+        self._engine = self._llm.llm_engine
+        self._by_adapter = rank > 0
+        self.context_length = int(self._llm.model_config.max_model_len)
+        self._session: Session[VLLMDevice] | None = None
+
+    @property
+    def last_stats(self) -> GenerationStats:
+        """Of the latest call or session."""
+        return GenerationStats() if self._session is None else self._session.stats()
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights held; -1 after `release`."""
+        return self._version
+
+    def publish(self, weights: Weights) -> None:
+        """Take an adapter, or all weights where there is none, as their version; nothing computed before is used again.
+
+        Raises:
+            ModelError: vLLM holds other numbers than were published.
+        """
+        self._version = NO_VERSION
+        self._wake()
+        if self._by_adapter:
+            adapter = weights.adapter
+            assert adapter is not None
+            self._load_adapter(adapter)
+        else:
+            self._load_weights(weights.tensors())
+        self._engine.reset_prefix_cache()
+        self._version = weights.version
+
+    def release(self) -> None:
+        """Sleep until the next `publish`; on a CPU vLLM keeps its memory."""
+        self._version = NO_VERSION
+        if self._options.sleep_level and not self._on_cpu and not self._asleep:
+            self._llm.sleep(level=self._options.sleep_level)
+            self._asleep = True
+
+    def close(self) -> None:
+        """Nothing runs beside this process but vLLM's workers, which end with it."""
+
+    def __call__(
+        self,
+        requests: Sequence[Request],
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        progress: Progress | None = None,
+    ) -> list[Completion]:
+        """Sample one completion for each request, in order; see `covey.types.Generator`.
+
+        Raises:
+            GenerationError: other weights than `policy_version` are held, a prompt is empty or does not fit the
+                context, or it asks for what vLLM does not do.
+            ConfigError: the settings describe no distribution.
+        """
+        session = self._open(settings, policy_version, 1 << 62)
+        try:
+            return session.run([session.start(request) for request in requests], progress)
+        finally:
+            session.device.end()
+
+    def session(
+        self,
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        rows: int,
+        own_tokens: int,
+        prompt_lengths: Sequence[int],
+    ) -> Session[VLLMDevice]:
+        """Conversations of several turns, all in vLLM's batch; its prefix cache keeps what was said before.
+
+        Arguments as `covey.pytorch.engine.Engine.session` has them; vLLM decides how many rows run at once.
+        """
+        return self._open(settings, policy_version, own_tokens)
+
+    def _open(self, settings: SamplingSettings, policy_version: int, own_tokens: int) -> Session[VLLMDevice]:
+        check_call(settings, policy_version, held=self._version, tokenizer=self._tokenizer, model="model")
+        if settings.keep_support:
+            raise GenerationError(f"vLLM cannot keep supports; set algorithm.keep_sampling_mask to false, {INSTEAD}")
+        if self._session is not None:
+            self._session.device.end()
+        device = VLLMDevice(self._vllm, self._engine, self._adapter, self.context_length, own_tokens, self._vocabulary)
+        self._session = Session(device, settings, policy_version=policy_version, tokenizer=self._tokenizer)
+        return self._session
+
+    # ------------------------------------------------------------------ weights
+
+    def _wake(self) -> None:
+        if not self._asleep:
+            return
+        if self._options.sleep_level == 2:
+            self._llm.wake_up(tags=["weights"])
+            if self._by_adapter:  # else they are published in a moment
+                self._llm.collective_rpc("reload_weights")
+            self._llm.wake_up(tags=["kv_cache"])
+            self._llm.wake_up()
+        else:
+            self._llm.wake_up()
+        self._asleep = False
+
+    def _load_adapter(self, adapter: Adapter) -> None:
+        number, before = next(self._numbers), self._adapter
+        path = self._scratch / f"adapter-{number}"
+        adapter.write(path)
+        request = self._vllm.lora.request.LoRARequest(f"covey-{number}-{adapter.sha256[:8]}", number, str(path))
+        try:
+            self._engine.add_lora(request)
+        except (ValueError, RuntimeError) as error:
+            raise ModelError(f"vLLM does not load the adapter: {_first_line(error)}") from error
+        self._adapter = request
+        self._compare(adapter, number)
+        if before is not None:
+            with suppress(KeyError, ValueError):
+                self._engine.remove_lora(before.lora_int_id)
+            shutil.rmtree(before.lora_path, ignore_errors=True)
+
+    def _compare(self, adapter: Adapter, number: int) -> None:
+        """Refuse to sample from other numbers than were published."""
+        try:
+            held = self._llm.collective_rpc(_held_adapter, args=(number,))
+        except (AttributeError, KeyError, TypeError) as error:
+            _LOG.warning("this vLLM does not show which adapter it holds (%s): it is not compared", _first_line(error))
+            return
+        wanted = sorted(
+            _digest(torch.from_numpy(one.a).to(self._dtype), torch.from_numpy(one.b).to(self._dtype) * one.scaling)
+            for one in adapter.factors.values()
+        )
+        for worker, found in enumerate(held):
+            if sorted(found) != wanted:
+                strangers = len(set(found) - set(wanted))
+                raise ModelError(
+                    f"vLLM's worker {worker} holds {len(found)} adapted layers, {strangers} of them with other numbers "
+                    f"than the {len(wanted)} that were published; set sampling.engine to covey"
+                )
+
+    def _load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._options.tensor_parallel_size == 1:
+            named = ((name, tensors[name].detach()) for name in tensors)
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+            return
+        path = _write(tensors, self._scratch / "weights")  # vLLM's workers are other processes
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+
+
+def keep_segments_fixed() -> None:
+    """Switch off what `covey` has set for PyTorch's memory: vLLM's weights sleep in a pool, which cannot expand."""
+    if os.environ.get("PYTORCH_ALLOC_CONF") == "expandable_segments:True":
+        del os.environ["PYTORCH_ALLOC_CONF"]
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def _installed() -> Any:
+    if util.find_spec("vllm") is None:
+        raise ConfigError(
+            "sampling.engine='vllm': vLLM is not installed in this environment; install it (pip install vllm), or set "
+            "sampling.engine to covey"
+        )
+    for part in ("lora.request", "platforms", "sampling_params"):
+        import_module(f"vllm.{part}")
+    return import_module("vllm")
+
+
+def _rank(model: nn.Module) -> int:
+    """Of an adapter that vLLM can load; 0 = all weights are published."""
+    try:
+        adapter = weights_of(model, 0).adapter
+        if adapter is None:
+            return 0
+        return max(len(one.a) for one in adapter.factors.values())
+    except AdapterError as error:
+        _LOG.warning("the whole model is published to vLLM, since it is not plain LoRA: %s", error)
+        return 0
+
+
+def _scratch() -> str | None:
+    """A folder in memory where there is one with room, else the system's for temporary files."""
+    writable = os.access(_IN_MEMORY, os.W_OK) and shutil.disk_usage(_IN_MEMORY).free > 1 << 30
+    return str(_IN_MEMORY) if writable else None
+
+
+def _write_base(model: nn.Module, folder: Path) -> Path:
+    """The model without its adapter, as vLLM reads models."""
+    base: Any = bare_model(model)
+    if not isinstance(model, PeftModel):
+        return _write(EffectiveWeights(model), folder, base)
+    with model.disable_adapter():
+        return _write(EffectiveWeights(model), folder, base)
+
+
+def _write(tensors: Mapping[str, Tensor], folder: Path, base: Any = None) -> Path:
+    """Safetensors of these, with the config of `base` if any."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensors[name].detach().cpu().clone().contiguous() for name in tensors},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    if base is not None:
+        base.config.save_pretrained(str(folder))
+    return folder
+
+
+def _held_adapter(worker: Any, number: int) -> list[str]:
+    """Run in vLLM's worker: a digest of each layer of the adapter of this number, as it is applied."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    found = []
+    for layer in manager.get_adapter(number).loras.values():
+        packed = isinstance(layer.lora_a, list | tuple)
+        for a, b in zip(*([layer.lora_a, layer.lora_b] if packed else [[layer.lora_a], [layer.lora_b]]), strict=True):
+            if a is not None:
+                found.append(_digest(a, b))
+    return found
+
+
+def _digest(a: Tensor, b: Tensor) -> str:
+    parts = [one.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for one in (a, b)]
+    return hashlib.sha256(b"%d " % len(parts[0]) + b"".join(parts)).hexdigest()
+
+
+def _start_problem(error: Exception) -> ConfigError:
+    words = _first_line(error)
+    fix = "change the vllm section, or set sampling.engine to covey"
+    if any(part in str(error).lower() for part in _MEMORY):
+        fix = (
+            "give it a larger share (vllm.gpu_memory_utilization; on a CPU sampling.kv_cache_gb), a shorter context "
+            "(vllm.max_model_len), or set sampling.engine to covey"
+        )
+    return ConfigError(f"sampling.engine='vllm': vLLM does not start: {words}; {fix}")
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(" ".join(one["msg"].split()) for one in error.errors())[:400]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:400]

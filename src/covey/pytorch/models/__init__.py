@@ -1,0 +1,1 @@
+"""Models: reading, quantising, adapters, and what shape they have."""

@@ -1,0 +1,339 @@
+"""What a decoder of Llama's shape computes, read off its modules once.
+
+The sampler's fast runner and the trainer's fused layers compute from this description, and know no family by name:
+
+    x = embedding * factors
+    in each layer
+        [q | k | v] = Q N(x)            joined or separate projections, with biases or without
+        [q | k] = R N([q | k])          norms of each head or of all together; a part of each head turns, or none
+        x = x + f N(O attention(q, k, v))
+        [g | u] = G N(x)
+        x = x + f N(D (act(g) * u))
+    logits = head(N(x))                 scaled and capped, see `covey.pytorch.logprobs.Head`
+
+Each norm N may be absent, and may multiply by 1 + its weight. How a layer attends (heads, scale, sliding window, soft
+cap) is what its own code asks of transformers' attention interface: it is run once, on one token, and listened to.
+
+Only classes whose code was read are taken, since a probe of a few tokens cannot feel what happens at distant positions.
+Others, and those of these classes with a part that is not known here, go through the model's own code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.activations import ACT2FN
+
+from covey.errors import ModelError
+from covey.pytorch.attention.probe import missing_windows
+from covey.pytorch.models.rotary import RotaryForm, rope_by_length
+
+_NAMES = (
+    "Llama",
+    "Qwen2",
+    "Qwen3",
+    "Mistral",
+    "Phi3",
+    "Granite",
+    "SmolLM3",
+    "Olmo2",
+    "Gemma2",
+    "Gemma3",
+    "Glm",
+    "Glm4",
+)
+"""Of classes, without `ForCausalLM`."""
+_NORM_NAMES: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
+    ("input_layernorm", None, "post_attention_layernorm", None),
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+    ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+)
+"""The norms of attention's input and output and of the MLP's input and output, as one layer or another names them."""
+_QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The function between the MLP's matrices.
+
+    Attributes:
+        forward: of the gate `[M, f]`.
+        backward: `(grad, gate, grad_input=out)`, from the gradient of its value to that of the gate, written to `out`.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[..., Tensor]
+
+
+_SILU = Activation(functional.silu, torch.ops.aten.silu_backward.grad_input)
+_GELU = Activation(
+    partial(functional.gelu, approximate="tanh"),
+    partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+)
+_ACTIVATIONS = {type(ACT2FN[name]): a for name, a in (("silu", _SILU), ("swish", _SILU), ("gelu_pytorch_tanh", _GELU))}
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """`(offset + weight) * x / sqrt(mean(x^2) + eps)`; `name` is the module's within its layer or model."""
+
+    name: str
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """How a layer attends.
+
+    Attributes:
+        heads: of queries.
+        kv_heads: of keys and values.
+        dim: of each head.
+        scale: factor on the scores.
+        window: a key is seen at a distance below this; None = any.
+        softcap: `softcap * tanh(score / softcap)`; None = off.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """The last three, as attention functions take them."""
+        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """One layer. Projections and norms are named within it.
+
+    Attributes:
+        attention: how it attends.
+        rotary: which of the model's rotary embeddings turns queries and keys; None = none does.
+        qkv: three projections, or one that joins them.
+        out: of what attention returns.
+        gate_up: two projections, or one that joins them.
+        down: of the activated gate times up.
+        input_norm: before `qkv`.
+        attention_norm: after `out`.
+        mlp_norm: before `gate_up`.
+        output_norm: after `down`.
+        head_norms: of queries and of keys.
+        whole_heads: those norms are over all heads together, not over each.
+        activation: of the gate.
+        factor: on what attention and MLP add to their input.
+    """
+
+    attention: AttentionForm
+    rotary: str | None
+    qkv: tuple[str, ...]
+    out: str
+    gate_up: tuple[str, ...]
+    down: str
+    input_norm: NormForm | None
+    attention_norm: NormForm | None
+    mlp_norm: NormForm | None
+    output_norm: NormForm | None
+    head_norms: tuple[NormForm, NormForm] | None
+    whole_heads: bool
+    activation: Activation
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderForm:
+    """A whole decoder.
+
+    Attributes:
+        layers: in order.
+        norm: the last one.
+        rotaries: by the name that `LayerForm.rotary` gives.
+        width: of the hidden states.
+        embedding_scale: a factor that is rounded to the weights' precision (Gemma).
+        embedding_multiplier: a factor that is not (Granite).
+    """
+
+    layers: tuple[LayerForm, ...]
+    norm: NormForm
+    rotaries: Mapping[str, RotaryForm]
+    width: int
+    embedding_scale: float
+    embedding_multiplier: float
+
+
+def is_known(base: Any) -> bool:
+    """Whether a model's class is one whose code was read; `read_form` looks at the rest."""
+    name = type(base).__name__
+    return name.removesuffix("ForCausalLM") in _NAMES and type(base) is getattr(transformers, name, None)
+
+
+def read_form(base: Any) -> DecoderForm:
+    """Describe a model.
+
+    Args:
+        base: the transformers model, with PEFT's layers in place or without. It runs once, on one token.
+
+    Raises:
+        ModelError: it is not of this shape; the message says what differs.
+    """
+    name = type(base).__name__
+    if not is_known(base):
+        raise ModelError(f"{name} is not one of those read: {', '.join(_NAMES)}")
+    if obstacle := rope_by_length(base):
+        raise ModelError(obstacle)
+    decoder, config = base.model, base.config
+    calls = _attention_calls(base)
+    if obstacle := missing_windows(config, [call.window for call in calls]):
+        raise ModelError(obstacle)
+    rotary, kinds = decoder.rotary_emb, getattr(config, "layer_types", None)
+    by_kind = isinstance(getattr(rotary, "rope_type", None), dict)
+    layers = tuple(
+        _layer_form(layer, calls[i], str(kinds[i]) if by_kind and kinds else "")
+        for i, layer in enumerate(decoder.layers)
+    )
+    names = {layer.rotary for layer in layers} - {None}
+    return DecoderForm(
+        layers,
+        _norm_form("norm", decoder.norm),
+        {kind: _rotary_form(rotary, kind) for kind in names if kind is not None},
+        int(config.hidden_size),
+        float(getattr(decoder.embed_tokens, "embed_scale", 1.0)),
+        float(getattr(decoder, "embedding_multiplier", 1.0)),
+    )
+
+
+def _layer_form(layer: Any, attention: AttentionForm, rotary: str) -> LayerForm:
+    parts = {name for name, part in layer.named_children() if not isinstance(part, nn.Dropout)}
+    norms = next((names for names in _NORM_NAMES if {"self_attn", "mlp", *filter(None, names)} == parts), None)
+    if norms is None:
+        raise ModelError(f"a layer of {', '.join(sorted(parts))}")
+    inside, mlp_parts = dict(layer.self_attn.named_children()), dict(layer.mlp.named_children())
+    head_norms = None
+    if {"q_norm", "k_norm"} <= inside.keys():
+        q, k = (_norm_form(f"self_attn.{n}", inside.pop(n)) for n in ("q_norm", "k_norm"))
+        head_norms = (q, k)
+    activations = [mlp_parts.pop(n) for n in ("act_fn", "activation_fn") if n in mlp_parts]
+    if len(activations) != 1 or type(activations[0]) not in _ACTIVATIONS:
+        raise ModelError(f"activation {', '.join(type(a).__name__ for a in activations)}")
+    before, after, mlp_before, mlp_after = (
+        None if name is None else _norm_form(name, layer.get_submodule(name)) for name in norms
+    )
+    return LayerForm(
+        attention=attention,
+        rotary=rotary if getattr(layer.self_attn, "use_rope", True) else None,
+        qkv=_projections("self_attn", inside, _QKV, "o_proj"),
+        out="self_attn.o_proj",
+        gate_up=_projections("mlp", mlp_parts, _GATE_UP, "down_proj"),
+        down="mlp.down_proj",
+        input_norm=before,
+        attention_norm=after,
+        mlp_norm=mlp_before,
+        output_norm=mlp_after,
+        head_norms=head_norms,
+        whole_heads=head_norms is not None and layer.self_attn.q_norm.weight.numel() != attention.dim,
+        activation=_ACTIVATIONS[type(activations[0])],
+        factor=float(getattr(layer, "residual_multiplier", 1.0)),
+    )
+
+
+def _projections(
+    owner: str, parts: Mapping[str, Any], choices: Sequence[tuple[str, ...]], last: str
+) -> tuple[str, ...]:
+    for names in choices:
+        if {*names, last} == parts.keys():
+            return tuple(f"{owner}.{name}" for name in names)
+    raise ModelError(f"{owner} of {', '.join(sorted(parts))}")
+
+
+@torch.no_grad()
+def _norm_form(name: str, norm: Any) -> NormForm:
+    """Whether its weight counts from 0 or from 1 is asked of the norm: of ones, with a weight of 0, it makes just that.
+
+    The weight that it has is not looked at: where a model is read in slices, it has no numbers yet.
+    """
+    norm = getattr(norm, "original_module", norm)  # PEFT's wrapper around what is trained whole
+    parameters = dict(norm.named_parameters())
+    if parameters.keys() != {"weight"}:
+        raise ModelError(f"{name} with parameters {', '.join(sorted(parameters))}")
+    weight = parameters["weight"]
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    made = functional_call(norm, {"weight": torch.zeros_like(weight)}, torch.ones_like(weight))
+    offset = round(float(made.float().mean()))
+    if eps is None or offset not in (0, 1):
+        raise ModelError(f"{name} is no RMS norm that is known here")
+    return NormForm(name, float(eps), float(offset))
+
+
+def _rotary_form(rotary: Any, kind: str) -> RotaryForm:
+    prefix = f"{kind}_" if kind else ""
+    half = getattr(sys.modules[type(rotary).__module__], "rotate_half", None)
+    turned = [] if half is None else half(torch.arange(1, 5)).tolist()
+    if turned not in ([-3, -4, 1, 2], [-2, 1, -4, 3]):
+        raise ModelError("its rotary embedding turns other pairs than those known here")
+    return RotaryForm(
+        getattr(rotary, f"{prefix}inv_freq"), float(getattr(rotary, f"{prefix}attention_scaling")), turned[0] == -2
+    )
+
+
+# ------------------------------------------------------------------------------------------ listening
+
+_LISTENER = "covey_attention_listener"
+_heard: ContextVar[dict[int, AttentionForm]] = ContextVar("covey_attention_heard")
+
+
+def _listen(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    odd = [name for name in ("s_aux", "position_bias", "head_mask", "cache") if kwargs.get(name) is not None]
+    if odd or not kwargs.get("is_causal", getattr(module, "is_causal", True)) or key.shape[-1] != value.shape[-1]:
+        raise ModelError(f"attention with {', '.join(odd) or 'another mask or other values than Llama'}")
+    dim = query.shape[-1]
+    _heard.get()[int(module.layer_idx)] = AttentionForm(
+        query.shape[1], key.shape[1], dim, dim**-0.5 if scaling is None else float(scaling), sliding_window, softcap
+    )
+    return torch.zeros_like(query).transpose(1, 2), None
+
+
+AttentionInterface.register(_LISTENER, _listen)
+
+
+def _attention_calls(base: Any) -> list[AttentionForm]:
+    """What each layer asks of transformers' attention interface."""
+    before, heard = base.config._attn_implementation, dict[int, AttentionForm]()
+    token, one = _heard.set(heard), torch.zeros(1, 1, dtype=torch.long, device=base.device)
+    try:
+        base.config._attn_implementation = _LISTENER
+        with torch.no_grad():
+            base(input_ids=one, position_ids=one, use_cache=False)
+    finally:
+        base.config._attn_implementation = before
+        _heard.reset(token)
+    if sorted(heard) != list(range(len(base.model.layers))):
+        raise ModelError(f"only layers {sorted(heard)} use the attention interface")
+    return [heard[i] for i in sorted(heard)]

