@@ -86,12 +86,7 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter, of any kind, as its files hold it.
-
-    Attributes:
-        tensors: by the names of the file.
-        config: PEFT's `adapter_config.json`, or mlx-lm-lora's.
-    """
+    """An adapter, of any kind, as its files hold it."""
 
     tensors: Mapping[str, Array]
     config: Mapping[str, Any]
@@ -135,9 +130,6 @@ class Adapter:
     def check(self, layers: Mapping[str, tuple[int, int]]) -> None:
         """Compare with a model.
 
-        Args:
-            layers: `(out, in)` of the model's linear layers, by their names in the bare model.
-
         Raises:
             AdapterError: a pair of factors has no layer there, or one of another shape.
         """
@@ -174,9 +166,6 @@ class Adapter:
 
     def as_mlx(self, base_model: str) -> Adapter:
         """The same adapter as mlx-lm reads it.
-
-        Args:
-            base_model: folder or hub id of the model that it belongs to.
 
         Raises:
             AdapterError: see `factors`; or it changes something else than the decoder's layers.
@@ -244,11 +233,6 @@ def read_adapter(
 ) -> Adapter:
     """Read and check an upload.
 
-    Args:
-        weights: a safetensors file.
-        config: PEFT's `adapter_config.json`, or mlx-lm-lora's.
-        layers: of the model that it is for, see `Adapter.check`; None = it is not compared with one.
-
     Raises:
         AdapterError: see `Adapter.factors` and `Adapter.check`, or `weights` is no safetensors file.
     """
@@ -261,9 +245,6 @@ def read_adapter(
 
 def read_adapter_folder(folder: str | Path) -> Adapter:
     """Read a PEFT adapter of any kind; its tensors are not compared with its config.
-
-    Args:
-        folder: holds `adapter_config.json` and `adapter_model.safetensors`.
 
     Raises:
         ModelError: no such files, or damaged ones.
@@ -359,12 +340,6 @@ def check_fits(
     fix: str = "use the model and adapter settings that it was saved with",
 ) -> None:
     """Compare arrays with the shapes that a model has under their names.
-
-    Args:
-        own: shapes.
-        saved: arrays, of any library.
-        what: what they are, for the message.
-        fix: what to do where they differ.
 
     Raises:
         ModelError: names or shapes differ.

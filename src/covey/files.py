@@ -143,10 +143,6 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part, whatever kills the
     process.
 
-    Args:
-        path: the file; its folder must exist.
-        data: bytes, or text that is written as UTF-8.
-
     Raises:
         RunFolderError: the file cannot be written; the old content is untouched.
     """
@@ -223,13 +219,6 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
     """Give a finished folder its final name: manifest, fsync, rename; an older folder of that name is
     replaced.
 
-    Args:
-        aside: a folder beside `final` (same parent) with everything in it; see `publishing`.
-        final: the name to publish under.
-
-    Returns:
-        `final` as a path.
-
     Raises:
         RunFolderError: a file cannot be written; what was published under `final` before is still there.
     """
@@ -286,13 +275,7 @@ def publishing(final: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others: bool = False) -> str:
-    """Say what is wrong with a published folder, or "" when it is whole.
-
-    Args:
-        path: the folder.
-        hashes: compare SHA-256 too; False checks names and sizes only, which is quick.
-        others: files that were added later do not matter.
-    """
+    """Say what is wrong with a published folder, or "" when it is whole."""
     folder = Path(path)
     if is_leftover(folder):
         return "it is the remains of a killed write"

@@ -53,10 +53,6 @@ def name_of(function: Any) -> str:
 def load_object(name: str, kind: str = "function") -> Any:
     """Import the object that `name` names.
 
-    Args:
-        name: `FILE.py:NAME`, relative to the working directory, or `MODULE:NAME`.
-        kind: what it should be, for messages.
-
     Raises:
         ConfigError: wrong form, no such file, module or object, or the file raises when imported.
     """
@@ -143,9 +139,6 @@ def user_file_hashes() -> dict[str, str]:
 def require_files(hashes: Mapping[str, str]) -> None:
     """Make sure that this machine has the user's files that another process has imported.
 
-    Args:
-        hashes: there, see `user_file_hashes`.
-
     Raises:
         ConfigError: one is missing, or another one.
     """
@@ -195,14 +188,6 @@ def make_named(
     kind: str, name: str, factories: Mapping[str, Callable[..., Made]], needs: type[Any], **options: Any
 ) -> Made:
     """Call the factory that `name` names.
-
-    Args:
-        kind: of thing, for messages.
-        name: a key of `factories`, or `FILE.py:NAME` with a class, a function or an object that is one already; or with
-            options, `"key:option=value,option=value"`; numbers, `true`, `false` and `none` are read as such.
-        factories: name -> callable.
-        needs: the base class, whose public names the thing must have.
-        **options: arguments; they win over those in `name`.
 
     Raises:
         ConfigError: no such thing, no such option, or a value that the factory refuses; or what the user's file has

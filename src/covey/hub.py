@@ -22,14 +22,6 @@ _FIXES = {
 def prepare_upload(repository: str, *, token: str | None = None, private: bool | None = None) -> str:
     """Make sure that a model repository is there and that it may be written, before anything expensive.
 
-    Args:
-        repository: `OWNER/NAME`, or `NAME` of one's own.
-        token: of the hub; None = the one that is logged in.
-        private: of a repository that is made now; None = the owner's default.
-
-    Returns:
-        `OWNER/NAME`.
-
     Raises:
         HubError: it cannot be made or reached, or the token may not write.
     """
@@ -46,16 +38,6 @@ def upload_folder(
     revision: str | None = None,
 ) -> str:
     """Upload the files of a folder, as one commit.
-
-    Args:
-        folder: what is uploaded; what a run keeps for itself (checkpoints, its run folder) is left out.
-        repository: `OWNER/NAME`, see `prepare_upload`.
-        message: of the commit.
-        token: of the hub; None = the one that is logged in.
-        revision: branch, made where it is missing; None = the main one.
-
-    Returns:
-        Where the commit is.
 
     Raises:
         HubError: it cannot be uploaded; the folder is as it was.

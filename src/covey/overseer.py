@@ -43,11 +43,6 @@ _channels: dict[int, int] = {}
 def overseen(names: Sequence[str] = (), thread: int = 0, limit: float | None = None) -> Iterator[Callable[[], None]]:
     """Inside, the overseer hears of signals, if this is the main thread, and of a call, if there are `names`.
 
-    Args:
-        names: functions that are being called, such as `reward function 'length'`; several where they take turns.
-        thread: in which they run.
-        limit: seconds that they may take; None = no limit.
-
     Yields:
         What is to be called once a second, unless the call is made by this thread.
     """
@@ -88,12 +83,7 @@ def _start() -> int:
 
 
 def serve(channel: int, process: int) -> None:
-    """What the overseer does until the channel closes.
-
-    Args:
-        channel: to the process that is overseen.
-        process: its number.
-    """
+    """What the overseer does until the channel closes."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     calls: dict[int, dict[str, Any]] = {}

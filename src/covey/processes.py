@@ -13,12 +13,6 @@ def start_python(code: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run `code` in a new Python process, which finds the modules that this one finds.
 
     Its standard input is empty and what it prints to standard output is dropped.
-
-    Args:
-        code: finds the file descriptor of its end of the channel in `sys.argv[1]`.
-
-    Returns:
-        The process and this end; both are the caller's to end.
     """
     ours, theirs = socket.socketpair()
     with theirs:

@@ -16,11 +16,7 @@ ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 class EndedError(KeyboardInterrupt):
-    """A signal ends the command.
-
-    Args:
-        number: of the signal.
-    """
+    """A signal ends the command."""
 
     def __init__(self, number: int) -> None:
         self.number, self.exit_status = number, 128 + number

@@ -96,14 +96,7 @@ DOWN_SAMPLING: Mapping[str, tuple[Rule, Statistics]] = {
 
 @dataclass(frozen=True, slots=True)
 class DownSampling:
-    """A rule with its number.
-
-    Attributes:
-        name: as in `algorithm.down_sampling`.
-        rule: see the module's docstring.
-        size: completions of each group that are trained on.
-        statistics: whose rewards an advantage is compared with.
-    """
+    """A rule with its number."""
 
     name: str
     rule: Rule

@@ -344,12 +344,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         return self.num_iterations * self.num_minibatches
 
     def entropy_weight(self, coefficient: float | None, entropy: float | None) -> float:
-        """The weight of the entropy bonus in an optimiser step.
-
-        Args:
-            coefficient: where `next_entropy_coef` has moved it, None = nowhere yet.
-            entropy: of the optimiser step before, in nats; None = there was none.
-        """
+        """The weight of the entropy bonus in an optimiser step."""
         if not self.use_adaptive_entropy:
             return self.entropy_coef
         if coefficient is None or entropy is None or entropy > self.entropy_target:

@@ -57,15 +57,7 @@ NAMES = frozenset(name for names, _ in TRANSLATORS for name in names)
 
 
 def translate(options: Options, known: Options) -> tuple[list[tuple[str, Any, str]], list[str]]:
-    """Turn options into fields.
-
-    Args:
-        options: option -> value, of `NAMES`.
-        known: the fields that are given besides.
-
-    Returns:
-        (field, value, option as written) for each field that follows; what is wrong, one message each.
-    """
+    """Turn options into fields."""
     settings: list[tuple[str, Any, str]] = []
     problems: list[str] = []
     for names, translator in TRANSLATORS:

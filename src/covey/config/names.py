@@ -193,10 +193,6 @@ class _Settings:
 def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reduce settings in any accepted form to field -> value; the values are not validated here.
 
-    Args:
-        settings: what somebody wrote, see the module docstring.
-        base: fields that hold already, for options whose meaning depends on others.
-
     Raises:
         ConfigError: unknown names, or one setting given twice with different values.
     """

@@ -35,15 +35,7 @@ _BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 
 @dataclass(frozen=True, slots=True)
 class FieldHelp:
-    """One line of `covey config --explain`.
-
-    Attributes:
-        section: name of the section, which is also the TOML table.
-        name: name of the field, unique over all sections.
-        type: type with its range, or the choices, e.g. `float, > 0, <= 1`.
-        default: as it would be written in TOML; `none` where it is unset.
-        meaning: what it does, with its unit.
-    """
+    """One line of `covey config --explain`."""
 
     section: str
     name: str
@@ -65,15 +57,7 @@ def explain() -> list[FieldHelp]:
 
 
 def render_explain(console: Console, filter: str | None = None) -> int:
-    """Print the settings as one table for each section.
-
-    Args:
-        console: where to print.
-        filter: only settings with this text in `section.name` or in their meaning, in any case.
-
-    Returns:
-        The number of settings printed.
-    """
+    """Print the settings as one table for each section."""
     from rich.markup import escape
     from rich.table import Table
 

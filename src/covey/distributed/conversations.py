@@ -33,15 +33,7 @@ class Workers(Protocol):
 
 
 class FleetDevice(Device):
-    """A `covey.rollout.turns.Device` that has whole turns sampled.
-
-    Args:
-        workers: sample.
-        version: of the weights.
-        context_length: most tokens of a conversation.
-        own_tokens: longest conversation after its first prompt.
-        homes: members that conversations are shared out to, by their random streams.
-    """
+    """A `covey.rollout.turns.Device` that has whole turns sampled."""
 
     def __init__(self, workers: Workers, version: int, context_length: int, own_tokens: int, homes: int) -> None:
         super().__init__(context_length, own_tokens)
@@ -107,12 +99,6 @@ class RoundDevice(Device):
 
     What is sampled beside a turn is settled by random streams: the present turns of the conversations of its unit. So
     the numbers are those of any number of samplers, and do not depend on how fast worlds are.
-
-    Args:
-        sample: completions of each call, in order.
-        context_length: most tokens of a conversation.
-        own_tokens: longest conversation after its first prompt.
-        unit_size: conversations of a unit, in the order in which they begin.
     """
 
     in_rounds = True

@@ -25,18 +25,6 @@ from covey.types import Completion, Progress, Request, SamplingSettings
 class Fleet(Pool):
     """Members that sample as one; a `covey.rollout.learning.Sampler`.
 
-    Args:
-        makers: one for each member. All are started now, and waited for.
-        unit_size: completions of a unit, see `make_units`.
-        keeps: whether a journal is wanted.
-        salt: names whatever else the numbers depend on, for the journal.
-        **options: those of `Pool`.
-
-    Attributes:
-        context_length: the members' smallest.
-        journal: where units are kept; None = nowhere.
-        keeps: whether a journal is wanted.
-
     Raises:
         CoveyError: a member cannot be started; none is left running.
     """

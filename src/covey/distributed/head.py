@@ -14,14 +14,7 @@ the trainer too; the time between is for a checkpoint."""
 
 
 class Head:
-    """The head of the Ray cluster that this process is connected to.
-
-    Args:
-        address: HOST:PORT, where somebody has just answered.
-
-    Attributes:
-        lost: it is taken to be gone. Most of Ray's functions would wait for it, until Ray ends the process.
-    """
+    """The head of the Ray cluster that this process is connected to."""
 
     def __init__(self, address: str) -> None:
         self.address, self.lost = address, False

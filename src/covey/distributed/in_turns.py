@@ -78,12 +78,7 @@ class RankSampler:
 
 
 class LeadingSampler:
-    """Rank 0's sampler: all ranks sample when it is called. See `covey.rollout.learning.Sampler`.
-
-    Attributes:
-        context_length: most tokens of prompt and completion together.
-        cuts_units: nobody else has to.
-    """
+    """Rank 0's sampler: all ranks sample when it is called. See `covey.rollout.learning.Sampler`."""
 
     cuts_units = True
 

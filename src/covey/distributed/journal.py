@@ -26,11 +26,7 @@ _REASONS: tuple[FinishReason, ...] = ("stop", "length")
 
 
 class Journal:
-    """A folder of units; it is made with the first one.
-
-    Args:
-        folder: of the run, `RunFolder.units`.
-    """
+    """A folder of units; it is made with the first one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,13 +36,7 @@ class Journal:
             self._earlier = frozenset(path.name for path in folder.iterdir())
 
     def get(self, key: str, version: int, count: int) -> list[Completion] | None:
-        """The `count` completions of a unit, bit for bit as they were sampled; None if they are not there, or damaged.
-
-        Args:
-            key: `covey.distributed.units.unit_key`.
-            version: of the weights.
-            count: completions that there must be.
-        """
+        """The `count` completions of a unit, bit for bit as they were sampled; None if not there or damaged."""
         try:
             digest, _, content = self._path(key, version).read_bytes().partition(b"\n")
             if hashlib.sha256(content).hexdigest().encode() != digest:

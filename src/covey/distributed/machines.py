@@ -26,19 +26,7 @@ _SMI_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a machine is.
-
-    Attributes:
-        gpus: their names, in order.
-        driver: of the GPUs.
-        model: `model_hash`, "" where it is not on its disk.
-        model_bytes: of its weight files.
-        model_problem: why it cannot be read, "" if it can.
-        clock: seconds that it was ahead of this process's when it was asked, at the least; negative = behind.
-        threads: of each operation, 0 where a process of the run sets it.
-        vllm: version of vLLM in the environment that samplers use, "" where it was not asked for.
-        vllm_problem: why it cannot be used, "" if it can.
-    """
+    """What a machine is."""
 
     gpus: tuple[str, ...] = ()
     driver: str = ""
@@ -52,12 +40,7 @@ class Facts:
 
 
 def facts_here(model: str, vllm_python: str | None = None) -> dict[str, Any]:
-    """The fields of this machine's `Facts`, without its clock and threads.
-
-    Args:
-        model: as `model.model` names it.
-        vllm_python: whose vLLM is looked for, "" = that of this process's Python; None = none.
-    """
+    """The fields of this machine's `Facts`, without its clock and threads."""
     gpus, driver = _gpus()
     found: dict[str, Any] = {"gpus": gpus, "driver": driver}
     if vllm_python is not None:
@@ -77,12 +60,6 @@ def facts_here(model: str, vllm_python: str | None = None) -> dict[str, Any]:
 def model_hash(model: str) -> tuple[str, int]:
     """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights.
 
-    Args:
-        model: a folder, a .gguf file, pkg:NAME, or a hub id, which is looked for in the hub's cache only.
-
-    Returns:
-        ("", 0) for a hub id that is not in the cache.
-
     Raises:
         OSError: it is not there, or cannot be read.
     """
@@ -93,11 +70,6 @@ def model_hash(model: str) -> tuple[str, int]:
 
 def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
     """Refuse machines that have another model under the same name, or cannot read it.
-
-    Args:
-        model: as `model.model` names it.
-        own: of this process's machine.
-        others: by the name of the machine, such as "Ray node 4f".
 
     Raises:
         ConfigError: naming the machine.
@@ -116,14 +88,7 @@ def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
 
 
 def mixtures(own: Facts, others: Mapping[str, Facts], *, gpus: bool, name_of_own: str = "this machine") -> list[str]:
-    """Differences between machines that make their numbers differ, one sentence each.
-
-    Args:
-        own: of this process's machine; its GPUs are compared where it has any.
-        others: by name.
-        gpus: are GPUs used?
-        name_of_own: what this machine is called.
-    """
+    """Differences between machines that make their numbers differ, one sentence each."""
     found = []
     asked = [(name_of_own, own), *others.items()] if own.gpus or not gpus else list(others.items())
     if not asked:

@@ -25,24 +25,14 @@ class MemberError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """Weights on their way to members.
-
-    Attributes:
-        weights: what is published.
-        sha256: `weights_hash` of them, "" where nobody asks for it.
-    """
+    """Weights on their way to members."""
 
     weights: Weights
     sha256: str
 
 
 class Member(Protocol):
-    """Samples one unit at a time. No method waits; a member that was given up is not asked again.
-
-    Attributes:
-        name: for messages: a process and its machine, or an address.
-        context_length: most tokens of prompt and completion together.
-    """
+    """Samples one unit at a time. No method waits; a member that was given up is not asked again."""
 
     name: str
     context_length: int
@@ -57,14 +47,7 @@ class Member(Protocol):
     def begin(
         self, requests: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
     ) -> Future[list[Completion]]:
-        """Sample the requests in one call, alone; errors are those of `load`.
-
-        Args:
-            requests: at least one.
-            settings: how tokens are drawn.
-            version: of the weights that were loaded.
-            progress: called with (finished, total) completions, from any thread, while there is no result.
-        """
+        """Sample the requests in one call, alone; errors are those of `load`."""
         ...
 
     def watch(self) -> None:

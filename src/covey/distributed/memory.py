@@ -34,11 +34,7 @@ class MemoryNote:
         return min(tokens, max(found, 1)) if isinstance(found, int) else tokens
 
     def halve(self, tokens: int, who: str, why: str) -> str:
-        """Remember that packs of so many tokens are too large.
-
-        Returns:
-            What that means, in words; "" where smaller ones are no help, or the run's folder is not here.
-        """
+        """Remember that packs of so many tokens are too large."""
         half = min(tokens, self.at_most(tokens)) // 2
         if half < LEAST or not self._run.is_dir():
             return ""

@@ -30,11 +30,7 @@ _MOST_TRIES = 3
 
 
 class Worker(Protocol):
-    """Does one piece at a time. What it is asked with is the pool's; no method waits.
-
-    Attributes:
-        name: for messages: a process and its machine, or an address.
-    """
+    """Does one piece at a time. What it is asked with is the pool's; no method waits."""
 
     name: str
 
@@ -53,14 +49,7 @@ Maker = Callable[[bool], "Future[Any]"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Piece:
-    """Work under way.
-
-    Attributes:
-        home: number of the member that it is meant for as long as that one lives; None = any.
-        finished: how much of it is over, as far as is known.
-        tries: members that have failed at it.
-        result: what came out; None = nothing yet.
-    """
+    """Work under way."""
 
     home: int | None = None
     finished: int = 0
@@ -70,18 +59,7 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One member after another.
-
-    Attributes:
-        number: of the place, from 0.
-        make: starts a member.
-        member: None while there is none.
-        held: what it was given before its work, once it has answered; `taking` what it is being given.
-        doing: what `future` is the end of, since `since`; `seen` of its piece was over then.
-        failures: in a row.
-        given_up: no further member is started.
-        pieces, failed: that its members have done, and members that have failed.
-    """
+    """One member after another."""
 
     number: int
     make: Maker
@@ -108,13 +86,6 @@ class Place:
 
 class Pool:
     """Members that do pieces.
-
-    Args:
-        makers: one for each member. All are started now, and waited for.
-        timeout_seconds: without an answer or progress after which a member is given up.
-        max_restarts: of a member in a row, before the others go on without it.
-        closing: called when the members are stopped.
-        wait, clock: `concurrent.futures.wait` and a clock in seconds; for tests.
 
     Raises:
         CoveyError: a member cannot be started; none is left running.
@@ -226,12 +197,6 @@ class Pool:
         seconds: float = float("inf"),
     ) -> None:
         """Queue pieces and let members work until `over`, or for some seconds; an error forgets all pieces.
-
-        Args:
-            pieces: to be queued after those that wait.
-            over: asked whenever something has happened.
-            tell: called whenever something may have happened, in this thread.
-            seconds: to return after in any case.
 
         Raises:
             CoveyError: as a member raised it, or `failure`: three members failed at the same piece, or none is left.

@@ -21,17 +21,7 @@ STORED_ADAPTERS = 4
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine of a cluster, as Ray sees it.
-
-    Attributes:
-        name: its address.
-        cpus, gpus: that Ray may give away.
-        store_bytes: of its object store.
-        kinds: of its GPUs.
-        versions: name -> version of Python and `PACKAGES`, "" for what is missing; None = it was not asked.
-        facts: what it is, None = it was not asked, or could not say.
-        memory: bytes that Ray may give away.
-    """
+    """A machine of a cluster, as Ray sees it."""
 
     name: str
     cpus: float
@@ -68,12 +58,6 @@ def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
 def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
     """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word.
 
-    Args:
-        nodes: those that live.
-        samplers: to be placed.
-        cpus: that each takes of one node.
-        gpus: the same.
-
     Raises:
         ConfigError: there is no room; it says for how many there is.
     """
@@ -104,12 +88,6 @@ def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes:
 def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], samplers: Sequence[float]) -> None:
     """Refuse learners, and samplers beside them, that the cluster has no room for; Ray would wait for it.
 
-    Args:
-        nodes: those that live.
-        here: name of the one on which the first learner has to be.
-        learners: how many, and the CPUs and GPUs that each takes of one node.
-        samplers: the same.
-
     Raises:
         ConfigError: there is no room; it says what there is and what is needed.
     """
@@ -138,16 +116,6 @@ def check_alike(
 ) -> list[str]:
     """Refuse machines whose numbers would differ.
 
-    Args:
-        nodes: those that live.
-        own: versions of this process.
-        cpus: that a sampler takes of one node.
-        gpus: the same.
-        allow_mixture: only say so of what is part of the numbers and of nothing else.
-
-    Returns:
-        What is to be said.
-
     Raises:
         ConfigError: a node on which a sampler may be placed has another version of something, or another kind of GPU.
     """
@@ -172,10 +140,6 @@ def check_alike(
 
 def check_store(nodes: Sequence[Node], size: int) -> None:
     """Refuse object stores that are too small for the weights that samplers are given.
-
-    Args:
-        nodes: those that live.
-        size: of one version, in bytes.
 
     Raises:
         ConfigError: naming the node.

@@ -40,12 +40,7 @@ class NoMemoryError(TornError):
 
 
 class Ranks:
-    """The processes that train, as one of them sees them.
-
-    Attributes:
-        rank: of this process, 0 for the one that runs the loop.
-        world: number of processes.
-    """
+    """The processes that train, as one of them sees them."""
 
     def __init__(self, rank: int = 0, world: int = 1, timeout_seconds: float = 600.0) -> None:
         """Join the others, which the environment tells of (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on, as torchrun

@@ -74,13 +74,7 @@ for pid in map(int, sys.argv[1:]):
 
 
 def connect(address: str, actors: int, stored_bytes: int = 0) -> bool:
-    """Connect to a cluster; True if that was done here, so that it must be left here.
-
-    Args:
-        address: see `distributed.ray_address`.
-        actors: of the run.
-        stored_bytes: that its object store has to hold.
-    """
+    """Connect to a cluster; True if that was done here, so that it must be left here."""
     if ray.is_initialized():
         return False
     if not join(address):
@@ -201,14 +195,6 @@ def nodes_there() -> list[Node]:
 def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None = None) -> list[Node]:
     """The nodes that run a task, with what is installed there and what they are.
 
-    Args:
-        nodes: those that live; the one of this process, which knows itself, stays as it is.
-        model: as `model.model` names it; "" = it is not looked at.
-        vllm_python: see `covey.distributed.machines.facts_here`.
-
-    Returns:
-        Without those that have died meanwhile: Ray lists them for a while.
-
     Raises:
         ConfigError: one does not run a task in time.
     """
@@ -276,13 +262,6 @@ def _make_probe() -> Any:
 
 def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[str]]:
     """Refuse a cluster that does not do for what a run places there.
-
-    Args:
-        config: of the run.
-        learners: to be placed, the first one on this node; 0 = they have their places, or need none.
-
-    Returns:
-        The nodes that answer, and what is to be said of them.
 
     Raises:
         ConfigError: they have no room, other versions, another model, or differ in what numbers depend on.

@@ -71,12 +71,6 @@ except SystemExit as end:
 class RayRanks:
     """A Ray cluster that starts ranks.
 
-    Args:
-        config: of the run.
-        arguments: of the `covey` command, which rank 0 is given.
-        work: what the other ranks do with the settings; sent by its name.
-        say: is told on which machines the ranks are.
-
     Raises:
         ConfigError: the cluster is too small for the run, or in use, or its machines are not alike.
     """
@@ -111,13 +105,6 @@ class RayRanks:
 
     def start(self, attempt: int, environment: Mapping[str, str]) -> int:
         """Start all ranks, and wait until all have ended.
-
-        Args:
-            attempt: from 0; a later one waits `timeout_seconds` for machines that are lost.
-            environment: of rank 0; what of it the numbers depend on is also the others'.
-
-        Returns:
-            Exit status of rank 0; another number than 0 if any rank has died.
 
         Raises:
             CoveyError: as a rank other than 0 raised it.

@@ -51,13 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineHost:
-    """What an actor runs: an engine with the base model, which is given adapters or all weights.
-
-    Args:
-        config: of the run.
-        dtype: of the model, as the trainer has it.
-        threads: of each operation, as the trainer has them: they are part of the numbers.
-    """
+    """What an actor runs: an engine with the base model, which is given adapters or all weights."""
 
     def __init__(self, config: GRPOConfig, dtype: str, threads: int) -> None:
         self._config, self._dtype, self._threads, self._finished = config, dtype, threads, 0
@@ -145,13 +139,7 @@ def base_hash(model: Any) -> str:
 
 
 class RayMember:
-    """An actor, as the fleet sees it.
-
-    Args:
-        cluster: started it.
-        actor: its handle.
-        about: what `EngineHost.start` said.
-    """
+    """An actor, as the fleet sees it."""
 
     def __init__(self, cluster: Cluster, actor: Any, about: dict[str, Any]) -> None:
         self._cluster, self._actor, self.pid = cluster, actor, int(about["pid"])
@@ -201,10 +189,6 @@ class RayMember:
 
 class Cluster:
     """Connects to Ray, looks at the cluster, and starts actors in it.
-
-    Args:
-        config: of the run.
-        policy: that is trained here; actors must have the same base model.
 
     Raises:
         ConfigError: the cluster cannot be reached, is too small, or has other versions than this process.

@@ -29,11 +29,7 @@ _CONNECT_SECONDS = 5.0
 
 
 class RayWorker:
-    """An actor, whose calls are futures.
-
-    Attributes:
-        name: its process and machine.
-    """
+    """An actor, whose calls are futures."""
 
     def __init__(self, actor: Any, about: dict[str, Any]) -> None:
         self.actor, self.pid = actor, int(about["pid"])
@@ -69,14 +65,6 @@ class RayWorlds(RayWorker):
 
 class Workers(Generic[M]):
     """Starts actors of one kind in the cluster.
-
-    Args:
-        config: of the run.
-        setting: that asks for them, for messages.
-        host: what an actor runs: `start(node)` answers with `pid`, `host`, `node()` and the `versions` of packages.
-        arguments: of it.
-        member: made of an actor and what that answered.
-        calls: that each may be at work on at once.
 
     Raises:
         ConfigError: the cluster cannot be reached, or has no room.

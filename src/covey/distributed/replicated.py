@@ -54,14 +54,6 @@ def share_out(sizes: Sequence[int], world: int) -> list[list[int]]:
 def run_shared(ranks: Ranks, sizes: Sequence[int], work: Callable[[list[int]], Iterable[Result]]) -> list[Result]:
     """Every rank runs its part of some items, and knows the results of all.
 
-    Args:
-        ranks: who takes part; all call this with the same sizes.
-        sizes: of the items, by which they are shared out.
-        work: given the numbers of this rank's items, returns their results in that order.
-
-    Returns:
-        The results in the order of the items.
-
     Raises:
         torch.OutOfMemoryError: memory ran out, on whichever rank.
         CoveyError: as `work` raised it, on whichever rank.
@@ -195,12 +187,6 @@ class _Spelled:
 
 def follow(ranks: Ranks, learner: Learner, sampler: Any = None, policy: Any = None) -> None:
     """Another rank: call what rank 0 calls, until it says that the run has ended.
-
-    Args:
-        ranks: of which this is one.
-        learner: what this rank learns with.
-        sampler: what it samples with, see `covey.distributed.in_turns`; None = it does not.
-        policy: of which it holds a part; None = it holds all of it, and nobody asks for it.
 
     Raises:
         TornError: the ranks cannot go on together.

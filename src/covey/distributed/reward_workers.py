@@ -43,14 +43,7 @@ Warnings = list[tuple[str, int, str]]
 
 @dataclass(frozen=True)
 class Rewards:
-    """Reward functions on their way to another process, which makes them anew.
-
-    Attributes:
-        config: of the run; it names them, unless there is `pickled`.
-        pickled: functions that it does not name, by value; b"" = there are none.
-        files: the user's files that were imported here, by the names that their modules have, and their hashes.
-        folder: the working directory here; `paths` what modules are looked for in.
-    """
+    """Reward functions on their way to another process, which makes them anew."""
 
     config: GRPOConfig
     pickled: bytes
@@ -174,13 +167,7 @@ class _Rows(Piece):
 
 
 class RewardWorkers(Pool):
-    """Workers that score as one; the `elsewhere` of a `covey.rollout.scoring.Scorer`.
-
-    Args:
-        makers: one for each worker. All are started now, and waited for.
-        unit_size: completions of a piece, at least; groups are not cut.
-        **options: those of `Pool`.
-    """
+    """Workers that score as one; the `elsewhere` of a `covey.rollout.scoring.Scorer`."""
 
     noun: ClassVar[str] = "reward worker"
     work: ClassVar[str] = "scoring"

@@ -20,13 +20,6 @@ _SUM_NUMBERS = 1 << 17
 def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:
     """Refuse ranks whose numbers would differ, and try one sum; every rank calls this and raises the same.
 
-    Args:
-        ranks: that have joined.
-        config: of the run.
-
-    Returns:
-        What is to be said.
-
     Raises:
         ConfigError: they have other versions, another model, or differ in what numbers depend on.
         ModelError: the sum is wrong.

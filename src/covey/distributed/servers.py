@@ -21,15 +21,7 @@ _GOODBYE_SECONDS = 5.0
 def connect(
     config: GRPOConfig, url: str, vocabulary: int, number: int | None = None, *, again: bool = False
 ) -> RemoteEngine:
-    """A server, for this run folder: a resumed run is the same trainer.
-
-    Args:
-        config: of the run.
-        url: its address.
-        vocabulary: number of token ids that the policy has.
-        number: which of several it is.
-        again: it was there before, and may take a moment to be there again.
-    """
+    """A server, for this run folder: a resumed run is the same trainer."""
     chosen = config.server
     timeout = (
         chosen.server_timeout if number is None else min(chosen.server_timeout, config.distributed.timeout_seconds)
@@ -55,11 +47,7 @@ def make_member(config: GRPOConfig, vocabulary: int, number: int, again: bool) -
 
 
 class RemoteMember:
-    """An inference server. It may batch as it likes, so numbers repeat as far as the server's do.
-
-    Args:
-        engine: asks it.
-    """
+    """An inference server. It may batch as it likes, so numbers repeat as far as the server's do."""
 
     def __init__(self, engine: RemoteEngine) -> None:
         self.engine, self.context_length = engine, engine.context_length

@@ -92,11 +92,6 @@ class ShardedPolicy(Policy):
     def __init__(self, policy: Policy, ranks: Ranks, parts: int | None = None) -> None:
         """Shard a policy in place, which is not to be used on its own any more.
 
-        Args:
-            policy: whole.
-            ranks: who take part.
-            parts: over how many ranks; each so many hold a whole model together. None = over all.
-
         Raises:
             ModelError: sharded, its loss or gradients are others, or weights that were tied are not.
         """
@@ -276,13 +271,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Loss and gradients of a small pack.
-
-    Attributes:
-        loss: a weighted sum of its log-probabilities.
-        gradients: by the parameters' names: norm, largest absolute value, and numbers at even distances.
-        tolerance: of relative differences.
-    """
+    """Loss and gradients of a small pack."""
 
     loss: float
     gradients: dict[str, Tensor]
@@ -290,12 +279,7 @@ class Probe:
 
     @classmethod
     def of(cls, policy: Policy, share: float) -> Probe:
-        """Measure a policy.
-
-        Args:
-            policy: whole, or in shards; then all ranks call this.
-            share: factor on this rank's gradients, 1 in all ranks together.
-        """
+        """Measure a policy."""
         pack = probe_pack(policy._lm)
         logp = policy.score(pack).logp
         loss = (logp * torch.linspace(-1.0, 1.0, len(logp), dtype=logp.dtype, device=logp.device)).sum()

@@ -96,11 +96,7 @@ def check_sharded(config: GRPOConfig) -> None:
 
 
 class ShardedPacks:
-    """See `covey.pytorch.gradient_sum.Share`: equally many packs on each rank, through all ranks' shards.
-
-    Attributes:
-        own: how many of the packs under way are this rank's; those after them only fill up.
-    """
+    """See `covey.pytorch.gradient_sum.Share`: equally many packs on each rank, through all ranks' shards."""
 
     alone = False
 
@@ -225,9 +221,6 @@ class ShardedLearner(Learner):
 
     def restore_from(self, folder: str, groups: list[str], steps: int) -> bool:
         """Restore what `write` has written, on any number of ranks: each reads its own parts.
-
-        Returns:
-            False where not all ranks see the folder; nothing was changed.
 
         Raises:
             ModelError, CheckpointError: it is of another model, or cannot be read.

@@ -33,22 +33,10 @@ log = logging.getLogger(__name__)
 
 
 class SlicedPolicy(ShardedPolicy):
-    """A sharded policy that was never whole.
-
-    Attributes:
-        shape: the model without memory for its parameters, from which a sampler is built.
-        runner: how a sampler in this process runs it; see `covey.pytorch.engine`.
-    """
+    """A sharded policy that was never whole."""
 
     def __init__(self, few: Policy, hollow: HollowPolicy, config: GRPOConfig, ranks: Ranks, over: int) -> None:
         """Read this rank's slices; all ranks call this.
-
-        Args:
-            few: a policy of the model's first layers, whole; it is not to be used any more.
-            hollow: the policy that it becomes.
-            config: of the run.
-            ranks: who take part.
-            over: see `ShardedPolicy`.
 
         Raises:
             ModelError: sharded, its first layers compute something else, or its files cannot be read.
@@ -114,13 +102,7 @@ class SlicedPolicy(ShardedPolicy):
 
 
 class HollowPolicy:
-    """A policy's model before its base has memory; an adapter has.
-
-    Attributes:
-        files: of the base.
-        model: with an adapter attached, if one is trained.
-        names: of the parameters that are in the files, and their names there.
-    """
+    """A policy's model before its base has memory; an adapter has."""
 
     def __init__(self, files: ModelFiles, config: GRPOConfig) -> None:
         """As the run's settings want it. A fresh adapter has the numbers that it has on a whole model."""

@@ -52,11 +52,6 @@ def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) ->
 def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
     """Let reward workers score in place of this process, where the settings ask for them.
 
-    Args:
-        config: of the run.
-        scorer: of this process; it is given its workers, and closes them.
-        named: the settings name the reward functions, so that workers can make their own.
-
     Raises:
         ConfigError: nothing is left for them, a function cannot be sent, or the cluster does not do.
     """

@@ -19,12 +19,7 @@ from covey.types import Completion, Request, SamplingSettings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """Requests that are sampled in one call.
-
-    Attributes:
-        first: place of its first request among all that were asked for; the others follow.
-        requests: whole groups, at least one.
-    """
+    """Requests that are sampled in one call."""
 
     first: int
     requests: tuple[Request, ...]
@@ -37,12 +32,7 @@ class Unit:
 
 @dataclass(slots=True, eq=False)
 class Job(Piece):
-    """A unit under way; its `result` is the completions.
-
-    Attributes:
-        requests, settings, version: what is asked for.
-        key: in the journal; "" = it is not written.
-    """
+    """A unit under way; its `result` is the completions."""
 
     requests: Sequence[Request]
     settings: SamplingSettings
@@ -52,12 +42,7 @@ class Job(Piece):
 
 
 def make_units(requests: Sequence[Request], size: int) -> list[Unit]:
-    """Cut requests into units: whole groups in order, until they have at least `size` completions.
-
-    Args:
-        requests: those of one prompt follow each other; equal prompts side by side count as one.
-        size: completions of a unit. Groups are not cut, so a unit may have more; the last one may have fewer.
-    """
+    """Cut requests into units: whole groups in order, until they have at least `size` completions."""
     starts = [0] if requests else []
     for place, (before, request) in enumerate(pairwise(requests), start=1):
         same = before.token_ids is request.token_ids or np.array_equal(before.token_ids, request.token_ids)

@@ -38,15 +38,7 @@ _SILENT_SECONDS = 1e6
 
 
 class VLLMHost:
-    """What an actor runs in place of Covey's engine: vLLM with the base model, which is given adapters or all weights.
-
-    Args:
-        config: of the run.
-        dtype: of the model, as the trainer has it.
-        gpus: that it has, or its part of one.
-        rank: of the adapter; 0 = the model itself is trained.
-        vocabulary: number of token ids that the policy has.
-    """
+    """What an actor runs in place of Covey's engine: vLLM with the base model, given adapters or all weights."""
 
     def __init__(self, config: GRPOConfig, dtype: str, gpus: float, rank: int, vocabulary: int) -> None:
         self._config, self._rank, self._vocabulary, self._finished = config, rank, vocabulary, 0

@@ -135,17 +135,7 @@ def find_vllm(python: str | None) -> Installed:
 
 
 class VLLMServer:
-    """vLLM's OpenAI server on a Unix socket in a folder that only this user can read.
-
-    Args:
-        installed: vLLM.
-        arguments: of `vllm serve`, but for model and socket.
-        environment: variables that are added to this process's.
-
-    Attributes:
-        folder: for files that the server reads; it goes with the server.
-        url: for `InferenceClient`.
-    """
+    """vLLM's OpenAI server on a Unix socket in a folder that only this user can read."""
 
     def __init__(self, installed: Installed, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         self._installed, self._arguments, self._variables = installed, arguments, environment
@@ -159,10 +149,6 @@ class VLLMServer:
 
     def start(self, model: str, seconds: float) -> None:
         """Start it, and return when it answers.
-
-        Args:
-            model: folder or name on the hub.
-            seconds: to wait at the most.
 
         Raises:
             ConfigError: it has not enough memory.

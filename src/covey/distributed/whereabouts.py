@@ -15,12 +15,6 @@ from typing import Any
 def await_all(store: Any, rank: int, world: int, seconds: float) -> None:
     """Wait until every rank has come.
 
-    Args:
-        store: that all ranks reach.
-        rank: of this process.
-        world: number of ranks.
-        seconds: to wait at the most.
-
     Raises:
         RuntimeError: some have not; it names them, and where the others are.
     """

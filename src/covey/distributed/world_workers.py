@@ -32,14 +32,7 @@ from covey.types import Progress
 
 @dataclass(frozen=True)
 class Script:
-    """An episode up to a question.
-
-    Attributes:
-        episode: number, another one for each.
-        task, seed: that it began with.
-        actions: done since; without any, the question is the beginning.
-        answers: to the beginning and to each action but the last.
-    """
+    """An episode up to a question."""
 
     episode: int
     task: TaskInstance
@@ -50,15 +43,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Worlds:
-    """A world on its way to another process.
-
-    Attributes:
-        pickled: it.
-        files: the user's files, by the names that their modules have, and their hashes.
-        paths: what modules are looked for in.
-        places: of one worker.
-        reset_seconds, step_seconds: time limits.
-    """
+    """A world on its way to another process."""
 
     pickled: bytes
     files: dict[str, str]
@@ -151,11 +136,7 @@ def _said(found: Found) -> str:
 
 
 class WorldMember(Protocol):
-    """A worker, which plays at several places at once.
-
-    Attributes:
-        name: for messages.
-    """
+    """A worker, which plays at several places at once."""
 
     name: str
 
@@ -198,12 +179,7 @@ class Seat:
 
 
 class Seats:
-    """Starts the places of some workers, and a worker when its first place is wanted.
-
-    Args:
-        make: starts a worker, see `covey.distributed.pool.Maker`.
-        workers: how many.
-    """
+    """Starts the places of some workers, and a worker when its first place is wanted."""
 
     def __init__(self, make: Maker, workers: int) -> None:
         self._make, self._started = make, [Future[_Shared]() for _ in range(workers)]
@@ -243,13 +219,7 @@ class _Question(Piece):
 
 
 class WorldWorkers(Pool):
-    """Places in which instances of a world are played; an `EnvironmentPool` whose processes are on workers.
-
-    Args:
-        seats: of the workers.
-        places: how many episodes can go on at once.
-        **options: those of `Pool`.
-    """
+    """Places in which instances of a world are played; an `EnvironmentPool` whose processes are on workers."""
 
     noun: ClassVar[str] = "world worker"
     work: ClassVar[str] = "playing"

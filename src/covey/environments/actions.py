@@ -42,12 +42,7 @@ def parse_action(text: str, format: ActionFormat = "text", actions: Sequence[str
 
 
 def write_action(action: str, format: ActionFormat = "text") -> str:
-    """A completion that stands for an action: what `parse_action` reads it back from.
-
-    Args:
-        action: as the world names it.
-        format: see the table above.
-    """
+    """A completion that stands for an action: what `parse_action` reads it back from."""
     return _WRITERS[format](action)
 
 

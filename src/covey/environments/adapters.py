@@ -54,14 +54,7 @@ class _Adapted(Environment):
 
 
 class GymnasiumEnvironment(_Adapted):
-    """Anything with Gymnasium's `reset(seed=, options=)` and five-valued `step`.
-
-    Args:
-        env: the environment.
-        actions: names of the actions 0, 1, ... of a discrete action space; None = actions are passed on as `act` says.
-        describe: observation -> what the agent reads; None = `str`.
-        act: text -> action; None = the number of its name among `actions`, or the text itself.
-    """
+    """Anything with Gymnasium's `reset(seed=, options=)` and five-valued `step`."""
 
     def __init__(
         self, env: Any, actions: Sequence[str] | None = None, describe: Describe | None = None, act: Act | None = None
@@ -80,13 +73,7 @@ class GymnasiumEnvironment(_Adapted):
 
 
 class OpenEnvEnvironment(_Adapted):
-    """Anything with OpenEnv's `reset()` and `step(action)` that return `.observation`, `.reward` and `.done`.
-
-    Args:
-        client: the environment.
-        describe: observation -> what the agent reads; None = its `text`, `message` or `content`, else `str`.
-        act: text -> action object; None = the text itself.
-    """
+    """Anything with OpenEnv's `reset()` and `step(action)` that return `.observation`, `.reward` and `.done`."""
 
     _no_action = (ValueError, KeyError, TypeError)
 
@@ -104,18 +91,7 @@ class OpenEnvEnvironment(_Adapted):
 
 
 class Gymnasium(SeededWorld):
-    """A Gymnasium environment by its id.
-
-    Args:
-        env: id, such as "FrozenLake-v1".
-        actions: names of the actions of a discrete space, joined by `|`.
-        describe: "file.py:function" or "module:function"; see the top of this module.
-        act: likewise.
-        max_turns: actions in an episode.
-        num_train: training seeds.
-        num_eval: held-out seeds.
-        system_prompt: the rules of the game.
-    """
+    """A Gymnasium environment by its id."""
 
     name: ClassVar[str] = "gymnasium"
 
@@ -145,17 +121,7 @@ class Gymnasium(SeededWorld):
 
 
 class OpenEnv(SeededWorld):
-    """An OpenEnv environment that a function of yours makes a client for.
-
-    Args:
-        factory: "file.py:function" that returns a client.
-        describe: "file.py:function"; see the top of this module.
-        act: likewise.
-        max_turns: actions in an episode.
-        num_train: training episodes of one pass.
-        num_eval: held-out episodes.
-        system_prompt: the rules of the game.
-    """
+    """An OpenEnv environment that a function of yours makes a client for."""
 
     name: ClassVar[str] = "openenv"
 

@@ -34,17 +34,7 @@ TASK_TYPES = (
 
 
 class AlfWorld(World):
-    """The text games of ALFWorld.
-
-    Args:
-        data: folder with the games; None = where `alfworld-download` puts them.
-        types: kinds of tasks, joined by `|`; None = all six.
-        goals: "template", as the games say them, or "human", in the words of one of the people who described it.
-        eval_split: held-out games: `valid_seen` or `valid_unseen`.
-        num_train: training games, drawn with the run's seed; None = all.
-        num_eval: held-out games, always the same; None = all.
-        max_turns: actions in an episode.
-    """
+    """The text games of ALFWorld."""
 
     name: ClassVar[str] = "alfworld"
 

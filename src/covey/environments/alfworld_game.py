@@ -52,12 +52,7 @@ def _words(template: str) -> frozenset[str]:
 
 @dataclass(slots=True)
 class Game:
-    """One game that is being played.
-
-    Attributes:
-        goal: in words.
-        commands: what can be done now: command -> applicable action, sorted.
-    """
+    """One game that is being played."""
 
     goal: str
     commands: dict[str, Any]
@@ -67,13 +62,7 @@ class Game:
 
     @classmethod
     def begin(cls, library: Any, problem: str, goal: str) -> Game:
-        """Loads a problem and begins its game.
-
-        Args:
-            library: the planner's, from `fast_downward.load_lib`; it holds one game at a time.
-            problem: in PDDL.
-            goal: what the player is told to do.
-        """
+        """Loads a problem and begins its game."""
         state = _State(library, problem, game_logic())
         game = cls(goal, {}, state, _entities(state), {})
         game._look_around()

@@ -147,11 +147,6 @@ def checked_reset(returned: Any) -> Observation:
 def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
     """What `step` returned, or an error that says what is wrong with it.
 
-    Args:
-        returned: observation, reward, done, info; or with terminated and truncated in place of done.
-        action: that was done.
-        seen: the observation before it, whose admissible actions tell whether it was one.
-
     Raises:
         EpisodeError: neither four nor five values, a reward that is no finite number, ...
     """

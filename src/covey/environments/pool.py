@@ -229,12 +229,7 @@ class EnvironmentPool:
 
 @dataclass(slots=True)
 class _Place:
-    """One process with one environment, and the question that it was asked.
-
-    Attributes:
-        number: the template's, of the process.
-        deadline: when the open question must be answered, 0 when none is open; infinite before a reset's turn.
-    """
+    """One process with one environment, and the question that it was asked."""
 
     template: _Template
     channel: socket.socket | None = None

@@ -29,20 +29,7 @@ _BLANK = re.compile(r"\n\s*\n\s*")
 
 
 class TextWorld(SeededWorld):
-    """Text adventures that TextWorld makes, one for each seed.
-
-    Args:
-        rooms: of a game.
-        objects: of a game.
-        quest_length: actions that the shortest solution takes.
-        instructions: "all", the player is told each step of the quest, or "last", only where it ends.
-        reward: "win", 1 for a solved game, or "progress", 1 shared out among the actions that come nearer to the end;
-            steps that lead away from it take their share back.
-        max_turns: actions in an episode; None = three times the quest and five more.
-        num_train: training games.
-        num_eval: held-out games.
-        cache: folder for the games; None = `covey/textworld` in the user's cache folder.
-    """
+    """Text adventures that TextWorld makes, one for each seed."""
 
     name: ClassVar[str] = "textworld"
 
@@ -81,14 +68,7 @@ class TextWorld(SeededWorld):
 
 
 class TextWorldEnvironment(Environment):
-    """Plays the game of a seed.
-
-    Args:
-        folder: where games are kept.
-        game: `nb_rooms`, `nb_objects`, `quest_length`.
-        instructions: "all" or "last".
-        reward: "win" or "progress".
-    """
+    """Plays the game of a seed."""
 
     def __init__(self, folder: Path, game: Mapping[str, int], instructions: str, reward: str) -> None:
         self._folder, self._game, self._instructions = folder, dict(game), instructions

@@ -91,12 +91,7 @@ def serve_template(control: int) -> None:
 
 
 class _Forks:
-    """The places' processes, each the leader of a group.
-
-    Attributes:
-        news: can be read when one may have ended. The signal does no more than that: a handler that did the work would
-            be interrupted by the next one.
-    """
+    """The places' processes, each the leader of a group."""
 
     def __init__(self) -> None:
         self._running: dict[int, int] = {}

@@ -39,13 +39,7 @@ def keep_float32() -> None:
 
 
 class CompiledFunction:
-    """A function compiled once for each shape of its arguments, ahead of time where asked, and not run for it.
-
-    Args:
-        function: of arrays, and of settings by name.
-        settings: names of the settings; each combination is compiled for itself.
-        donate: names of arguments whose memory is given up.
-    """
+    """A function compiled once for each shape of its arguments, ahead of time where asked, and not run for it."""
 
     def __init__(self, function: Callable[..., Any], settings: tuple[str, ...], donate: tuple[str, ...] = ()) -> None:
         self._jit = jax.jit(function, static_argnames=settings, donate_argnames=donate)

@@ -38,18 +38,7 @@ _SAID = 32
 
 
 class JaxDevice(Device):
-    """The slots of one session; a `covey.rollout.turns.Device`. A row's `place` is its slot, None before and after.
-
-    Args:
-        programs: the compiled functions.
-        params: of the model, adapters merged.
-        config: of the model.
-        settings: how tokens are drawn, the same for all rows.
-        layout: of the cache.
-        context_length: most tokens of a row.
-        own_tokens: longest conversation after its first prompt; None = single completions.
-        mesh: devices over which slots are spread, or None.
-    """
+    """The slots of one session; a `covey.rollout.turns.Device`. A row's `place` is its slot, None before and after."""
 
     def __init__(
         self,

@@ -18,13 +18,7 @@ _FEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Slots of a cache, each for so many positions, and what prompts need of them.
-
-    Attributes:
-        slots: completions at once.
-        positions: tokens of each, its prompt's included.
-        prompt: tokens of the longest prompt, rounded up.
-    """
+    """Slots of a cache, each for so many positions, and what prompts need of them."""
 
     slots: int
     positions: int

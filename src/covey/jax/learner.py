@@ -32,12 +32,7 @@ _MATRICES = ("kernel", "a", "b", "embedding", "head")
 
 
 class Learner:
-    """Trains a `covey.jax.policy.Policy` with AdamW; does what `covey.pytorch.learner.Learner` does.
-
-    Attributes:
-        steps: optimiser steps taken; the reference follows the policy by this count.
-        tokens_per_micro_batch: tokens, padding included, in a forward and backward pass.
-    """
+    """Trains a `covey.jax.policy.Policy` with AdamW; does what `covey.pytorch.learner.Learner` does."""
 
     def __init__(
         self,
@@ -74,12 +69,7 @@ class Learner:
         self._step = jax.jit(self._step_of, donate_argnames=("trained", "state"))
 
     def expect(self, sequence: int, step: int) -> None:
-        """Tell what is to come: all that it needs is compiled when the first step needs some of it.
-
-        Args:
-            sequence: most tokens of a prompt with its completion.
-            step: most tokens of an optimiser step.
-        """
+        """Tell what is to come: all that it needs is compiled when the first step needs some of it."""
         self._sequence, self._budget = sequence, min(self.tokens_per_micro_batch, size_up(step))
 
     # ------------------------------------------------------------------ log-probabilities
@@ -200,14 +190,7 @@ class Learner:
         return self._placed(gradient), scores, metrics
 
     def optim_step(self, learning_rate: float) -> float:
-        """Clip the gradient, take one AdamW step, drop the gradient.
-
-        Args:
-            learning_rate: of this step; embeddings with a rate of their own keep their ratio to it.
-
-        Returns:
-            The gradient's norm before clipping. When it is not finite, no step is taken.
-        """
+        """Clip the gradient, take one AdamW step, drop the gradient."""
         gradient, self._gradient = self._gradient, None
         if gradient is None:
             return 0.0

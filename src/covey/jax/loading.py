@@ -119,14 +119,6 @@ def collection(
 ) -> dict[str, Any]:
     """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once.
 
-    Args:
-        wanted: what it is made of.
-        tensors: arrays of these names, as saved.
-        dtype: of the collection; None = that of each array.
-        what: what they are, for the message.
-        fix: what to do where they do not fit.
-        make: an array of a type from another; `np.asarray` leaves it on the host.
-
     Raises:
         ModelError: names or shapes differ.
     """

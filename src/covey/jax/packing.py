@@ -48,12 +48,7 @@ _EVEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a micro-batch, drawn in the module docstring.
-
-    Attributes:
-        rows: B.
-        width: S.
-    """
+    """Of a micro-batch, drawn in the module docstring."""
 
     rows: int
     width: int
@@ -70,15 +65,7 @@ class Shape:
 
 
 def shapes_for(sequence: int, budget: int, multiple: int = 1, narrowest: int | None = None) -> list[Shape]:
-    """The shapes that a run needs, the narrowest first: each sequence goes to the first that holds it.
-
-    Args:
-        sequence: most tokens of a prompt with what follows it.
-        budget: tokens of a micro-batch, padding included, for each of `multiple` devices; a sequence that is longer
-            makes a pack of its own.
-        multiple: B is one of its multiples.
-        narrowest: tokens of the narrowest pack.
-    """
+    """The shapes that a run needs, the narrowest first: each sequence goes to the first that holds it."""
     widths = [narrowest or size_up(min(budget, _SHORTEST))]
     while widths[-1] < sequence:
         widths.append(size_up(widths[-1] + 1))
@@ -154,15 +141,7 @@ def sequence_length(episode: Episode) -> int:
 def pack_step(
     episodes: Sequence[Episode], rows: Sequence[int], sequence: int, budget: int, multiple: int = 1
 ) -> tuple[list[Shape], list[MicroBatch]]:
-    """Rows of a batch as micro-batches, and the shapes that these are of: wide ones where narrow ones repeat too much.
-
-    Args:
-        episodes: all N episodes of the batch.
-        rows: row numbers to pack.
-        sequence: see `shapes_for`.
-        budget: see `shapes_for`.
-        multiple: see `shapes_for`.
-    """
+    """Rows of a batch as micro-batches, and the shapes that these are of; wide where narrow ones repeat too much."""
 
     def pack(narrowest: int | None = None) -> tuple[list[Shape], list[MicroBatch]]:
         shapes = shapes_for(sequence, budget, multiple, narrowest)
@@ -184,13 +163,7 @@ def _cost(packed: tuple[list[Shape], list[MicroBatch]]) -> float:
 
 
 def pack_rows(episodes: Sequence[Episode], rows: Sequence[int], shapes: Sequence[Shape]) -> list[MicroBatch]:
-    """Rows of a batch as micro-batches. Rows without a sampled token are left out.
-
-    Args:
-        episodes: all N episodes of the batch.
-        rows: row numbers to pack.
-        shapes: those of `shapes_for`.
-    """
+    """Rows of a batch as micro-batches. Rows without a sampled token are left out."""
     lengths = {row: sequence_length(episodes[row]) for row in rows}
     waiting = list(rows)
     found = []

@@ -65,22 +65,6 @@ class Policy:
     ) -> None:
         """Take weights as `load_hf` returns them, without the outer `"params"`.
 
-        Args:
-            transformer: with a `lora_rank` a LoRA adapter is trained, without one all weights.
-            params: of the model.
-            tokenizer: its tokenizer.
-            eos_token_ids: ids that end a completion.
-            source: what errors call the model.
-            hf_config: its `config.json`, for saving after full fine-tuning.
-            context_length: most tokens of prompt and completion; None = as its config says, or no limit.
-            lora: adapter to start from, which the reference then holds on to; None = a fresh one.
-            seed: of a fresh adapter.
-            mesh: devices to spread over.
-            reference_update: `none`, `copy` or `ema`; see `Reference`.
-            reference_update_steps: steps between updates.
-            reference_ema_decay: weight of the old reference in an `ema` update.
-            needs_reference: False saves the copy that full fine-tuning needs.
-
         Raises:
             ModelError: the tokenizer knows ids that the model does not.
         """

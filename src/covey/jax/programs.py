@@ -25,15 +25,7 @@ from covey.jax.stacked import unstack
 
 
 class Programs:
-    """The compiled functions for one model.
-
-    Args:
-        model: the module.
-        mesh: devices over which slots are spread, or None.
-
-    Attributes:
-        prepared: cache layouts, and ways to draw, for which everything is compiled that may be needed.
-    """
+    """The compiled functions for one model."""
 
     def __init__(self, model: Transformer, mesh: Mesh | None) -> None:
         self._model: Any = model

@@ -36,14 +36,7 @@ MODEL_CONFIG, MODEL_WEIGHTS = "config.json", "model.safetensors"
 
 
 class LoadedAdapter(NamedTuple):
-    """A PEFT adapter as `load_adapter` read it.
-
-    Attributes:
-        rank: of all factors.
-        alpha: their product is scaled by `alpha / rank`.
-        target_modules: the linear layers that have factors, in the order of `LINEAR_LAYERS`.
-        tensors: by PEFT's names.
-    """
+    """A PEFT adapter as `load_adapter` read it."""
 
     rank: int
     alpha: float
@@ -56,10 +49,6 @@ class LoadedAdapter(NamedTuple):
 
 def adapter_tensors(config: ModelConfig, lora: Any) -> dict[str, Array]:
     """LoRA factors by PEFT's names: `lora_A` `[r, in]`, `lora_B` `[out, r]`.
-
-    Args:
-        config: of the model.
-        lora: the `lora` collection, bare or as `{"lora": ...}`; only the linear layers that it holds are returned.
 
     Raises:
         ModelError: it holds no factors, not the same ones in all layers, or others than the config says.
@@ -183,10 +172,6 @@ def _modules(lora: Mapping[str, Any]) -> tuple[str, ...]:
 
 def model_tensors(config: ModelConfig, params: Any) -> dict[str, Array]:
     """A model's weights by Hugging Face's names, in their own type; a tied embedding is there once.
-
-    Args:
-        config: of the model.
-        params: the `params` collection, bare or as `{"params": ...}`. LoRA factors are no part of it.
 
     Raises:
         ModelError: an array is missing, has another shape, or has no place.

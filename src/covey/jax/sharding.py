@@ -52,10 +52,6 @@ _VOCABULARY: _Rules = {"embedding": (2, 0), "head": (2, 1)}
 def make_mesh(axes: str | None, device: str = "auto") -> Mesh | None:
     """The mesh of `model.mesh` on the devices of a kind; None = one device, JAX's first.
 
-    Args:
-        axes: names and sizes, `data=2,tensor=4`.
-        device: `auto`, `cpu`, or `cuda` with or without a number.
-
     Raises:
         ConfigError: JAX sees no such device, or too few of them.
     """
@@ -108,14 +104,7 @@ def check_mesh(mesh: Mesh | None) -> Mesh | None:
 
 
 def variables_sharding(variables: Any, mesh: Mesh, model: Any = None) -> Any:
-    """The same tree with the sharding of each array.
-
-    Args:
-        variables: of a model, or anything that holds arrays under the same names: gradients, a `TrainState`. Arrays,
-            tracers or shapes.
-        mesh: from `check_mesh`.
-        model: the module that they belong to; its `config.num_kv_heads`, if it has one, keeps heads whole.
-    """
+    """The same tree with the sharding of each array."""
     heads = getattr(getattr(model, "config", None), "num_kv_heads", None) or 0
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: NamedSharding(mesh, _spec([_name(key) for key in path], leaf.shape, mesh, heads)), variables

@@ -60,17 +60,7 @@ def model_card(
     tags: Sequence[str] = (),
     dataset_name: str | None = None,
 ) -> str:
-    """The text of a card.
-
-    Args:
-        run: the folder of the run; None = it has not begun, and the card has no numbers.
-        name: of the model, as it is loaded: a hub id, or a folder.
-        base_model: what was trained.
-        kind: what lies beside the card.
-        step: of the weights; None = the run's last one.
-        tags: for the hub, beside Covey's own.
-        dataset_name: what it was trained on; None = as the run's settings say.
-    """
+    """The text of a card."""
     with explained(run.config_path if run else name, "read"):
         settings = tomllib.loads(run.config_path.read_text("utf-8")) if run and run.config_path.exists() else {}
     records = run.read_metrics() if run else []

@@ -124,15 +124,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """An evaluation's table by question.
-
-    Attributes:
-        step: of the evaluation.
-        path: the table.
-        judged: True = scores are of right and wrong, False = they are rewards, since nothing says what is right.
-        by_uid: uid -> answer; of the questions that could be judged.
-        left_out: completions that could not be: their environment failed, or no reward was given.
-    """
+    """An evaluation's table by question."""
 
     step: int
     path: Path
@@ -223,16 +215,7 @@ def accuracy_of(answers: Answers) -> Json | None:
 
 @dataclass(frozen=True, slots=True)
 class PairedAnswers:
-    """Two evaluations on the questions that both were asked.
-
-    Attributes:
-        difference: of the scores, see `covey.observe.statistics.paired_difference`; None where no question is shared.
-        gained: uids of questions that the second answered better, in the first's order.
-        lost: uids of those that it answered worse.
-        only_before: questions that the second was not asked, or could not be judged on.
-        only_after: the other way round.
-        other_text: questions of one uid that ask something else; they are not compared.
-    """
+    """Two evaluations on the questions that both were asked."""
 
     difference: PairedDifference | None
     gained: list[str]

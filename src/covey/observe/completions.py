@@ -51,19 +51,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which completions to show; what is left at its default lets everything through.
-
-    Attributes:
-        search: text that the prompt or the completion contains, in any case.
-        uid: of the prompt.
-        tied: True = only of groups whose rewards are all equal, False = only of the others.
-        masked: True = only those of which a mask took something.
-        truncated: True = only those that a limit of tokens or turns ended.
-        correct: True = only right ones, False = only wrong ones; of those that were judged.
-        ended: how it ended, as its finish reason says.
-        least: lowest value of columns such as "reward" and "length".
-        most: highest value of them.
-    """
+    """Which completions to show; what is left at its default lets everything through."""
 
     search: str = ""
     uid: str = ""

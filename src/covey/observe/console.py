@@ -86,14 +86,7 @@ class ConsoleProgress(BaseObserver):
         num_completions_to_print: int | None = None,
         live: bool | None = None,
     ) -> None:
-        """Set up; nothing is shown before the run starts.
-
-        Args:
-            console: where to; None = standard error, so that standard output stays free for results.
-            logging_steps: without a terminal, one line every this many steps.
-            num_completions_to_print: completions shown with each of those lines; None = none.
-            live: a moving bar; None = where the console is a terminal.
-        """
+        """Set up; nothing is shown before the run starts."""
         self._console = Console(stderr=True) if console is None else console
         self._every = max(1, logging_steps)
         self._num_completions = num_completions_to_print or 0

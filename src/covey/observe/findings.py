@@ -11,14 +11,7 @@ from covey.observe.doctor import Diagnosis, Record, Thresholds, diagnose, is_ste
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A trouble of a run, from its beginning to its end.
-
-    Attributes:
-        diagnosis: in its last words.
-        since: step at which it was first seen.
-        until: step at which it was last seen.
-        present: was it there at the end?
-    """
+    """A trouble of a run, from its beginning to its end."""
 
     diagnosis: Diagnosis
     since: int
@@ -27,12 +20,7 @@ class Finding:
 
 
 def findings(history: Iterable[Record], thresholds: Thresholds | None = None) -> list[Finding]:
-    """Everything that was wrong over a run, oldest first.
-
-    Args:
-        history: lines of `metrics.jsonl`, oldest first.
-        thresholds: where trouble begins. What was gone for a whole window and came back is a finding of its own.
-    """
+    """Everything that was wrong over a run, oldest first."""
     limits = thresholds or Thresholds()
     steps: deque[Record] = deque(maxlen=limits.longest)
     found: dict[str, Finding] = {}
@@ -59,12 +47,7 @@ class Doctor:
     """Follows a run and names each trouble once, when it begins; again only after it has been gone for a while."""
 
     def __init__(self, thresholds: Thresholds | None = None, *, history: Iterable[Record] = ()) -> None:
-        """Start, or take up a resumed run.
-
-        Args:
-            thresholds: where trouble begins.
-            history: metrics of the steps before, which are taken in without a word.
-        """
+        """Start, or take up a resumed run."""
         self._limits = thresholds or Thresholds()
         self._steps: deque[Record] = deque(maxlen=self._limits.longest)
         self._quiet: dict[str, int] = {}

@@ -28,13 +28,7 @@ class Sender:
     """Makes calls in order in a thread of its own. Made for one thread that submits."""
 
     def __init__(self, name: str, *, most: int = MOST_CALLS, patience: float) -> None:
-        """Set up; the thread starts with the first call.
-
-        Args:
-            name: whose calls, for messages.
-            most: calls that may wait.
-            patience: seconds that `close` waits.
-        """
+        """Set up; the thread starts with the first call."""
         self._name = name
         self._patience = patience
         self._calls: queue.Queue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.Queue(most)
@@ -112,12 +106,7 @@ class Rarer:
 
 
 def bounded_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
-    """The first completions of a step as columns and rows, with cut texts, at most 256 KiB of them as JSON.
-
-    Args:
-        rows: as `RunFolder.write_completions` takes them.
-        most: rows at the most; never more than 200.
-    """
+    """The first completions of a step as columns and rows, with cut texts, at most 256 KiB of them as JSON."""
     names = list(dict.fromkeys(name for row in rows[:1] for name in row))
     columns = [name for name in _FIRST if name in names]
     columns += [name for name in names if name not in columns][: MOST_COLUMNS - len(columns)]

@@ -37,26 +37,7 @@ Layers = Literal["fused", "own"]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the formulas know of a model.
-
-    Attributes:
-        layers: of the decoder.
-        width: H, of the hidden states.
-        inner: F, of the MLP; of a mixture, of all experts that a token goes to.
-        queries: numbers of a token's queries, heads times their width.
-        keys: numbers of a token's keys, and as many of its values.
-        vocabulary: V, ids.
-        embedding: numbers of the embedding.
-        head: numbers of an output head of its own, 0 where it is the embedding.
-        inside: numbers of all layers and norms.
-        trained: numbers that are trained.
-        adapter: numbers of the adapter, which the others do not count; 0 = none.
-        ranks: of all of a layer's adapters together.
-        largest: numbers of the largest trained tensor.
-        head_norms: queries and keys have norms.
-        output_norms: what attention and MLP return have norms.
-        context: tokens that the model was built for.
-    """
+    """What the formulas know of a model."""
 
     layers: int
     width: int
@@ -117,27 +98,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the formulas know of a run.
-
-    Attributes:
-        dtype: of weights and arithmetic.
-        weights: format of the frozen matrices in the layers, a name of `BYTES_PER_WEIGHT`.
-        layers: "fused", or the model's "own" under autograd.
-        checkpointed: only each layer's input is kept.
-        autocast: number format of the products, where it is not that of the weights; "" = it is.
-        moments: a name of `BYTES_PER_MOMENTS`.
-        offload: moments and reference wait in the host's memory.
-        reference_copy: the reference is a copy of what is trained.
-        tokens: of a pass.
-        longest: tokens of the longest sequence, which a pass takes whole.
-        vectors: scores with a gradient: log-probabilities, and entropies and exact divergences where they have one.
-        exact_kl: the reference is run in each pass.
-        exact_sum: gradients are added in fixed point (`covey.pytorch.gradient_sum.ExactSum`).
-        samples: Covey's engine samples on the device.
-        sampler_dtype: of its copy.
-        cache_bytes: of keys and values that it may hold at once.
-        rows: completions that it samples at a time.
-    """
+    """What the formulas know of a run."""
 
     dtype: str = "bfloat16"
     weights: str = "bfloat16"

@@ -41,11 +41,7 @@ class GradientSum(Protocol):
 
 
 class Share(Protocol):
-    """Which packs of a step this process runs, and how it puts together what all processes found.
-
-    Attributes:
-        alone: nobody else runs packs of the step: they may run side by side, and a tree need not be cut.
-    """
+    """Which packs of a step this process runs, and how it puts together what all processes found."""
 
     alone: bool
 
@@ -117,13 +113,7 @@ class ExactSum:
     def __init__(
         self, parameters: Sequence[Tensor], packs: int, reduce: Callable[[Tensor], None] = lambda total: None
     ) -> None:
-        """Begin at nothing.
-
-        Args:
-            parameters: that are trained.
-            packs: of the whole step, which share the range: each may give up to `2^16 / packs`.
-            reduce: adds a tensor of int64 over all processes, in place.
-        """
+        """Begin at nothing."""
         self._parameters = parameters
         self._largest = _LIMIT / max(packs, 1)
         self._reduce = reduce

@@ -17,10 +17,6 @@ class LossScale:
     The rule is that of `torch.amp.GradScaler`: a gradient that overflows takes no step and halves the factor; 2,000
     steps without one double it. It is written out because gradients come from other processes and from `autograd.grad`
     too, which that class cannot follow.
-
-    Attributes:
-        value: the factor.
-        good_steps: since it was changed last.
     """
 
     def __init__(self) -> None:

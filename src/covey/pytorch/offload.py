@@ -23,23 +23,13 @@ SLICE_BYTES = 256 << 20
 
 
 class HostMemory:
-    """Keeps tensors of a device in the host's memory, and brings copies back.
-
-    Args:
-        device: where they are used.
-    """
+    """Keeps tensors of a device in the host's memory, and brings copies back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def keep(self, tensor: Tensor, into: Tensor | None = None) -> Tensor:
-        """A copy in the host's memory, complete once `settle` has returned.
-
-        Args:
-            tensor: of the device.
-            into: what an earlier call returned, to be overwritten; None, or a tensor that is not on the host = new
-                memory, pinned for a GPU.
-        """
+        """A copy in the host's memory, complete once `settle` has returned."""
         if into is None or into.device.type != "cpu":
             into = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
         return into.copy_(tensor.detach(), non_blocking=True)

@@ -20,12 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def within_memory(run: Callable[[], Result], shrink: Callable[[BaseException], None]) -> Result:
-    """Run; as often as memory runs out, give back what can be given back, shrink, and run again from the start.
-
-    Args:
-        run: begins anew each time.
-        shrink: makes the next run smaller, or raises where that is no help.
-    """
+    """Run; as often as memory runs out, give back what can be given back, shrink, and run again from the start."""
     while True:
         try:
             return run()

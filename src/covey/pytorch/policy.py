@@ -88,21 +88,6 @@ class Policy:
     ) -> None:
         """Take a loaded model whose `requires_grad` flags say what is trained.
 
-        Args:
-            loaded: the model, adapters attached if there are any.
-            prefix_sharing: compute shared prompts once, if the model allows it.
-            fused_layers: run the decoder's layers with a hand-written backward, if the model allows it; needs
-                `prefix_sharing`.
-            gradient_checkpointing: keep only each layer's input and recompute the rest in the backward pass.
-            reference_update: rule of `Reference`.
-            reference_update_steps: steps between updates of the reference.
-            reference_ema_decay: weight of the old reference in an "ema" update.
-            reference_from_current: with LoRA: hold on to the present adapter, not to the base model.
-            needs_reference: False saves the copy of the weights that full fine-tuning needs for its reference.
-            autocast: "bfloat16" or "float16" for the products of the forward pass, through the model's own layers;
-                log-probabilities are computed from the hidden states in the weights' own type.
-            offload: keep moments and a reference that is a copy of weights in the host's memory while unused.
-
         Raises:
             ModelError: nothing is trainable, or the model's log-probabilities cannot be reproduced from its parts.
         """

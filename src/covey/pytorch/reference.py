@@ -57,17 +57,6 @@ class Reference:
     ) -> None:
         """Make a reference that equals the policy as it is now.
 
-        Args:
-            model: the policy's model.
-            update: "none", "copy" (take the current weights) or "ema" (move towards them).
-            every: update after every so many optimiser steps.
-            ema_decay: weight of the old reference in each "ema" update.
-            from_current: LoRA only: keep a snapshot of the current adapter instead of switching adapters off.
-                Needed where training starts from an adapter that is not zero.
-            needed: False holds no reference at all: a run that never looks at one need not pay for a copy of the
-                weights.
-            host: where a snapshot lies; None = beside the weights.
-
         Raises:
             ConfigError: a value is out of range.
         """

@@ -34,16 +34,7 @@ class ItemTimeout(Exception):  # noqa: N818
 
 
 class WorkerPool:
-    """Processes that apply one function to items.
-
-    Args:
-        function: takes the item's parts as arguments. It is pickled, so a class or function of a module, not of
-            `__main__`. Items and results are plain values that JSON can hold.
-        workers: processes; they start when they are first needed.
-        time_limit: seconds for one item.
-        memory_mb: address space of each process in MiB; what needs more fails there.
-        prepare: done in each new process before the first item's time begins, such as a slow import. Pickled likewise.
-    """
+    """Processes that apply one function to items."""
 
     def __init__(
         self,

@@ -126,13 +126,7 @@ def _against_column(name: str, column: str, compare: Callable[[str, Any], tuple[
 
 
 def say(columns: Mapping[str, Any], name: str, words: Sequence[Any]) -> None:
-    """Record a short word about each completion beside the rewards, where the caller of the reward keeps such words.
-
-    Args:
-        columns: what the reward function was called with; `log_extra` in it keeps them (see `Scorer.score`).
-        name: of the reward; the words are the column `verdict/<name>` of the table of completions.
-        words: one for each completion, such as the answer that was found in it; None where there is none to tell.
-    """
+    """Record a short word about each completion beside the rewards, where the caller of the reward keeps such words."""
     keep = columns.get("log_extra")
     if callable(keep):
         keep(f"verdict/{name}", [None if word is None else str(word)[:_LONGEST_WORD] for word in words])

@@ -47,16 +47,7 @@ NO_ACTION = "That is not an action."
 
 @dataclass(slots=True)
 class PlayStats:
-    """What playing cost; that of several calls adds up.
-
-    Attributes:
-        seconds: of it all.
-        waiting_seconds: nothing could be sampled, since every live episode waited for its world.
-        turns: turns played.
-        no_actions: turns that were not valid actions.
-        cut_observations: observations that were too long.
-        failures: episodes that an environment's failure ended.
-    """
+    """What playing cost; that of several calls adds up."""
 
     seconds: float = 0.0
     waiting_seconds: float = 0.0
@@ -87,15 +78,7 @@ def play_metrics(trajectories: Sequence[Trajectory], stats: PlayStats) -> dict[s
 
 @dataclass(slots=True, eq=False)
 class LiveEpisode:
-    """An episode under way.
-
-    Attributes:
-        number: which of all the episodes.
-        place: in the pool; -1 before it has one.
-        row: its conversation in the session.
-        ids, sampled, logprobs, supports: the tokens so far.
-        acting: its last turn has not been answered yet.
-    """
+    """An episode under way."""
 
     number: int
     prompt: Prompt
@@ -116,20 +99,7 @@ class LiveEpisode:
 
 
 class Player:
-    """Plays groups of episodes.
-
-    Args:
-        pool: where the worlds are; the player closes it.
-        template: writes what the worlds say as tokens.
-        decode: token ids -> text without special tokens.
-        tokenizer: counts and cuts observations.
-        settings: how; without `max_turns` only the world ends an episode.
-        eos_token_ids: what ends an action that is chosen among the admissible ones.
-
-    Attributes:
-        ends_turn: the first of these.
-        longest_turn: most tokens of a turn.
-    """
+    """Plays groups of episodes."""
 
     def __init__(
         self,
@@ -184,19 +154,6 @@ class Player:
         progress: Progress | None = None,
     ) -> list[list[Trajectory]]:
         """Play each task `num_generations` times.
-
-        Args:
-            tasks: their `columns` are the task instances.
-            generator: samples the turns.
-            sampling: how; `max_tokens` is for one turn.
-            num_generations: episodes of each task, G.
-            streams: for each task the key of its random stream; sample and turn are appended. The first entry seeds
-                the world too, so that the episodes of a group begin alike.
-            policy_version: of the weights that must be sampled from.
-            progress: called with (finished, total) episodes.
-
-        Returns:
-            For each task its G trajectories.
 
         Raises:
             GenerationError: from the generator. Environments raise nothing: their failures end episodes.

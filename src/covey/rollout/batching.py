@@ -328,14 +328,7 @@ def of_failed(groups: Sequence[Group], environment: EnvironmentConfig) -> BoolAr
 
 
 class _TurnTable:
-    """All trajectories with turns, and one entry for each of their turns.
-
-    Attributes:
-        rows: of each trajectory, its rows among all episodes.
-        group: of each trajectory.
-        reward: of each trajectory, NaN where it is excluded.
-        turn_at: row among all episodes and segment in it -> turn.
-    """
+    """All trajectories with turns, and one entry for each of their turns."""
 
     def __init__(self, groups: Sequence[Group], environment: EnvironmentConfig) -> None:
         self._environment = environment

@@ -222,12 +222,6 @@ def as_list(returned: Any, count: int) -> Any:
 def read_rewards(name: str, returned: Any, rows: Sequence[str]) -> NDArray[np.float64]:
     """`[N]` rewards, NaN for None.
 
-    Args:
-        name: of the reward function, for messages.
-        returned: what it returned, through `as_list`. Entries may be anything that is one number: Python's,
-            NumPy's and torch's, True and False.
-        rows: for each of the N completions the name of its dataset row, for messages.
-
     Raises:
         RewardError: not a list, not N entries, or an entry that is no finite number up to `MAX_REWARD` in magnitude.
     """

@@ -198,15 +198,7 @@ def with_greedy_rewards(
     streams: Sequence[tuple[int, ...]],
     policy_version: int,
 ) -> Rollout:
-    """The rollout with `Group.greedy_reward`: one greedy completion, or episode, is scored for each group's prompt.
-
-    Args:
-        rollout: whose groups are trained on; discarded ones get none.
-        collect: what sampled it.
-        settings: how its tokens were drawn, with temperature 0.
-        streams: one for each group; a world is seeded by it.
-        policy_version: of the weights that sampled it.
-    """
+    """The rollout with `Group.greedy_reward`: one greedy completion, or episode, is scored for each group's prompt."""
     prompts = [group.prompt for group in rollout.groups]
     found = collect(prompts, settings, num_generations=1, streams=streams, policy_version=policy_version)
     groups = tuple(
@@ -269,13 +261,6 @@ def grow_groups(
 
     Such a group gets as many completions again, until its rewards differ or it has `most`. One whose rewards are all
     the best that the step has seen has nothing to find, and so has every group while nothing differs at all.
-
-    Args:
-        rollout: groups of one size.
-        collect: samples and scores more for the groups at these positions: so many completions each, in which round
-            (from 1).
-        most: completions that a group may have in all; None = no group grows.
-        teaches: asks the advantage estimator, see `covey.algorithms.Estimator.teaches`.
     """
     groups, tries, size = list(rollout.groups), [rollout], len(rollout.groups[0].rewards)
     best = max((r for group in groups for r in group.rewards.tolist() if not math.isnan(r)), default=-math.inf)
@@ -312,16 +297,7 @@ def table_order(groups: Sequence[Group]) -> list[int]:
 
 
 class AgentCollector:
-    """Plays each task in its world; a `covey.rollout.collect.Collector`.
-
-    Args:
-        generator: samples the turns.
-        player: plays the episodes.
-
-    Attributes:
-        player: see above.
-        worlds: where they are played.
-    """
+    """Plays each task in its world; a `covey.rollout.collect.Collector`."""
 
     def __init__(self, generator: TurnGenerator, player: Player) -> None:
         self._generator, self.player = generator, player

@@ -16,11 +16,6 @@ Choices = tuple[tuple[int, ...], ...]
 def check_choices(choices: Choices, settings: SamplingSettings, room: int) -> None:
     """Refuse sequences of which one could not be said whole.
 
-    Args:
-        choices: at least one.
-        settings: how tokens are drawn.
-        room: tokens that the context leaves.
-
     Raises:
         GenerationError: naming what is in the way.
     """

@@ -25,12 +25,6 @@ _MARKS = (_OBSERVED, _SAID)
 class ConversationTemplate:
     """Writes the turns of the world; the turns of the policy are sampled.
 
-    Args:
-        tokenizer: a transformers tokenizer; one without a chat template gets plain lines ending in `> `.
-        eos_token_ids: tokens that end a turn of the policy.
-        system_prompt: put first; None = none.
-        chat_template_kwargs: further arguments of the chat template.
-
     Raises:
         ConfigError: the template cannot be taken apart into turns.
     """
@@ -72,12 +66,7 @@ class ConversationTemplate:
         return self._pieces(before, observation, after, first=True)
 
     def reply(self, observation: str, *, ended: bool) -> IntArray:
-        """Token ids between a turn of the policy and its next one.
-
-        Args:
-            observation: what the world says.
-            ended: the turn's last sampled token ends it; else the ending is written here.
-        """
+        """Token ids between a turn of the policy and its next one."""
         before, after = self._between
         return self._pieces(before.removeprefix(self._ending) if ended else before, observation, after)
 

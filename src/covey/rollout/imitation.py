@@ -22,11 +22,7 @@ from covey.types import SamplingSettings
 
 
 class ExpertPlayer(Player):
-    """Plays what the expert of each environment would do. The arguments are those of `Player`.
-
-    Args:
-        pool: of this process: the expert is asked in it.
-    """
+    """Plays what the expert of each environment would do. The arguments are those of `Player`."""
 
     pool: EnvironmentPool
 
@@ -52,11 +48,7 @@ class ExpertPlayer(Player):
 
 
 class Dictation:
-    """Opens sessions in which a turn is the only one of its choices.
-
-    Args:
-        context_length: most tokens of a row.
-    """
+    """Opens sessions in which a turn is the only one of its choices."""
 
     def __init__(self, context_length: int) -> None:
         self._context_length = context_length

@@ -47,12 +47,6 @@ class Weights:
     """What a policy publishes and a sampler takes: references, which are copied by whoever reads them.
 
     They are the policy's until its next optimiser step, which changes arrays in place: publish them before that.
-
-    Attributes:
-        version: of the policy.
-        tensors: returns all weights by Hugging Face's names, adapters merged.
-        make_adapter: see `adapter`; None where the model itself is trained.
-        native: what a sampler of the policy's own backend takes in place of `tensors()`, if it does.
     """
 
     version: int
@@ -76,14 +70,7 @@ class Weights:
 
 
 class TrainedPolicy(Protocol):
-    """The policy of either backend, as a run sees it.
-
-    Attributes:
-        tokenizer: its tokenizer.
-        eos_token_ids: ids that end a completion.
-        vocabulary: number of token ids that it has an embedding for.
-        model: what a sampler in this process is built from.
-    """
+    """The policy of either backend, as a run sees it."""
 
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
@@ -112,12 +99,7 @@ class Sampler(Generator, TurnGenerator, Protocol):
 
 
 class Learner(Protocol):
-    """Log-probabilities, gradients and the optimiser of a policy; the methods are documented in `covey.pytorch`.
-
-    Attributes:
-        steps: optimiser steps taken.
-        tokens_per_micro_batch: tokens under way in forward and backward passes.
-    """
+    """Log-probabilities, gradients and the optimiser of a policy; the methods are documented in `covey.pytorch`."""
 
     tokens_per_micro_batch: int
 
@@ -199,13 +181,6 @@ NO_VERSION = -1
 
 def check_call(settings: SamplingSettings, policy_version: int, *, held: int, tokenizer: Any, model: str) -> None:
     """Refuse what an engine in this process cannot sample.
-
-    Args:
-        settings: how tokens are drawn.
-        policy_version: that is asked for.
-        held: version of the weights that the engine holds, or `NO_VERSION`.
-        tokenizer: of the engine, or None.
-        model: what the engine calls what it is built from, for the messages.
 
     Raises:
         GenerationError: other weights are held, or there is no tokenizer to see stop strings with.

@@ -50,19 +50,7 @@ _NO_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions", "comp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RewardSpec:
-    """One reward with its weight.
-
-    Attributes:
-        function: called with `prompts=`, `completions=` and what else it accepts.
-        name: unique key of its rewards in logs and in `Group.reward_parts`.
-        weight: factor in the total.
-        accepts: names of the arguments that it takes, None if it takes any (`**kwargs`).
-        required: names of the arguments without a default, `required_columns` of Covey's own rewards
-            included.
-        positional: names of arguments that can only be passed by position, in order.
-        whole_batch: it says (`function.whole_batch = True`) that it compares rows of several groups, or remembers
-            calls: it is always called in this process, once, with all rows.
-    """
+    """One reward with its weight."""
 
     function: RewardFunction
     name: str
@@ -90,13 +78,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """Rows that are to be scored: prompts, repeated within a group, episodes, and what functions see besides.
-
-    Attributes:
-        completions: in place of `episode.text`: the messages of each episode; None = the texts.
-        columns: names of the dataset columns that functions are given, None where a row lacks one.
-        trainer_state: where the run stands.
-    """
+    """Rows that are to be scored: prompts, repeated within a group, episodes, and what functions see besides."""
 
     prompts: Sequence[Prompt]
     episodes: Sequence[Episode]
@@ -111,12 +93,7 @@ Elsewhere = Callable[[Asked], Scored]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logged:
-    """What reward functions reported through `log_metric` and `log_extra` since it was last taken.
-
-    Attributes:
-        metrics: name -> mean of the reported values.
-        columns: name -> values, in the order reported.
-    """
+    """What reward functions reported through `log_metric` and `log_extra` since it was last taken."""
 
     metrics: dict[str, float]
     columns: dict[str, list[Any]]

@@ -20,11 +20,6 @@ class StopMatcher:
     """Watches one completion. `push` each token; it answers True once the text contains a stop string.
 
     Special tokens count as text, so that a marker such as `<|im_end|>` can be a stop string.
-
-    Args:
-        tokenizer: anything with transformers' `decode(ids, skip_special_tokens=...,
-            clean_up_tokenization_spaces=...)`.
-        stop_strings: non-empty strings.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:

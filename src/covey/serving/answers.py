@@ -45,13 +45,7 @@ class UnknownModelError(CoveyError):
 
 
 class Answering:
-    """Turns requests into completions of the engine, and these into answers.
-
-    Args:
-        engine: samples.
-        tokenizer: text to ids and back.
-        model_name: for the answers.
-    """
+    """Turns requests into completions of the engine, and these into answers."""
 
     def __init__(self, engine: BatchingEngine, tokenizer: Any, model_name: str) -> None:
         self._engine, self._tokenizer, self._name = engine, tokenizer, model_name

@@ -38,18 +38,7 @@ _IDLE_SECONDS = 0.5
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One completion that was asked for, and how far it is.
-
-    Attributes:
-        request: prompt and random stream.
-        settings: how its tokens are drawn.
-        on_tokens: called with the ids and log-probabilities of new tokens, and the version of the weights that they
-            were sampled with; None = only the end is told.
-        on_end: called with the completion and its (token, version) list, or with what went wrong.
-        weights: that it must begin with; None = any. A trainer that begins again may give their version to others.
-        since: when it was asked for, by `time.monotonic`.
-        kept: how many ids of supports are held, counted over all completions that share the counter.
-    """
+    """One completion that was asked for, and how far it is."""
 
     request: Request
     settings: SamplingSettings
@@ -67,11 +56,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """A completion with the versions of its tokens.
-
-    Attributes:
-        versions: (first token, version of the weights from there on), in order.
-    """
+    """A completion with the versions of its tokens."""
 
     completion: Completion
     versions: tuple[tuple[int, int], ...]
@@ -113,16 +98,7 @@ class _Upload:
 
 
 class BatchingEngine:
-    """Serves the completions of many clients from one engine.
-
-    Args:
-        engine: built from `model`; nobody else may use it from now on.
-        model: the bare model that uploads are added to.
-        max_rows: most completions in the batch.
-        max_completion_length: most tokens of one.
-        max_waiting: most completions that wait for the batch.
-        swap: see `SwapMode`.
-    """
+    """Serves the completions of many clients from one engine."""
 
     def __init__(
         self,
@@ -206,16 +182,7 @@ class BatchingEngine:
             self._lock.notify()
 
     def upload(self, adapter: Adapter, version: int | None, *, restart: bool = False) -> Future[int]:
-        """Replace the adapter between two decode steps. What is held already under this version is not applied again.
-
-        Args:
-            adapter: checked against the model, and tried.
-            version: that it is; None = one more than before.
-            restart: a trainer begins, or begins again: its versions may be older than what is held.
-
-        Returns:
-            The version, once it is in effect; a VersionConflictError for one that is not newer than what is held.
-        """
+        """Replace the adapter between two decode steps. What is held under this version is not applied again."""
         upload = _Upload(adapter, version, restart)
         with self._lock:
             if self._stopping or not self._thread.is_alive():

@@ -21,11 +21,7 @@ _AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One completion on its way to a client.
-
-    Attributes:
-        tokens: text of each token, where log-probabilities are asked for.
-    """
+    """One completion on its way to a client."""
 
     prompt_ids: IntArray
     text: str

@@ -18,12 +18,6 @@ _LONGEST_VALUE = 1000
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], limit: int) -> str:
     """A conversation in the model's chat format, up to where the assistant is to speak.
 
-    Args:
-        tokenizer: with a chat template.
-        messages: OpenAI's, with text only.
-        values: of the template's own variables, such as `enable_thinking`.
-        limit: most characters of all contents.
-
     Raises:
         RequestError: a message is none, is too long, or the template has no such variable.
     """

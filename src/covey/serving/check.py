@@ -22,13 +22,7 @@ from covey.types import Request, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that was tried on a server, and its result.
-
-    Attributes:
-        name: of it.
-        passed: None = it could not be tried, or says nothing.
-        detail: what was found.
-    """
+    """One thing that was tried on a server, and its result."""
 
     name: str
     passed: bool | None
@@ -36,13 +30,7 @@ class Step:
 
 
 def check_server(client: InferenceClient, adapter: tuple[bytes, dict[str, Any]] | None = None) -> list[Step]:
-    """Try a server, step by step; a step that fails ends it.
-
-    Args:
-        client: the server.
-        adapter: to upload, such as `fitting_adapter`; None = a made one that changes nothing, for which the server's
-            model must have a module `model.layers.0.self_attn.q_proj` of SmolLM2-135M's shape.
-    """
+    """Try a server, step by step; a step that fails ends it."""
     steps: list[Step] = []
     engine, tried = None, "health"
     try:

@@ -237,9 +237,6 @@ async def upload_adapter_weights(
     server with another version is warned of, and the local one goes on to count. One request may take `timeout`
     seconds; while nobody answers, or the server is busy, it is tried again for `retry_seconds`.
 
-    Returns:
-        The server's version.
-
     Raises:
         ServingError: the upload failed.
     """

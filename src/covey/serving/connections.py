@@ -40,15 +40,7 @@ _HEAD = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How long a client may take, and how many connections it may have.
-
-    Attributes:
-        head_seconds: for a request's line and headers, from the connection or their first byte on.
-        idle_seconds: between two requests.
-        read_seconds: without taking any of an answer that no longer fits the buffers.
-        address: most connections from one address.
-        all: most connections; fewer where the process may not have so many files open.
-    """
+    """How long a client may take, and how many connections it may have."""
 
     head_seconds: float = 10.0
     idle_seconds: float = 30.0
@@ -155,12 +147,7 @@ class _Lines(ReceiveBuffer):
 
 
 class _Wire(h11.Connection):
-    """HTTP, a few events at a time.
-
-    Attributes:
-        left: events that may be read until the next turn.
-        events: read of the present request.
-    """
+    """HTTP, a few events at a time."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(h11.SERVER, longest)
@@ -193,13 +180,7 @@ class _Flow(FlowControl):
 
 
 class _Connection(H11Protocol):
-    """A connection that knows what its client owes it, and since when.
-
-    Attributes:
-        address: of the client.
-        owing: "head" of a request, its "body", to "read" an answer, the next "request"; None = nothing, we are at work.
-        since: when it began to owe that, by `time.monotonic`.
-    """
+    """A connection that knows what its client owes it, and since when."""
 
     def __init__(self, among: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -26,16 +26,7 @@ from covey.types import Request, SamplingSettings
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """Weights on their way to a server.
-
-    Attributes:
-        trainer: name of the run.
-        version: as the trainer counts.
-        sha256: of the adapter; "" where there is none.
-        tensors: returns all weights by Hugging Face's names, adapters merged.
-        adapter: PEFT's two files, `adapter_model.safetensors` and `adapter_config.json`; None = the model is trained.
-        first: the trainer begins, or begins again.
-    """
+    """Weights on their way to a server."""
 
     trainer: str
     version: int
@@ -94,14 +85,7 @@ class Upload:
 
 
 class Sampled(NamedTuple):
-    """One completion as a server tells it.
-
-    Attributes:
-        token_ids: sampled ids, the end-of-sequence token included.
-        logprobs: of each, under the distribution that it was drawn from.
-        finish_reason: "stop" or "length".
-        support: ids that could have been drawn and their offsets, see `covey.types.Support`; None = not kept.
-    """
+    """One completion as a server tells it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -117,14 +101,7 @@ class Limits(NamedTuple):
 
 
 class Dialect:
-    """One kind of server. Subclass it and write `publish`, `request` and `read`.
-
-    Args:
-        client: the server: `client.post(path, body)`, `client.ask("GET", path)`. It tries again what may pass, and
-            raises `RefusedError` with a status for what does not.
-        trainer: name of this run.
-        folder: for files that the server reads.
-    """
+    """One kind of server. Subclass it and write `publish`, `request` and `read`."""
 
     name = "this server"
     per_request = 8

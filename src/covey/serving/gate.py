@@ -25,17 +25,7 @@ _UPLOADS = 8
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """What a server allows its clients.
-
-    Attributes:
-        model_name: that `/v1/models` lists.
-        token: bearer token that every request but `/health` must carry; None = none, and then web pages of others are
-            kept out (`covey.serving.origins`).
-        max_upload_bytes: of an adapter.
-        max_body_bytes: of any other request.
-        body_seconds: within which a request's body must arrive.
-        lease_seconds: after which a trainer that is heard of no more may be replaced by another.
-    """
+    """What a server allows its clients."""
 
     model_name: str = "model"
     token: str | None = None
@@ -111,13 +101,7 @@ class _BodyError(Exception):
 
 
 class _Body:
-    """A body that may not grow beyond its limit nor take for ever.
-
-    Args:
-        receive: its next part.
-        limit: most bytes.
-        grown: called when something has arrived.
-    """
+    """A body that may not grow beyond its limit nor take for ever."""
 
     clock: asyncio.Timeout
 

@@ -12,13 +12,7 @@ from covey.serving.connections import ConnectionLimits, Connections
 
 
 def uvicorn_server(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Server:
-    """What runs the application, with connections that may not wait for ever.
-
-    Args:
-        app: an ASGI application.
-        limits: of connections.
-        options: other settings of `uvicorn.Config`.
-    """
+    """What runs the application, with connections that may not wait for ever."""
     settings: dict[str, Any] = {
         "http": Connections(limits).protocol,
         "ws": "none",

@@ -19,13 +19,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0,
 
 
 class Latencies:
-    """Histograms of how long clients wait, in seconds.
-
-    Attributes:
-        queue: of one completion, until it joins the batch.
-        first_token: of one completion, from when it was asked for until its first token.
-        request: of one HTTP request for completions, from its arrival until the end of its answer.
-    """
+    """Histograms of how long clients wait, in seconds."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]

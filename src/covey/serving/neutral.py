@@ -58,11 +58,6 @@ _NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 def without_neutral(kind: str, given: Mapping[str, Any], served: Iterable[str]) -> dict[str, Any]:
     """What is left of a request when everything that asks for nothing is taken out.
 
-    Args:
-        kind: CompletionRequest or ChatRequest.
-        given: the request.
-        served: the fields that are served.
-
     Raises:
         RequestError: it has a field that is not served.
     """

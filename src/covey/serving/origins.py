@@ -12,10 +12,6 @@ def origin_problem(headers: Mapping[str, str], listening: str) -> str:
 
     A browser sends any page's forms without asking, and says in `Origin` whose they are. A page may also let its own
     name lead to loopback (DNS rebinding): then `Host` is that name. Names without a dot are nobody's on the internet.
-
-    Args:
-        headers: with names in lower case.
-        listening: address that the request came to.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     name, port = _parts(f"//{host}")

@@ -144,13 +144,6 @@ class CoveyDialect(Dialect):
 class RemoteEngine:
     """What `covey.pytorch.engine.Engine` is in this process, on an inference server.
 
-    Args:
-        client: the server.
-        trainer: name of this run; a resumed run must use the same one.
-        dialect: how it is spoken to.
-        folder: for files that the server reads.
-        vocabulary: number of token ids that the policy has; what a server answers beyond them is refused.
-
     Raises:
         ConfigError: the dialect, somebody's own, raised.
         ServingError: the server cannot be reached.
@@ -315,13 +308,7 @@ class RemoteEngine:
 
 
 class RemoteDevice(Device):
-    """Conversations on a server; a `covey.rollout.turns.Device` that asks for whole turns.
-
-    Args:
-        engine: asks.
-        version: of the weights.
-        own_tokens: longest conversation after its first prompt.
-    """
+    """Conversations on a server; a `covey.rollout.turns.Device` that asks for whole turns."""
 
     def __init__(self, engine: RemoteEngine, version: int, own_tokens: int) -> None:
         super().__init__(engine.context_length, own_tokens)

@@ -23,11 +23,7 @@ from covey.types import Request, SamplingSettings
 
 
 class SGLangDialect(Dialect):
-    """How SGLang is spoken to; see the top of this module.
-
-    Attributes:
-        held: the weights that were published last; None before.
-    """
+    """How SGLang is spoken to; see the top of this module."""
 
     name = "SGLang"
     held: Upload | None = None

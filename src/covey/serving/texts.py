@@ -18,11 +18,7 @@ _CLEANED = re.compile("(?:\ufffd{1,3}|[ ']+[vrn]?'?)\\Z")
 
 
 class GrowingTexts:
-    """Makes the texts of one tokenizer's completions, without special tokens.
-
-    Args:
-        tokenizer: anything with transformers' `decode(ids, skip_special_tokens=...)`.
-    """
+    """Makes the texts of one tokenizer's completions, without special tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.decode: Callable[[list[int]], str] = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -37,9 +33,6 @@ class GrowingText:
     """One completion. A token costs one decoding of at most 16 and those that arrive with it, whatever came before.
 
     A run of byte tokens is text only as a whole (one wrong byte spoils all of them), so it is told when it is over.
-
-    Args:
-        texts: of its tokenizer.
     """
 
     def __init__(self, texts: GrowingTexts) -> None:

@@ -17,12 +17,7 @@ class TwoTrainersError(CoveyError):
 
 
 class TrainerLease:
-    """Decides who may upload.
-
-    Args:
-        seconds: after which a trainer that is heard of no more may be replaced.
-        clock: seconds, for tests.
-    """
+    """Decides who may upload."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock = seconds, clock

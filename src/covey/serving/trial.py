@@ -27,10 +27,6 @@ _TOKENS = 16
 def try_adapter(model: Any, adapter: Adapter) -> None:
     """Run `model` with an adapter once.
 
-    Args:
-        model: a bare transformers model; nobody else may run it meanwhile.
-        adapter: checked against it.
-
     Raises:
         AdapterError: a merged weight, what a layer puts out or a logit overflows.
     """

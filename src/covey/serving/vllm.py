@@ -31,11 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class VLLMDialect(Dialect):
-    """How vLLM is spoken to; see the top of this module.
-
-    Attributes:
-        adapter_path: folder of the adapter that was loaded last; None before.
-    """
+    """How vLLM is spoken to; see the top of this module."""
 
     name = "vLLM"
 

@@ -108,14 +108,7 @@ def some_rows(rows: Sequence[Row], number: int | None, seed: int) -> list[Row]:
 
 
 class FileTask(Task):
-    """A task whose problems stand in one file or two.
-
-    Attributes:
-        path: of the problems; what `read` takes.
-        eval_path: of held-out problems; None = `num_eval` of `path` are held out, those with the lowest hash.
-        num_train: use so many training problems, drawn with the seed; None = all.
-        num_eval: number of held-out problems; None = all of `eval_path`.
-    """
+    """A task whose problems stand in one file or two."""
 
     path: Any = None
     eval_path: Any = None

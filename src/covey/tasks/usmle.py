@@ -34,12 +34,7 @@ _OWN_TERMS = Path(__file__).with_name("medical_terms.txt")
 
 
 def format_usmle_prompt(example: Mapping[str, Any], wording: Wording = "document") -> str:
-    """A question with its options, sorted by letter, and the request for an answer.
-
-    Args:
-        example: `question` and `options` (letter -> text).
-        wording: "document" ends as usmle-qa.md does; "brief" asks for the letter first, which small models need.
-    """
+    """A question with its options, sorted by letter, and the request for an answer."""
     options = sorted(example["options"].items())
     letters = [letter for letter, _ in options]
     named = f"{', '.join(letters[:-1])}, or {letters[-1]}" if len(letters) > 2 else " or ".join(letters)
@@ -71,15 +66,7 @@ def extract_answer_literal(generated_text: str) -> str | None:
 
 
 def compute_reward(prompt: Mapping[str, Any], generated_text: str) -> tuple[float, dict[str, Any]]:
-    """1.0 for the right letter, else 0.0, and what usmle-qa.md logs.
-
-    Args:
-        prompt: a question with `answer`, and `options` where there are other letters than A to D.
-        generated_text: of a completion.
-
-    Returns:
-        The reward, and `predicted`, `ground_truth`, `correct`, `has_valid_answer`, `response_length` (characters).
-    """
+    """1.0 for the right letter, else 0.0, and what usmle-qa.md logs."""
     predicted = extract_answer(generated_text, sorted(prompt.get("options") or "ABCD"))
     reward = 1.0 if predicted is not None and predicted == prompt["answer"] else 0.0
     return reward, {
@@ -93,12 +80,6 @@ def compute_reward(prompt: Mapping[str, Any], generated_text: str) -> tuple[floa
 
 class USMLERewardModel:
     """Correctness with a small bonus for medical words and a penalty for very short answers, clamped to [0, 1].
-
-    Args:
-        vocabulary: words, or a file with one on each line; None = a short list of this package.
-        term_bonus: added where a word of the vocabulary occurs.
-        short_penalty: subtracted from answers of fewer than `short_length` characters.
-        short_length: in characters.
 
     Raises:
         ConfigError: the file cannot be read or holds no words.

@@ -49,11 +49,6 @@ def load_world(config: GRPOConfig) -> World | None:
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
     """Task instances in place of prompts; the world says what is right.
 
-    Args:
-        config: the settings.
-        world: has the tasks.
-        others: reward functions and datasets that were given beside it; there must be none.
-
     Raises:
         ConfigError: there are others.
         DataError: there is nothing to train on, or an instance is also held out.

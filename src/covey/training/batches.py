@@ -32,19 +32,7 @@ _ENDS = ("done", "turns", "context", "failed")
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a step was, besides its completions.
-
-    Attributes:
-        step: its number, from 1.
-        settings: all settings of the run in that step, as `GRPOConfig.to_dict` gives them.
-        phase: position of the phase in force, from 0.
-        learning_rate_factor: what `min_accuracy` had cut the learning rate to.
-        prompts: rows of training data, from which the length of the run follows.
-        longest_prompt: in tokens, of all prompts of the run, for which JAX compiles; 0 for agents.
-        discarded_groups: groups that dynamic sampling left out, which are in the metrics only.
-        tokens_per_micro_batch: of the learner.
-        learner: kind of learner, which says how gradients were added.
-    """
+    """What a step was, besides its completions."""
 
     step: int
     settings: dict[str, dict[str, Any]]

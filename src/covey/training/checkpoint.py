@@ -49,15 +49,7 @@ class WrittenTogether(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """A checkpoint that was read.
-
-    Attributes:
-        path: its folder.
-        step: optimiser steps taken when it was written.
-        tensors: group -> name -> tensor, on the CPU; those in shards are read when they are asked for.
-        state: what `save_checkpoint` was given.
-        run_id: id of the run that wrote it, "" if it was not given.
-    """
+    """A checkpoint that was read."""
 
     path: Path
     step: int
@@ -75,18 +67,6 @@ def save_checkpoint(
     folder: str | Path, step: int, tensors: TensorGroups, state: Mapping[str, Any], *, run_id: str = ""
 ) -> Path:
     """Write `folder/step_000010/` so that it appears whole or not at all; one of the same step is replaced.
-
-    Args:
-        folder: the folder of checkpoints; created if missing.
-        step: optimiser steps taken.
-        tensors: group name -> tensor name -> tensor, or NumPy array, which comes back as a tensor. Any dtype, bit for
-            bit; tensors that are one and the same (tied weights) are stored once and come back tied. `WrittenTogether`
-            where processes write it together.
-        state: JSON-able values, in which floats are exact, and NumPy arrays.
-        run_id: id of the run, checked by `load_checkpoint`.
-
-    Returns:
-        The folder of the new checkpoint.
 
     Raises:
         RunFolderError: full disk, no permission, ...; earlier checkpoints are untouched.
@@ -112,11 +92,6 @@ def save_checkpoint(
 
 def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool = True) -> Checkpoint:
     """Read a checkpoint.
-
-    Args:
-        path: its folder.
-        run_id: the run that it must belong to; None = any.
-        verify: compare SHA-256 hashes first; False is for a folder that has just been verified.
 
     Raises:
         CheckpointError: missing, incomplete, corrupt, or of another run. The message names another checkpoint
@@ -185,14 +160,6 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
 
     Nothing is deleted unless the newest one to be kept passes its hashes, so the only good checkpoint is
     never lost. Broken ones do not count and are left for the user to look at.
-
-    Args:
-        folder: the folder of checkpoints.
-        keep_last: how many to keep (`run.save_total_limit`); None keeps all.
-        best_step: step of the best checkpoint, kept in addition.
-
-    Returns:
-        The folders that were deleted.
 
     Raises:
         ConfigError: `keep_last` is below 1.

@@ -15,15 +15,7 @@ _LEFT_OUT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What a recipe asks.
-
-    Attributes:
-        rows: of the data.
-        kept: of which prompts were made.
-        held_out: rows to evaluate on.
-        mean, longest: tokens.
-        room: tokens that the model's context has beside a completion of the longest allowed.
-    """
+    """What a recipe asks."""
 
     rows: int
     kept: int
@@ -50,13 +42,7 @@ def prompts_of(trainer: GRPOTrainer) -> Prompts:
 
 
 def checkup(prompts: Prompts, plan: Plan, memory: Sequence[str] = ()) -> list[Diagnosis]:
-    """What stands in the way of a recipe, the most basic first; the judgements on rewards are the doctor's.
-
-    Args:
-        prompts: of `prompts_of`.
-        plan: of two steps.
-        memory: warnings of `covey.training.forecast.Forecast`.
-    """
+    """What stands in the way of a recipe, the most basic first; the judgements on rewards are the doctor's."""
     found = []
     lost = prompts.rows - prompts.kept
     if lost > _LEFT_OUT * prompts.rows:

@@ -35,14 +35,7 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A run's settings with what is known of its model.
-
-    Attributes:
-        config: the settings.
-        shape: of the model.
-        fused: the fused layers know its family.
-        quantisable: it has linear layers besides its head.
-    """
+    """A run's settings with what is known of its model."""
 
     config: GRPOConfig
     shape: Shape
@@ -100,12 +93,7 @@ class Recipe:
         return played.max_conversation_tokens if conversation else played.max_turn_prompt_tokens
 
     def choices(self, own: int | None = None, tokens: int | None = None) -> Choices:
-        """What the formulas ask of the settings.
-
-        Args:
-            own: tokens of a sequence after its prompt, in place of what the settings say.
-            tokens: of a pass, likewise.
-        """
+        """What the formulas ask of the settings."""
         config, shape = self.config, self.shape
         chosen, optim, sampling, algorithm = config.model, config.optim, config.sampling, config.algorithm
         plain = chosen.use_peft and chosen.quantization == "none"
@@ -160,16 +148,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Whether a recipe fits into a device, and what would.
-
-    Attributes:
-        room: of the device, in bytes.
-        peak: that the recipe takes.
-        when: the phase in which it does.
-        longest: completions that fit, in tokens; 0 = none. Of conversations what is said after the opening.
-        tokens: `optim.tokens_per_micro_batch` that fits; 0 = none.
-        changes: settings, and the peak with each; where none does alone, all that it takes, in one.
-    """
+    """Whether a recipe fits into a device, and what would."""
 
     room: float
     peak: float

@@ -34,13 +34,7 @@ MAX_KINDS = 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """Result of one evaluation.
-
-    Attributes:
-        metrics: `eval/...` values, defined in `covey.metric_names`.
-        rollout: the prompts with their completions and rewards.
-        correct: one entry for each completion, or None where nothing says what is correct.
-    """
+    """Result of one evaluation."""
 
     metrics: dict[str, float]
     rollout: Rollout
@@ -115,9 +109,6 @@ def accuracy_by_kind(rollout: Rollout, correct: BoolArray) -> dict[str, float]:
     Args:
         rollout: groups of an evaluation.
         correct: `[N]` in the order of the groups; those that are not judged do not count.
-
-    Returns:
-        Nothing where rows name fewer than 2 kinds or more than `MAX_KINDS`.
     """
     sizes = [len(group.rewards) for group in rollout.groups]
     judged = judged_completions(rollout)
@@ -256,10 +247,6 @@ def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
     """Right and all completions of each question of a step, or episodes of agents; empty if nothing says what is right.
 
     What is not judged counts as little as a question that was not asked.
-
-    Args:
-        rollout: all groups that were sampled, those that dynamic sampling discarded included (`Rollout.whole`).
-        correct: one entry for each of their rewards.
     """
     answers: Answers = {}
     if correct is None:
@@ -278,12 +265,7 @@ def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
 
 
 class QuestionHistory:
-    """What is known about every training question.
-
-    Args:
-        uids: of the questions, in the order of the dataset.
-        group_relative: advantages are differences within a question's group; else between all questions of a step.
-    """
+    """What is known about every training question."""
 
     def __init__(self, uids: Sequence[str], group_relative: bool = True) -> None:
         self._group_relative = group_relative
@@ -324,12 +306,7 @@ class QuestionHistory:
 
 @dataclass(slots=True)
 class Question:
-    """One question over the run.
-
-    Attributes:
-        uid: its name.
-        visits: (step, right completions, all completions), oldest first.
-    """
+    """One question over the run."""
 
     uid: str
     visits: list[tuple[int, int, int]] = field(default_factory=list)

@@ -38,13 +38,7 @@ _STEP = re.compile(r"step (\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Saved weights of a run: an adapter, or a whole model.
-
-    Attributes:
-        path: the folder that `save_pretrained` wrote.
-        step: that they are of; None where the run does not tell.
-        said: what and where they are, in words.
-    """
+    """Saved weights of a run: an adapter, or a whole model."""
 
     path: Path
     step: int | None
@@ -120,16 +114,6 @@ def export_run(
     repository: str | None = None,
 ) -> Path:
     """Write weights of a run for use elsewhere.
-
-    Args:
-        folder: the run.
-        config: its settings.
-        weights: of it.
-        output: a folder that is empty or not there.
-        kind: see the module's docstring.
-        dtype: float32, float16 or bfloat16; None = float32, with GGUF float16. Adapters stay as they are.
-        base: name of the base model that an adapter's readers load; None = the run's own.
-        repository: where it will be uploaded to, for the card.
 
     Raises:
         ConfigError: there is no adapter to export, or others could not load its base.

@@ -25,16 +25,7 @@ from covey.training.trainer import GRPOTrainer
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Memory of one kind of process, by formula.
-
-    Attributes:
-        name: learner, sampler or server.
-        count: how many there are.
-        held: all the time, in bytes.
-        sampling: besides, while it samples.
-        learning: besides, while it learns.
-        room: bytes of the device, or of the machine where there is none.
-    """
+    """Memory of one kind of process, by formula."""
 
     name: str
     count: int
@@ -51,15 +42,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is known before the first step.
-
-    Attributes:
-        processes: each kind.
-        on_device: do they have GPUs of their own, or do all share a machine's memory?
-        sync_bytes: of new weights for one sampler.
-        receivers: samplers and servers that get them.
-        savings: sentences: what fewer bits save.
-    """
+    """What is known before the first step."""
 
     processes: tuple[Process, ...]
     on_device: bool
@@ -97,15 +80,7 @@ def alone(config: GRPOConfig) -> GRPOConfig:
 
 
 def forecast(trainer: GRPOTrainer, config: GRPOConfig) -> Forecast | None:
-    """Memory of each kind of process, and bytes of a sync.
-
-    Args:
-        trainer: of one process, see `alone`.
-        config: of the run.
-
-    Returns:
-        None with another backend than PyTorch, of whose arrays nothing is known here.
-    """
+    """Memory of each kind of process, and bytes of a sync."""
     if config.model.backend != "pytorch":
         return None
     policy: Any = trainer.policy

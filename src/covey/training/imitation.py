@@ -38,17 +38,7 @@ Told = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Imitation:
-    """What came of it.
-
-    Attributes:
-        folder: where everything is.
-        episodes: of the expert that were learnt from.
-        failed: episodes in which the expert did not succeed, which were left out.
-        why: how these ended, each way once.
-        losses: of each optimiser step: mean `-log p` of the tokens, in nats, before the step.
-        before: `eval/...` metrics of the policy on held-out tasks before, empty where there are none.
-        after: the same afterwards.
-    """
+    """What came of it."""
 
     folder: Path
     episodes: int
@@ -70,16 +60,6 @@ def imitate(
     told: Told = lambda doing, done, of: None,
 ) -> Imitation:
     """Let the expert of the recipe's world play, and learn what it says.
-
-    Args:
-        config: a recipe with a world.
-        folder: for `adapter/` (or the whole model after full fine-tuning), `imitation.jsonl` with the loss of each
-            step, and `episodes.jsonl` with what the expert did. It must be empty or not there yet.
-        episodes: that the expert plays, one for each training task and again from the first where there are fewer.
-        epochs: passes over those in which it succeeded.
-        episodes_per_step: in each optimiser step.
-        evaluate: play the held-out tasks before and after.
-        told: of progress.
 
     Raises:
         ConfigError: the recipe has no world, a number cannot be meant, the folder is not empty, an action is longer

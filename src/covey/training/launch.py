@@ -168,16 +168,7 @@ class RanksBackend:
 
 
 def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
-    """Train in this process, or as one of those that torchrun or Ray has started.
-
-    Args:
-        config: of the run.
-        resume: go on from the newest checkpoint. On several ranks a run that is in the folder already, with the same
-            settings, is gone on with in any case: the launcher starts the same command again.
-
-    Returns:
-        The trainer, at the end of the run; None on another rank than 0.
-    """
+    """Train in this process, or as one of those that torchrun or Ray has started."""
     ranks = Ranks.of_torchrun(config.distributed.timeout_seconds)
     if ranks is None:
         return _train(config, resume)
@@ -230,14 +221,6 @@ def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str
     On a Ray cluster, if `distributed.ray_address` names one or this machine is part of one, else with torchrun on this
     machine. When one dies, all are started again, `max_restarts` times at most, and go on with the run that is in the
     folder.
-
-    Args:
-        config: of the run.
-        arguments: of the `covey` command, which rank 0 is given, or under torchrun every rank.
-        say: is told who starts the learners, and where.
-
-    Returns:
-        False where this process trains itself.
 
     Raises:
         CoveyError: as a rank raised it.

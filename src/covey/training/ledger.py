@@ -41,12 +41,7 @@ class Ledger:
     """
 
     def __init__(self, to_text: Callable[[Sequence[int]], str], groups: Sequence[int] | None = None) -> None:
-        """Take what is noted.
-
-        Args:
-            to_text: of token ids, special ones included.
-            groups: whose tokens are noted; None = all.
-        """
+        """Take what is noted."""
         self.rows: list[Row] = []
         self._to_text, self._groups = to_text, groups
 

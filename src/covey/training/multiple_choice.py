@@ -66,14 +66,6 @@ def answer_choices(
 ) -> Answered:
     """Put the trainer's held-out questions to its model.
 
-    Args:
-        trainer: its `eval_prompts` are the questions.
-        task: knows letters and rotations.
-        name: of the model, for the report.
-        rotations: how many rotations of the options to ask again with; at most the options of a question less one.
-        lead_in: the likelihood of a letter is that of this text and the letter as the whole beginning of the answer.
-        progress: called with (finished, total) questions over all passes.
-
     Raises:
         ConfigError: more rotations than the questions have options to rotate.
     """

@@ -26,13 +26,7 @@ from covey.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a cost.
-
-    Attributes:
-        name: what it is.
-        amount: seconds a step, or bytes.
-        advice: a setting that about halves it, "" where there is none.
-    """
+    """One part of a cost."""
 
     name: str
     amount: float
@@ -41,20 +35,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was found.
-
-    Attributes:
-        seconds: parts of the second step.
-        memory: parts of the peak; on a GPU those of its memory.
-        device: whose memory it is.
-        steps: of the run, None where minutes or tokens decide.
-        evaluation_seconds: of one evaluation, if a completion takes as long there as in the step.
-        num_evaluations: of the run.
-        mean_length: of the completions, in tokens.
-        mixed_share: groups whose rewards are not all equal; without beta the others cost no update.
-        probe_seconds: what finding out took.
-        metrics: of both steps together, named as in a run's `metrics.jsonl`.
-    """
+    """What was found."""
 
     seconds: tuple[Part, ...]
     memory: tuple[Part, ...]
@@ -91,12 +72,7 @@ class Plan:
 
 
 def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
-    """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved.
-
-    Args:
-        trainer: of the run.
-        seen: is given the groups that were sampled.
-    """
+    """Take two steps with a trainer that has not trained yet. Throw it away afterwards: its weights have moved."""
     began, loaded = time.perf_counter(), _peak()
     forget_peak()
     held, sampled_peak = _peak(), 0

@@ -38,15 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """What a step trains on.
-
-    Attributes:
-        rollout: scored groups.
-        phase: that they were sampled in.
-        position: in the data, after them.
-        correct: which completions of `rollout.whole` are right, those that are trained on first, where that is known.
-        logged: what the reward functions reported.
-    """
+    """What a step trains on."""
 
     rollout: Rollout
     phase: ResolvedPhase
@@ -79,12 +71,7 @@ class Sampled:
 
 
 class Source(Protocol):
-    """What samples come from: a `GRPOTrainer`.
-
-    Attributes:
-        state: of the run; the version of the policy's weights and the position in the data are read from it.
-        engine: the sampler.
-    """
+    """What samples come from: a `GRPOTrainer`."""
 
     state: TrainerState
     engine: Sampler
@@ -176,15 +163,7 @@ class DirectSamples:
 
 
 class PrefetchedSamples:
-    """Groups are sampled in a thread, at most `source.steps_ahead()` steps before they are trained on.
-
-    Args:
-        source: see `Source`.
-        max_staleness: optimiser steps by which the weights that sampled may be older than those that are trained.
-        drop: False waits after each update until everything that was begun is sampled, so that the same run gives the
-            same numbers. True goes on with what is there: new weights are published when the sampler happens to be
-            idle or nothing is left to train on, and groups older than `max_staleness` are dropped.
-    """
+    """Groups are sampled in a thread, at most `source.steps_ahead()` steps before they are trained on."""
 
     def __init__(self, source: Source, max_staleness: int, *, drop: bool) -> None:
         self._source, self._max_staleness, self._drop = source, max_staleness, drop

@@ -74,11 +74,7 @@ class Run(Protocol):
 
 
 class Recorder:
-    """Writes what happens and keeps the run resumable.
-
-    Attributes:
-        evaluated_at: step of the last evaluation, -1 before the first.
-    """
+    """Writes what happens and keeps the run resumable."""
 
     def __init__(self, run: Run, callbacks: Callbacks) -> None:
         self._run = run

@@ -74,16 +74,7 @@ _SECONDS = ("time/", "memory/")
 
 @dataclass(slots=True)
 class Report:
-    """What a replay found.
-
-    Attributes:
-        run: path of the folder.
-        step: that was replayed.
-        checks: what was compared.
-        numbers: metrics of the step: name -> recorded and replayed value.
-        notes: what a reader should know, such as where the weights came from.
-        changed: with other settings: what they would have changed.
-    """
+    """What a replay found."""
 
     run: str
     step: int
@@ -127,17 +118,6 @@ def replay(
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:
     """Compute a step again, and compare.
-
-    Args:
-        run: the run's folder.
-        step: which, from 1; None = the newest that was kept.
-        overrides: settings such as `algorithm.loss_type=dapo`, with which the step is done a second time.
-        start: step of the checkpoint to begin with, 0 = the weights that the run began with; None = the newest that is
-            there.
-        batch_only: rewards, advantages and masks only, which need no model.
-        tolerance: see `Check`; None = `EXACT` with the run's own versions and threads on a CPU, else more. 0 = bit for
-            bit.
-        progress: told what is done next.
 
     Raises:
         RunFolderError: there is no such step, or what is needed is missing or damaged.

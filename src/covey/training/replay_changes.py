@@ -19,16 +19,7 @@ Tensors = Mapping[str, Any]
 
 @dataclass(slots=True)
 class Changed:
-    """The step as it was replayed, and with other settings.
-
-    Attributes:
-        settings: the overrides.
-        metrics: name -> value before and after; those that both updates have.
-        tokens: of the tokens that were sampled: how many advantages, masks and weights changed, and by how much.
-        gradient: `cosine` of the two gradients of the first optimiser step, and their norms.
-        step: the same of what the optimiser did to the weights in the whole step.
-        completions: of each row of the batch, advantage, weight and contribution to the loss, before and after.
-    """
+    """The step as it was replayed, and with other settings."""
 
     settings: list[str]
     metrics: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)

@@ -15,17 +15,7 @@ Difference = dict[str, Any]
 
 @dataclass(slots=True)
 class Check:
-    """One thing that was compared.
-
-    Attributes:
-        name: what.
-        tolerance: largest difference that counts as agreement, times 1 or the size of the number if that is larger.
-        compared: values that were.
-        unequal: those that are not the same bit for bit.
-        different: those that are further apart than the tolerance, or are no numbers and not equal.
-        largest: largest difference between two numbers.
-        examples: the first of those that are different: `where`, `recorded`, `replayed`.
-    """
+    """One thing that was compared."""
 
     name: str
     tolerance: float

@@ -62,13 +62,7 @@ def find_checkpoint(folder: RunFolder, config: GRPOConfig, notes: list[str]) -> 
 
 
 def _sign_of_a_checkpoint(folder: RunFolder, config: GRPOConfig, last: int) -> str:
-    """What in a folder without checkpoints says that there was one; "" = nothing.
-
-    Args:
-        folder: of the run.
-        config: its settings.
-        last: the last step that anything in the folder tells of.
-    """
+    """What in a folder without checkpoints says that there was one; "" = nothing."""
     for event in folder.read_events():
         kind, message = event.get("kind"), str(event.get("message"))
         if kind == "checkpoint":
@@ -94,11 +88,6 @@ def _sign_of_a_checkpoint(folder: RunFolder, config: GRPOConfig, last: int) -> s
 
 def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], best_metric: str) -> TrainerState:
     """The counters of a checkpoint whose contents make sense: hashes tell damage, not what somebody has hashed anew.
-
-    Args:
-        checkpoint: as it was read.
-        own: the learner's tensors, which say what groups there must be.
-        best_metric: by which this run chooses its best evaluation.
 
     Raises:
         CheckpointError: counters, tensors or their groups are missing or are no numbers.

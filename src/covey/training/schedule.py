@@ -33,17 +33,6 @@ def learning_rate_schedule(
 ) -> Callable[[int], float]:
     """A schedule of `transformers.get_scheduler`, with linear warm-up, as a pure function.
 
-    Args:
-        name: as `optim.lr_scheduler_type`; "constant" warms up too, as transformers' "constant_with_warmup".
-        learning_rate: the peak, which options such as `min_lr` are compared with.
-        warmup_steps: steps of warm-up.
-        total_steps: steps of the whole run; not needed for "constant" and "inverse_sqrt".
-        options: of that schedule, such as `num_cycles`; see `transformers.optimization`.
-
-    Returns:
-        Steps taken so far, from 0 -> factor on the learning rate of the step that follows. After the run's last step
-        it stays as it is there.
-
     Raises:
         ConfigError: unknown schedule or option, or a decay without a known number of steps.
     """
@@ -98,17 +87,7 @@ class Elapsed:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPhase:
-    """The settings in force: the phase's where it sets them, else the run's.
-
-    Attributes:
-        index: position of the phase, from 0.
-        name: its name.
-        temperature: sampling temperature.
-        beta: weight of the KL term.
-        num_generations: completions for each prompt.
-        learning_rate: replaces the scheduled learning rate; None = follow the schedule.
-        learning_rate_factor: what `min_accuracy` has cut the learning rate to, 1 = not at all.
-    """
+    """The settings in force: the phase's where it sets them, else the run's."""
 
     index: int
     name: str

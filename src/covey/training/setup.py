@@ -39,16 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Data:
-    """Rows before they are tokenised, with who scores them.
-
-    Attributes:
-        train: training rows.
-        held_out: evaluation rows, empty if there are none.
-        scorer: the reward functions.
-        system_prompt: put before each prompt.
-        is_correct: definition of `accuracy`, None where nothing says what is right.
-        has_answer: does a completion hold an answer at all, right or wrong?
-    """
+    """Rows before they are tokenised, with who scores them."""
 
     train: Sequence[Mapping[str, Any]]
     held_out: Sequence[Mapping[str, Any]]
@@ -240,16 +231,7 @@ def algorithm_in(config: GRPOConfig, phase: ResolvedPhase) -> AlgorithmConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """When a run ends and how its learning rate goes.
-
-    Attributes:
-        total_steps: steps of the run where they are known, else None.
-        max_seconds: time limit, None = none.
-        learning_rate: the peak.
-        factor: of the learning rate, by the steps taken, or by the optimiser steps with `max_optimizer_steps`.
-        optimizer_steps: that each step takes.
-        max_optimizer_steps: of the run, where these are counted.
-    """
+    """When a run ends and how its learning rate goes."""
 
     total_steps: int | None
     max_seconds: float | None
@@ -335,11 +317,6 @@ _ENVIRONMENT_BYTES = 2_000_000
 
 def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect | None) -> IsCorrect | None:
     """Who says which completions are right: the task, or the reward named by `rewards.correctness`; None = nobody.
-
-    Args:
-        config: the settings.
-        rewards: names of the reward functions.
-        by_task: the task's own rule, None without a task.
 
     Raises:
         ConfigError: both say so, there is no such reward, or a setting needs what nobody says.

@@ -34,25 +34,7 @@ _COUNTERS: dict[str, tuple[type, ...]] = {
 
 @dataclass
 class TrainerState(transformers.TrainerState):
-    """Counters of a run: those of transformers, and Covey's own.
-
-    Attributes:
-        global_step: finished steps (one step = sample, score, update).
-        max_steps: steps that the run will have, or -1 where minutes or tokens decide.
-        epoch: passes over the training prompts so far.
-        num_tokens: tokens processed so far: prompt tokens and sampled tokens of every completion.
-        seconds: training time so far, over all resumed parts, without evaluation and checkpoints.
-        data_position: prompts drawn from the data order so far.
-        policy_version: version of the current weights; 1 at the start, +1 for each optimiser step.
-        updates: optimiser steps so far.
-        evaluations_without_improvement: for early stopping.
-        best_metric: best value of `metric_for_best_model` so far.
-        best_step: step at which it was reached.
-        best_metric_name: the metric that it is a value of, "" before the first evaluation.
-        entropy_coef: where `use_adaptive_entropy` has moved it, None before the first optimiser step.
-        last_entropy: mean entropy of the last optimiser step, in nats, which says whether the bonus acts; None before.
-        log_history: one dict for each logged step or evaluation, as in metrics.jsonl.
-    """
+    """Counters of a run: those of transformers, and Covey's own."""
 
     max_steps: int = -1
     epoch: float = 0.0

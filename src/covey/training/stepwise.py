@@ -121,9 +121,6 @@ class StepByStep:
     def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
         """Sample `num_generations` completions of each prompt with the present weights, and score them.
 
-        Args:
-            rows: like those of `train_dataset`; None = the prompts of the next step. The data's position stays.
-
         Returns:
             A group for each prompt; `rewards` of a group are `[num_generations]`.
         """
@@ -149,12 +146,7 @@ class StepByStep:
         return list(self._tokenize(rows))
 
     def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
-        """Sample completions of other prompts with the present weights, at the temperature of training.
-
-        Args:
-            rows: like those of `train_dataset`, with the columns that the reward functions need.
-            num_generations: completions of each.
-        """
+        """Sample completions of other prompts with the present weights, at the temperature of training."""
         prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
         return self.collect(
             prompts,

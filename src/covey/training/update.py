@@ -26,14 +26,7 @@ _EXTREMES = ("min", "mean", "max")
 
 @dataclass(slots=True, eq=False)
 class Update:
-    """What a step's update did.
-
-    Attributes:
-        metrics: under the names of `covey.metric_names`.
-        optimizer_steps: number of steps taken; 0 when nothing could be learned or the gradient was not finite.
-        skipped: why nothing was trained, "" if something was.
-        batch: the batch with the masks of the last pass.
-    """
+    """What a step's update did."""
 
     batch: Batch
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -43,17 +36,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pass:
-    """What one optimiser step is about to be taken with, for those who want to look at it.
-
-    Attributes:
-        number: of the step within the update, from 0.
-        part: the rows of the update's batch that `batch` has; None = all.
-        batch: what is trained on.
-        rows: of it that were run.
-        objective: what is minimised.
-        gradients: what the pass left behind.
-        options: other arguments of `Learner.forward_backward`.
-    """
+    """What one optimiser step is about to be taken with, for those who want to look at it."""
 
     number: int
     part: NDArray[np.int64] | None
@@ -81,20 +64,6 @@ def update(
 
     A batch in which no row can have a gradient (all groups tied, everything masked) takes no optimiser step at all:
     AdamW's momentum would otherwise move the weights without a reason.
-
-    Args:
-        learner: whose policy is trained.
-        batch: the step.
-        algorithm: the section, with what a phase changes of it. With its `correction` the old policy of ratio and
-            clip is the one before the first pass; see `Learner.forward_backward`.
-        learning_rates: of every optimiser step, or one for each; a list that is shorter ends the last pass early.
-        temperature: of the distribution that the completions were sampled from.
-        max_completion_length: in tokens.
-        state: where `use_adaptive_entropy` stands, and is moved on; None = at its beginning.
-        stream: key of the random stream that parts the rows into mini-batches.
-        observe: is told of every pass before its optimiser step.
-        on_policy: the sampler's log-probabilities are those of the weights before the first pass, so that masks need
-            no forward pass to look at the policy then.
     """
     began = time.perf_counter()
     result, objective = Update(batch), algorithm.objective()

@@ -46,16 +46,6 @@ def read_in_order(args: GRPOConfig, training: Any, held_out: Sequence[Any]) -> N
 class Acting:
     """How a run acts; with none of the three arguments, completions are plain answers.
 
-    Args:
-        args: TRL's settings.
-        tools: functions that the model may call.
-        environment_factory: makes environments, or a dict of such.
-        rollout_func: samples in the engine's place.
-
-    Attributes:
-        toolset: the tools.
-        rewards: reward functions of the environments.
-
     Raises:
         ConfigError: something that cannot be called or described, or two ways to sample.
     """

@@ -22,14 +22,7 @@ _OWN = ("reset", "get_reward")
 
 @dataclass(slots=True, eq=False)
 class Scene:
-    """What one episode is played with.
-
-    Attributes:
-        prompt: with what the environment said when it was reset.
-        environment: None without one.
-        tools: by name.
-        schemas: as the prompt shows them.
-    """
+    """What one episode is played with."""
 
     prompt: Prompt
     environment: Any
@@ -39,15 +32,6 @@ class Scene:
 
 class Toolset:
     """The tools of a run: functions, and the methods of environments, of which a pool is kept.
-
-    Args:
-        functions: tools of every episode.
-        factory: makes an environment; or a dict of such, by the names in the rows' column `environment`; None = none.
-
-    Attributes:
-        tools: all of them, each once.
-        accepts_index: by name, whether a tool takes `_completion_idx`.
-        environments: of the latest episodes, in their order.
 
     Raises:
         ConfigError: a tool that cannot be described, an environment without `reset`, or something that makes none.

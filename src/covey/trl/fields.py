@@ -19,14 +19,7 @@ Kind = Literal["same", "translated", "machinery", "warned", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What becomes of a field.
-
-    Attributes:
-        kind: same: taken over; translated: becomes other settings; machinery: tunes what Covey does not have, and
-            nothing depends on it; warned: has no effect here, said once when it is set; refused: an error.
-        text: the setting or settings that it becomes, or why it has no effect, or what to do instead.
-        harmless: values besides TRL's default that ask for nothing.
-    """
+    """What becomes of a field."""
 
     kind: Kind
     text: str

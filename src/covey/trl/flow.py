@@ -20,23 +20,7 @@ from covey.trl.arguments import GRPOConfig
 
 
 class Flow:
-    """A callback of Covey's trainer that drives those of transformers.
-
-    Args:
-        args: TRL's settings, which callbacks get.
-        state: transformers' state; counts optimiser steps.
-        handler: a `CallbackHandler` of the user's callbacks.
-        steps: optimiser steps of the run.
-        steps_per_epoch: optimiser steps of one pass over the data.
-        steps_per_generation: optimiser steps that one generation is trained on.
-        save: writes a checkpoint in transformers' layout.
-        evaluate: measures the evaluation sets that Covey's trainer, which has one, does not.
-        own: name of the set that it has, where there are several.
-        log: is given each record; hands it on to `record`.
-
-    Attributes:
-        control: what callbacks ask for.
-    """
+    """A callback of Covey's trainer that drives those of transformers."""
 
     def __init__(
         self,
@@ -206,11 +190,7 @@ def eval_names(metrics: Mapping[str, Any], args: GRPOConfig, prefix: str = "eval
 
 
 class Rates:
-    """The learning rate of the last step, for callbacks that ask a scheduler for it.
-
-    Attributes:
-        rate: as it was; 0 before the first step.
-    """
+    """The learning rate of the last step, for callbacks that ask a scheduler for it."""
 
     rate = 0.0
 

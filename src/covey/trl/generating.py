@@ -46,14 +46,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 class Generating:
-    """A run's engine; or, where that is wanted, `generate` of the model that is trained.
-
-    Args:
-        run: whose engine, model and learner.
-        args: TRL's settings.
-        options: of `transformers.GenerationConfig` that the engine does not have. Without any, `generate` is used where
-            it was replaced, on the model or in transformers.
-    """
+    """A run's engine; or, where that is wanted, `generate` of the model that is trained."""
 
     def __init__(self, run: covey.GRPOTrainer, args: GRPOConfig, options: Mapping[str, Any]) -> None:
         self._engine: Any = run.engine

@@ -24,16 +24,6 @@ def place_model(
 ) -> tuple[tuple[Any, Any], dict[str, Any]]:
     """Load what Covey's own loading does not serve; else say what it shall load.
 
-    Args:
-        args: TRL's settings.
-        model: the trainer's.
-        tokenizer: the trainer's.
-        lora: an adapter is trained, so that the model's own weights may be of half precision.
-        quantization_config: the trainer's, or else that of `model_init_kwargs`.
-
-    Returns:
-        (model, tokenizer) to hand on, and Covey's settings of loading.
-
     Raises:
         ConfigError: weights are to be quantised that cannot be, or shall be trained themselves; or a GGUF file is to be
             loaded with options that only transformers' own formats have.

@@ -16,9 +16,6 @@ class Publishing:
     """What a trainer needs to upload `output_dir`: the model, its tokenizer, its card and learning curve.
 
     Checkpoints and Covey's run folder stay here. `hub_strategy` does not matter: there are no uploads while training.
-
-    Attributes:
-        hub_model_id: where to, once it is known that it can be written.
     """
 
     args: GRPOConfig
@@ -50,13 +47,7 @@ class Publishing:
         dataset_name: str | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Write `output_dir/README.md`, filled in from the run so far.
-
-        Args:
-            model_name: default: where it is uploaded to, or the name of `output_dir`. A dict holds all the arguments.
-            dataset_name: what it was trained on.
-            tags: for the hub, beside Covey's own.
-        """
+        """Write `output_dir/README.md`, filled in from the run so far."""
         if isinstance(model_name, Mapping):  # many scripts pass their keywords so
             return self.create_model_card(**model_name)
         folder, inner = Path(self.args.output_dir or ""), Path(self.run.args.run.output_dir)
@@ -81,16 +72,6 @@ class Publishing:
         **card: Any,
     ) -> str:
         """Save the model to `output_dir`, write its card, and upload both.
-
-        Args:
-            commit_message: of the upload.
-            blocking: accepted; the upload is always waited for.
-            token: default: `args.hub_token`, or the one that is logged in.
-            revision: branch; default: `args.hub_revision`, or the main one.
-            card: arguments of `create_model_card`.
-
-        Returns:
-            The address of the commit.
 
         Raises:
             HubError: the hub refuses or cannot be reached; the model is in `output_dir` all the same.

@@ -17,15 +17,7 @@ _BATCH = 16
 
 
 class RewardModel:
-    """A sequence-classification model as a reward function: its only output is the reward.
-
-    Args:
-        model: with one label.
-        tokenizer: its own; a conversation goes through its chat template. Gets a padding token where it has none.
-
-    Attributes:
-        __name__: the last part of the model's name, as rewards are logged under it.
-    """
+    """A sequence-classification model as a reward function: its only output is the reward."""
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.pad_token_id is None:
@@ -74,15 +66,6 @@ class RewardModel:
 
 def with_models(reward_funcs: Any, tokenizers: Any, *, trust_remote_code: bool = False) -> tuple[list[Any], list[Any]]:
     """Reward functions in which every model, or name of one, is a `RewardModel`.
-
-    Args:
-        reward_funcs: one or a list of: a function, a sequence-classification model, a hub id or folder of one.
-        tokenizers: of the models: one for one reward, or a list as long as the rewards with None for functions; None =
-            each model's own.
-        trust_remote_code: run code that a model brings.
-
-    Returns:
-        Callables, and the tokenizers that models use (None for functions).
 
     Raises:
         ConfigError: another number of tokenizers than of rewards, or a model that cannot be loaded.

@@ -20,15 +20,7 @@ _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
 
 class RolloutCollector(Scoring):
-    """Completions of a function, scored; a `covey.rollout.collect.Collector`.
-
-    Args:
-        function: `f(prompts, trainer)`; see `__call__`.
-        trainer: passed on.
-        scorer: the reward functions, which get further fields of what the function returns by name.
-        decode: token ids -> text without special tokens.
-        learner: measures log-probabilities that the function does not know.
-    """
+    """Completions of a function, scored; a `covey.rollout.collect.Collector`."""
 
     def __init__(
         self,

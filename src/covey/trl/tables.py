@@ -24,13 +24,7 @@ _PLACED = ("prompt", "completion", "advantage")
 
 
 def columns(rows: Sequence[Row], step: int, *, unique_prompts: bool = False) -> dict[str, list[Any]]:
-    """TRL's columns of a generation: step, prompt, completion, each reward, what rewards logged, advantage.
-
-    Args:
-        rows: of the run folder, one for each completion.
-        step: optimiser step.
-        unique_prompts: one completion of each prompt.
-    """
+    """TRL's columns of a generation: step, prompt, completion, each reward, what rewards logged, advantage."""
     if unique_prompts:
         rows = list({row["prompt"]: row for row in reversed(rows)}.values())[::-1]
     names = [name for name in (rows[0] if rows else {}) if name not in (*_SHOWN_ELSEWHERE, *_PLACED)]
@@ -40,13 +34,7 @@ def columns(rows: Sequence[Row], step: int, *, unique_prompts: bool = False) -> 
 
 
 def show(table: Mapping[str, Sequence[Any]], number: int | None = None, console: Console | None = None) -> None:
-    """Print a table.
-
-    Args:
-        table: from `columns`.
-        number: rows to show, drawn at random; None = all, 0 or less = none.
-        console: where to; None = standard output.
-    """
+    """Print a table."""
     names = [name for name in table if name != "step"]
     rows = list(zip(*(table[name] for name in names), strict=True))
     if number is not None and number < len(rows):
@@ -61,13 +49,7 @@ def show(table: Mapping[str, Sequence[Any]], number: int | None = None, console:
 
 
 def send(table: Mapping[str, Sequence[Any]], report_to: Sequence[str], callbacks: Sequence[Any]) -> None:
-    """Send a table to wandb, trackio and TensorBoard, as far as they are on; under the name `completions`.
-
-    Args:
-        table: from `columns`.
-        report_to: names of trackers.
-        callbacks: transformers' own, that of TensorBoard among them.
-    """
+    """Send a table to wandb, trackio and TensorBoard, as far as they are on; under the name `completions`."""
     step = table["step"][0]
     rows = [list(row) for row in zip(*table.values(), strict=True)]
     wandb, trackio = sys.modules.get("wandb"), sys.modules.get("trackio")

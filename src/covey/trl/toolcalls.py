@@ -25,14 +25,7 @@ _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>")
 
 
 def calls_in(text: str, schemas: Sequence[Mapping[str, Any]], *, ended: bool, bare: bool) -> tuple[str, list[Call]]:
-    """The text without the calls that can be read, and all calls.
-
-    Args:
-        text: of a turn.
-        schemas: of the tools, which say what is a number and what is text in the second form.
-        ended: the turn was not cut off, so that an unfinished call is a mistake; else it is none.
-        bare: a turn in the third form is a call.
-    """
+    """The text without the calls that can be read, and all calls."""
     calls: list[Call] = []
     rest: list[str] = []
     read = 0

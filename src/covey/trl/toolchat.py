@@ -34,11 +34,6 @@ _MARK = re.compile("\u2402[0-9]+\u2402")
 class ToolChat:
     """Writes and reads conversations with tools.
 
-    Args:
-        tokenizer: of transformers, with a chat template; its `response_template`, where it has one, reads calls.
-        eos_token_ids: tokens that end a turn of the policy.
-        chat_template_kwargs: further arguments of the chat template.
-
     Raises:
         ConfigError: the chat template does not show tools, or not what they return.
     """
@@ -73,10 +68,6 @@ class ToolChat:
     def results(self, messages: Sequence[Message], *, ended: bool) -> IntArray:
         """Token ids between a turn of the policy that called tools and its next one.
 
-        Args:
-            messages: of the role "tool", one for each call.
-            ended: the turn's last sampled token ends it; else the ending is written here.
-
         Raises:
             ConfigError: the chat template does not show them.
         """
@@ -105,14 +96,7 @@ class ToolChat:
     def read(
         self, token_ids: Sequence[int], prefix: Sequence[int], schemas: Sequence[Mapping[str, Any]], *, ended: bool
     ) -> tuple[Message, list[Call]]:
-        """A turn of the policy as a message, and the calls in it.
-
-        Args:
-            token_ids: sampled.
-            prefix: all tokens before them.
-            schemas: of the tools that the prompt shows.
-            ended: it was not cut off, so that an unfinished call is a mistake.
-        """
+        """A turn of the policy as a message, and the calls in it."""
         text = self._text(token_ids)
         message: Message = {"role": "assistant", "content": text}
         if getattr(self._tokenizer, "response_template", None) is None:

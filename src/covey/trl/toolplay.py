@@ -55,14 +55,7 @@ class ToolRollout(Rollout):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A completion under way.
-
-    Attributes:
-        number: which of all.
-        ids, sampled, logprobs: of the tokens after the prompt, so far.
-        messages: of the completion.
-        rounds: how often tools were called.
-    """
+    """A completion under way."""
 
     number: int
     stream: tuple[int, ...]
@@ -97,17 +90,7 @@ class _Live:
 
 
 class ToolCollector(Scoring):
-    """Samples and scores completions that may call tools; a `covey.rollout.collect.Collector`.
-
-    Args:
-        generator: samples the turns.
-        scorer: the reward functions, which get each completion as a list of messages. Its event loop runs tools too.
-        decode: token ids -> text without special tokens.
-        chat: writes and reads what the model says to tools and hears from them.
-        toolset: the tools, and the environments that they belong to.
-        max_rounds: how often a completion may call tools; None = no limit.
-        at_once: prompts that are played together; every completion of them has an environment of its own.
-    """
+    """Samples and scores completions that may call tools; a `covey.rollout.collect.Collector`."""
 
     def __init__(
         self,

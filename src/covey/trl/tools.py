@@ -29,13 +29,7 @@ INDEX = "_completion_idx"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the model asks for.
-
-    Attributes:
-        name: of the tool.
-        arguments: by name.
-        problem: why the call cannot be read; "" if it can.
-    """
+    """What the model asks for."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -104,11 +98,7 @@ def _without_index(tool: Tool) -> Tool:
 
 
 class Calls:
-    """Carries calls out.
-
-    Args:
-        runner: the event loop of asynchronous tools.
-    """
+    """Carries calls out."""
 
     def __init__(self, runner: AsyncRunner) -> None:
         self._runner = runner

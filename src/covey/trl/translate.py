@@ -29,15 +29,7 @@ _EIGHT_BITS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "page
 
 
 def optimizer_steps(args: GRPOConfig, num_prompts: int) -> int:
-    """Optimiser steps of the run, as transformers counts them.
-
-    Args:
-        args: TRL's settings.
-        num_prompts: rows of the training data.
-
-    Returns:
-        `max_steps`, or the steps of `num_train_epochs` passes over all whole generations of the data.
-    """
+    """Optimiser steps of the run, as transformers counts them."""
     if args.max_steps > 0:
         return args.max_steps
     generations = max(num_prompts // prompts_per_generation(args), 1)
@@ -200,12 +192,6 @@ def _evaluation(args: GRPOConfig) -> dict[str, Any]:
 
 def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> covey.GRPOConfig:
     """Covey's settings of a run.
-
-    Args:
-        args: TRL's settings.
-        num_prompts: rows of the training data.
-        lora: an adapter is trained; else all weights.
-        more: further settings of Covey's.
 
     Raises:
         ConfigError: something that is impossible here, or a value out of range, by TRL's names.

@@ -24,16 +24,7 @@ _MOST_LINES, _LONGEST = 1_000_000, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one reading of a growing file found.
-
-    Attributes:
-        records: the objects on its whole lines.
-        end: byte up to which it was read; the next reading begins there. An unfinished last line comes after it.
-        mark: of what stands before `end`, by which the next reading sees that the file is another one by then.
-        restarted: it was, and this piece begins with its first line.
-        damaged: lines that were no records.
-        more: there is more to read at once.
-    """
+    """What one reading of a growing file found."""
 
     records: list[Record]
     end: int = 0

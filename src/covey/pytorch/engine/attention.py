@@ -83,13 +83,7 @@ class BlockCopy:
 
 
 class PrefillAttention:
-    """The step's tokens are pieces, one after the other. All are stored before any attends, so they see each other.
-
-    Args:
-        cache: where keys and values are.
-        pieces: in the order of the step's tokens.
-        copies: made in order after the pieces are stored.
-    """
+    """The step's tokens are pieces, one after the other. All are stored before any attends, so they see each other."""
 
     def __init__(self, cache: KVCache, pieces: Sequence[Piece], copies: Sequence[BlockCopy] = ()) -> None:
         self._cache, self._pieces, self._copies = cache, tuple(pieces), tuple(copies)
@@ -159,13 +153,7 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """The step's tokens are the newest of each of B rows; row i owns slot i. Kept while rows and their paths stay.
-
-    Args:
-        cache: where keys and values are.
-        paths: what comes before the slot of each row.
-        device: where the cache is.
-    """
+    """The step's tokens are the newest of each of B rows; row i owns slot i. Kept while rows and their paths stay."""
 
     def __init__(self, cache: KVCache, paths: Sequence[Sequence[Span]], device: torch.device) -> None:
         self._cache, self._device = cache, device

@@ -71,14 +71,7 @@ class _Segment:
 
 
 class KVCache:
-    """Keys and values of all layers.
-
-    Args:
-        shapes: one for each layer; empty for a model that is run without a cache.
-        budget_bytes: upper limit of the memory for keys and values.
-        dtype: of keys and values.
-        device: where they live.
-    """
+    """Keys and values of all layers."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], budget_bytes: int, dtype: torch.dtype, device: torch.device
@@ -102,14 +95,7 @@ class KVCache:
         return sum(segment.size for segment in self._segments) * self.bytes_per_token
 
     def open(self, slots: int, slot_tokens: int, block_tokens: int, limit: int | None = None) -> None:
-        """Lay the memory out for a call; what was stored before is forgotten.
-
-        Args:
-            slots: of them.
-            slot_tokens: in each.
-            block_tokens: that are there for blocks at once.
-            limit: most tokens of blocks; None = no more than those.
-        """
+        """Lay the memory out for a call; what was stored before is forgotten."""
         self.slots, self.slot_tokens = slots, slot_tokens
         self.opened += 1
         first, total = slots * slot_tokens, slots * slot_tokens + block_tokens
@@ -254,10 +240,6 @@ class KVCache:
 
 def lay_out_for_queue(cache: KVCache, waiting: Iterable[Row], max_rows: int) -> list[Row]:
     """The most rows for which any stretch of the queue fits, prompts and all, even if prompts share nothing.
-
-    Returns:
-        The queue in the order that this is for: rows of one prompt come together, so that it is prefilled once; equal
-        capacities too: they batch.
 
     Raises:
         GenerationError: not even one completion fits.

@@ -39,13 +39,6 @@ class TorchDevice(Device):
     """Slots and held tokens of one session; a `covey.rollout.turns.Device`. A row's `place` is its `Branch`.
 
     Without `reserve` or `reserve_to_serve` the cache is laid out for the rows that are in the queue at first.
-
-    Args:
-        runner: runs the model.
-        cache: keys and values.
-        max_rows: most rows at once.
-        context_length: most tokens of a row.
-        device: of the runner.
     """
 
     def __init__(

@@ -32,11 +32,6 @@ _NOTHING = torch.empty(0)
 class FastRunner:
     """See the module docstring.
 
-    Args:
-        model: the policy; only its shape is read here, weights come with `load`.
-        dtype: of the copy and of the computation.
-        device: of the copy.
-
     Raises:
         ModelError: the model is not of this shape; the message says what differs.
     """
@@ -218,10 +213,6 @@ class Linear:
     So wide matrices are packed, and the others transposed where MKL multiplies (`covey.pytorch.products`). The packed
     form uses the operators that torch's inductor emits; where they are missing or fail, and on every other device and
     dtype, the layer is plain `F.linear`.
-
-    Args:
-        dtype: of the weight and of the inputs.
-        device: of the weight.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -289,12 +280,6 @@ class Norms:
 
     so a row's norm is taken over its d + 1 numbers, and `sqrt(d)` times the norm's weight is folded into the matrix
     that reads the result. Elsewhere, and below float32, the norm is torch's own.
-
-    Args:
-        dim: d, of the residual stream.
-        eps: added to the mean square.
-        dtype: of the stream.
-        device: of the stream.
     """
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:

@@ -35,9 +35,6 @@ from covey.rollout.learning import Weights
 class EffectiveWeights(Mapping[str, Tensor]):
     """Parameters by their name in the bare model, adapters added. Reads the model anew at each access.
 
-    Args:
-        model: a transformers model, or a PEFT model around one.
-
     Raises:
         ModelError: the adapter changes the computation in another way than through weights (prompt tuning).
     """

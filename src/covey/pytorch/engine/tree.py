@@ -101,11 +101,7 @@ class Copy:
 
 
 class Tree:
-    """Branches of one version of the weights in a cache.
-
-    Args:
-        cache: where keys and values are. Of a model without any, only whole prompts in use are shared.
-    """
+    """Branches of one version of the weights in a cache."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -147,9 +143,6 @@ class Tree:
             token_ids: `[n]`, at least one.
             found: what `find` says.
             hard: even what parked rows need may give way.
-
-        Returns:
-            The branch, and how many tokens must be computed for this row; None while there is no room.
         """
         branch, held = found
         taken = self._take(token_ids, branch, held, hard)
@@ -181,12 +174,7 @@ class Tree:
         branch.parked -= 1
 
     def append(self, branch: Branch, token_ids: IntArray) -> tuple[Branch, int]:
-        """Room for what a row at the end of `branch` has sampled; the caller stores it.
-
-        Returns:
-            The branch at whose end the row is now, and where in its block the tokens come: none of them if they are
-            held already, if there is no room, or if nothing of the row may be given to others.
-        """
+        """Room for what a row at the end of `branch` has sampled; the caller stores it."""
         if not len(token_ids) or not branch.attached or not self._holds:
             return branch, branch.length
         whole = np.concatenate([branch.tokens(), token_ids])

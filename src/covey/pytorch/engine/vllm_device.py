@@ -21,16 +21,7 @@ INSTEAD = "or sampling.engine to covey"
 
 
 class VLLMDevice(Device):
-    """Turns in vLLM's batch; a `covey.rollout.turns.Device`. A row's `place` is its request's name.
-
-    Args:
-        vllm: the module.
-        engine: its `LLMEngine`.
-        adapter: of all requests; None = the model itself.
-        context: most tokens of a row.
-        own_tokens: most tokens of a row after its prompt.
-        vocabulary: number of token ids that the policy has.
-    """
+    """Turns in vLLM's batch; a `covey.rollout.turns.Device`. A row's `place` is its request's name."""
 
     def __init__(self, vllm: Any, engine: Any, adapter: Any, context: int, own_tokens: int, vocabulary: int) -> None:
         super().__init__(context, own_tokens)

@@ -57,17 +57,6 @@ _MEMORY = ("out of memory", "no available memory", "free memory", "kv cache", "r
 class VLLMEngine:
     """Samples with vLLM from the weights that are published; a `covey.rollout.learning.Sampler`.
 
-    Args:
-        model: the policy's model: a transformers model, or the `PeftModel` around one.
-        tokenizer: of the policy.
-        folder: where vLLM finds the model that `model` was loaded from; None = `model` is written to a temporary one.
-        dtype: that vLLM computes in.
-        options: the `vllm` section of the settings.
-        kv_cache_bytes: for keys and values on a CPU; on a GPU `options.gpu_memory_utilization` says it.
-        logprobs_mode: of vLLM, see `covey.config.vllm.logprobs_mode`.
-        seed: of vLLM, before anything is asked for.
-        trust_remote_code: run code that comes with the model.
-
     Raises:
         ConfigError: vLLM is not installed, refuses the settings, or has too little memory.
     """

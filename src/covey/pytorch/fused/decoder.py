@@ -55,11 +55,6 @@ from covey.pytorch.models.rotary import Rotary, Turn
 class FusedDecoder:
     """The decoder of a causal language model.
 
-    Args:
-        model: the transformers model, with PEFT's layers inside. Its linear layers' weights become views of joined
-            matrices; their values do not change.
-        checkpoint: keep only each layer's input for the backward.
-
     Raises:
         ModelError: the model is not served; the message says why. Then nothing has been changed.
     """
@@ -92,12 +87,7 @@ class FusedDecoder:
         return all(layer.can_run() for layer in self._layers)
 
     def hidden(self, pack: Tokens, layout: TreeLayout | None = None) -> Tensor:
-        """The hidden states `[U, d]` after the last norm that predict the pack's targets.
-
-        Args:
-            pack: the tokens.
-            layout: of them; None = that of a pack by itself.
-        """
+        """The hidden states `[U, d]` after the last norm that predict the pack's targets."""
         layout = layout or TreeLayout.of(pack.branches, self._device)
         return cast(Tensor, cast(Any, _Decode).apply(self, pack, layout, torch.is_grad_enabled(), *self.parameters))
 

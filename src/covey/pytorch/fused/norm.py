@@ -12,12 +12,7 @@ from covey.pytorch.models.form import LayerForm, NormForm
 
 
 class Norm:
-    """One of a model's RMS norms, over the last dimension.
-
-    Args:
-        form: what it computes.
-        owner: the module that it is named in; its weight stays there.
-    """
+    """One of a model's RMS norms, over the last dimension."""
 
     def __init__(self, form: NormForm, owner: nn.Module) -> None:
         self._eps, self._offset = form.eps, form.offset
@@ -62,12 +57,7 @@ class Norm:
 
 
 class HeadNorms:
-    """The norms of a layer's queries and keys, `[M, heads + kv_heads, dim]`: of each head, or of all heads together.
-
-    Args:
-        form: of the layer, with `head_norms`.
-        layer: the module.
-    """
+    """The norms of a layer's queries and keys, `[M, heads + kv_heads, dim]`: of each head, or of all heads together."""
 
     def __init__(self, form: LayerForm, layer: nn.Module) -> None:
         assert form.head_norms is not None

@@ -48,9 +48,6 @@ class Projection:
     views of one matrix, so no memory is added and their owner keeps them. Nothing is kept for the backward but `x A'`,
     `[M, r]` a layer; the caller keeps or recomputes `x`.
 
-    Args:
-        layers: `nn.Linear` or PEFT's LoRA layers around one, all with a bias or all without.
-
     Raises:
         ModelError: a layer is of another kind.
     """

@@ -29,14 +29,6 @@ def empty_model(
     """The model that `Policy.load` would train, without memory for its parameters; of its files only the configuration
     is read.
 
-    Args:
-        source: see `covey.pytorch.models.loading`.
-        dtype: of its weights; what is trained has float32.
-        trust_remote_code: run code that comes with the model.
-        use_peft: with an adapter.
-        adapter: folder of one, whose configuration is taken.
-        lora: of a new adapter: `r`, `alpha`, `target_modules`.
-
     Raises:
         ModelError: there is no such configuration, or no such model can be built.
     """

@@ -97,16 +97,7 @@ class NormForm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """How a layer attends.
-
-    Attributes:
-        heads: of queries.
-        kv_heads: of keys and values.
-        dim: of each head.
-        scale: factor on the scores.
-        window: a key is seen at a distance below this; None = any.
-        softcap: `softcap * tanh(score / softcap)`; None = off.
-    """
+    """How a layer attends."""
 
     heads: int
     kv_heads: int
@@ -123,24 +114,7 @@ class AttentionForm:
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """One layer. Projections and norms are named within it.
-
-    Attributes:
-        attention: how it attends.
-        rotary: which of the model's rotary embeddings turns queries and keys; None = none does.
-        qkv: three projections, or one that joins them.
-        out: of what attention returns.
-        gate_up: two projections, or one that joins them.
-        down: of the activated gate times up.
-        input_norm: before `qkv`.
-        attention_norm: after `out`.
-        mlp_norm: before `gate_up`.
-        output_norm: after `down`.
-        head_norms: of queries and of keys.
-        whole_heads: those norms are over all heads together, not over each.
-        activation: of the gate.
-        factor: on what attention and MLP add to their input.
-    """
+    """One layer. Projections and norms are named within it."""
 
     attention: AttentionForm
     rotary: str | None
@@ -160,16 +134,7 @@ class LayerForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderForm:
-    """A whole decoder.
-
-    Attributes:
-        layers: in order.
-        norm: the last one.
-        rotaries: by the name that `LayerForm.rotary` gives.
-        width: of the hidden states.
-        embedding_scale: a factor that is rounded to the weights' precision (Gemma).
-        embedding_multiplier: a factor that is not (Granite).
-    """
+    """A whole decoder."""
 
     layers: tuple[LayerForm, ...]
     norm: NormForm
@@ -187,9 +152,6 @@ def is_known(base: Any) -> bool:
 
 def read_form(base: Any) -> DecoderForm:
     """Describe a model.
-
-    Args:
-        base: the transformers model, with PEFT's layers in place or without. It runs once, on one token.
 
     Raises:
         ModelError: it is not of this shape; the message says what differs.

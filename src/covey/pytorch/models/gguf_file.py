@@ -30,12 +30,6 @@ _INSTEAD = "export a Hugging Face folder, and try llama.cpp's convert_hf_to_gguf
 def write_gguf(loaded: LoadedModel, path: str | Path, dtype: str = "float16", name: str = "") -> None:
     """Write a model and its tokenizer.
 
-    Args:
-        loaded: the model, in any precision.
-        path: the file.
-        dtype: of its matrices: float32, float16 or bfloat16; vectors are in float32.
-        name: of the model, for readers of the file.
-
     Raises:
         ModelError: the package `gguf` is missing, or the model or its tokenizer is of a kind that is not written here.
     """

@@ -134,16 +134,6 @@ def attach_lora(
     """Put a fresh LoRA adapter on a model; its weights are frozen. A PEFT model keeps the adapter that it
     has.
 
-    Args:
-        model: a causal LM, changed in place, or a `PeftModel`.
-        r: rank.
-        alpha: the adapter is scaled by `alpha / r`.
-        dropout: on the adapter's input, in training mode only.
-        target_modules: "all-linear" (every linear layer but the output head; a mixture's experts are none), or names
-            of modules.
-        config: a PEFT config that replaces all of the above.
-        seed: of the adapter's random half; equal seeds give equal adapters, whatever was drawn before.
-
     Raises:
         ModelError: no module has the names given, or PEFT refuses the config.
     """

@@ -25,15 +25,6 @@ def load_merged(
 ) -> LoadedModel:
     """A base model with an adapter merged into its weights, in float32 on the CPU.
 
-    Args:
-        base: see `covey.pytorch.models.loading`.
-        adapter: folder of a PEFT adapter; None = the base as it is.
-        tokenizer: where to load it from; None = from the base.
-        trust_remote_code: run code that comes with the model.
-
-    Returns:
-        The model; its generation settings end a completion where training did.
-
     Raises:
         ModelError: it cannot be loaded, or the merged model computes something else, as it does where an adapter was
             trained on an output head that is tied to the embedding.

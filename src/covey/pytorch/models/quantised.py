@@ -47,12 +47,6 @@ def require_package(kind: str) -> None:
 def quantise(model: Any, kind: str, device: torch.device, source: str) -> None:
     """Quantise the linear layers of a transformers model in place, one after the other, and move it to a device.
 
-    Args:
-        model: on the CPU, or where it is to stay.
-        kind: see the module's docstring.
-        device: where to; no layer is there in full but the one that is being quantised.
-        source: the model's name, for messages.
-
     Raises:
         ModelError: it has no linear layers, or is quantised already, or has an adapter.
     """

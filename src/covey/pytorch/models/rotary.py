@@ -72,12 +72,7 @@ class Turn:
 
 
 class Rotary:
-    """Makes the turns of one rotary module.
-
-    Args:
-        form: what it computes.
-        device: where.
-    """
+    """Makes the turns of one rotary module."""
 
     def __init__(self, form: RotaryForm, device: torch.device) -> None:
         self._scaling, self._neighbours = form.scaling, form.neighbours

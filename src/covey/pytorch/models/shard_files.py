@@ -74,11 +74,7 @@ class _Part:
 
 
 class ShardGroup(Mapping[str, Tensor]):
-    """Name -> tensor, put together when it is read.
-
-    Attributes:
-        shapes: the tensors without data.
-    """
+    """Name -> tensor, put together when it is read."""
 
     def __init__(self, group: str, shapes: dict[str, Tensor], parts: dict[str, list[_Part]]) -> None:
         self._group, self._parts = group, parts
@@ -109,11 +105,7 @@ class ShardGroup(Mapping[str, Tensor]):
 
 
 class ShardFiles(Mapping[str, ShardGroup]):
-    """What a folder holds: group -> name -> tensor. A tensor is put together when it is read, and not kept.
-
-    Attributes:
-        folder: where it is.
-    """
+    """What a folder holds: group -> name -> tensor. A tensor is put together when it is read, and not kept."""
 
     def __init__(self, folder: Path, groups: list[str]) -> None:
         """Read the files' headers.

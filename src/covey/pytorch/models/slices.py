@@ -41,15 +41,7 @@ class NotSlicedError(ModelError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelFiles:
-    """Where a model's parameters are.
-
-    Attributes:
-        source: what was asked for.
-        folder: of the model, or its name on the hub.
-        config: transformers' configuration.
-        dtype: that parameters are to have.
-        places: parameter -> its file, and its name there.
-    """
+    """Where a model's parameters are."""
 
     source: str
     folder: str
@@ -97,11 +89,7 @@ class ModelFiles:
         return found
 
     def hollow(self, layers: int | None = None) -> PreTrainedModel:
-        """The model with parameters that have no memory, in eval mode; tied ones are one.
-
-        Args:
-            layers: have only so many of its first ones; None = all.
-        """
+        """The model with parameters that have no memory, in eval mode; tied ones are one."""
         config = copy.deepcopy(self.config)
         if layers is not None:
             text = config.get_text_config()

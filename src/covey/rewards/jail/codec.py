@@ -27,12 +27,7 @@ class CodecError(Exception):
 
 
 class Encoder:
-    """Turns values into trees that JSON can hold.
-
-    Args:
-        handle: gives a number for an object that is no plain value.
-        materialise: turn iterators and generators into their items.
-    """
+    """Turns values into trees that JSON can hold."""
 
     def __init__(self, handle: Callable[[Any], int], *, materialise: bool = True) -> None:
         self._handle, self._materialise = handle, materialise
@@ -79,11 +74,7 @@ class Encoder:
 
 
 class Decoder:
-    """Turns trees that JSON can hold into values.
-
-    Args:
-        handle: gives the object for a number of the other side.
-    """
+    """Turns trees that JSON can hold into values."""
 
     def __init__(self, handle: Callable[[int], Any]) -> None:
         self._handle = handle

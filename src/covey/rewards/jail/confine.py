@@ -82,11 +82,7 @@ def without(path: str, hidden: list[str]) -> list[str]:
 
 
 def enter_namespaces() -> str | None:
-    """Move this process into namespaces of its own; the next process that it forks is the first one there.
-
-    Returns:
-        None, or why it was not possible; then nothing has changed.
-    """
+    """Move this process into namespaces of its own; the next process that it forks is the first one there."""
     uid, gid = os.getuid(), os.getgid()
     flags = _NEWUSER | _NEWNS | _NEWNET | _NEWIPC | _NEWUTS | _NEWCGROUP | _NEWPID
     try:
@@ -100,15 +96,7 @@ def enter_namespaces() -> str | None:
 
 
 def build_root(readable: list[str], hidden: list[str]) -> str | None:
-    """Give this process, which is in namespaces of its own, a file system of its own.
-
-    Args:
-        readable: what can be read there, at the same paths.
-        hidden: directories in it that are empty, but for what is readable in them by name.
-
-    Returns:
-        None, or why it was not possible; then nothing has changed that matters.
-    """
+    """Give this process, which is in namespaces of its own, a file system of its own."""
     place = "/proc"  # any directory: what is mounted on it is seen in these namespaces alone
     try:
         _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -151,16 +139,6 @@ def confine(
     listening: Callable[[int], None],
 ) -> None:
     """Confine this process for good. What it needs later must be imported and open already.
-
-    Args:
-        rooted: `build_root` worked in its parent.
-        scratch: a directory of its own, used where `rooted` is false.
-        readable: what can be read besides it, likewise.
-        memory: bytes of address space.
-        seconds: of processor time.
-        file_bytes: of all files in the scratch directory.
-        syscalls: install the filters of system calls.
-        listening: is given the listener for threads and, where not `rooted`, new files; then it is closed here.
 
     Raises:
         OSError: the host refuses something.

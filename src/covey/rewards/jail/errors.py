@@ -10,11 +10,7 @@ class JailEndedError(JailError):
 
 
 class ProcessEndedError(Exception):
-    """A confined process is gone or was stopped.
-
-    Attributes:
-        reason: "timeout", "output", "forbidden", "protocol" or "exit".
-    """
+    """A confined process is gone or was stopped."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)

@@ -220,12 +220,7 @@ class _Remote:
 
 
 class _Caller:
-    """Sends a tester's calls out.
-
-    Attributes:
-        failure: the exception raised last for a call that failed, how that is told, and in which words.
-        forged: the candidate wrote what is no message; a test may catch what that raises.
-    """
+    """Sends a tester's calls out."""
 
     def __init__(self, channel: int) -> None:
         self._channel = channel

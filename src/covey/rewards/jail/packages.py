@@ -12,9 +12,6 @@ from .errors import JailError
 def modules_of(packages: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Modules to import, folders to find them in, and paths that must be readable, for installed distributions.
 
-    Args:
-        packages: their names, such as "numpy"; what they need besides must be named too.
-
     Raises:
         JailError: one is not installed, or is no folder of Python modules.
     """

@@ -152,10 +152,6 @@ def supported() -> bool:
 def install(*, rooted: bool, supervised: bool) -> None:
     """Put this process under the filter of what is allowed, for good.
 
-    Args:
-        rooted: it has a file system of its own, where it may change what it sees.
-        supervised: `supervise` was called; else there are no threads, and no new files unless `rooted`.
-
     Raises:
         OSError: the kernel refuses.
     """
@@ -204,11 +200,7 @@ def _allowing(rooted: bool, supervised: bool) -> bytes:
 
 
 def supervise(*, files: bool) -> int | None:
-    """Have each thread that is started, and with `files` each file that is made, wait for the listener's word.
-
-    Returns:
-        The listener, or None where the kernel has none to give.
-    """
+    """Have each thread that is started, and with `files` each file that is made, wait for the listener's word."""
     try:
         return _set(_asking(files), _NEW_LISTENER)
     except OSError:

@@ -30,12 +30,7 @@ _MOST_QUESTIONS = 20_000
 
 
 class Supervisor:
-    """Answers the questions of one confined process.
-
-    Args:
-        listener: where they come; closed by `close`.
-        threads: that it may have at once.
-    """
+    """Answers the questions of one confined process."""
 
     def __init__(self, listener: int, *, threads: int) -> None:
         self.listener = listener

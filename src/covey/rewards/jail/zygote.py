@@ -43,13 +43,7 @@ _FOLDER = "covey-jail-"
 
 
 def main(fd: int, order: dict[str, Any]) -> None:
-    """Serves requests until the channel closes.
-
-    Args:
-        fd: of the channel.
-        order: `temporary`, a folder for scratch directories where there is no file system of its own; `modules`, which
-            are imported besides the standard library's; `paths`, where they lie and what else can be read.
-    """
+    """Serves requests until the channel closes."""
     confine.fix_addresses()
     control = socket.socket(fileno=fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
