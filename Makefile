@@ -37,8 +37,8 @@ demo: $(VENV)/.demo
 
 # Two files at a time, with one thread each, those that start processes first; the jail's tests have time limits and want the machine for themselves.
 test: $(VENV)/.dev
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/rewards
-	$(BIN)/python -m pytest tests/rewards
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/rewards
+	$(BIN)/python -m pytest -m "not slow" tests/rewards
 
 # `covey watch` in a real browser, with Chromium from the system (COVEY_CHROMIUM names another one); `make test` has it too.
 test-browser: $(VENV)/.dev
