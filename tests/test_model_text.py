@@ -39,8 +39,7 @@ from covey.tasks.arithmetic import CHOICES, Arithmetic, read_answer
 from covey.tasks.gsm8k import GSM8K, is_correct_answer, reference_answer
 from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal
 from covey.trl import rewards
-from covey.trl.toolcalls import UNREADABLE, calls_in, read_call
-from covey.trl.toolchat import ToolChat
+from covey.trl.toolchat import UNREADABLE, ToolChat, calls_in, read_call
 from covey.trl.tools import Call, Calls, Order, tool_schema
 from covey.watch.tables import _turns
 

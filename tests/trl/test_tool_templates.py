@@ -12,7 +12,7 @@ import covey
 from covey.errors import ConfigError, DataError
 from covey.tasks import build_prompts
 from covey.trl import GRPOConfig, GRPOTrainer
-from covey.trl.reward_models import RewardModel
+from covey.trl.loading import RewardModel
 from covey.trl.toolchat import ToolChat
 
 TOOLS = "{% for t in tools or [] %}<|im_start|>system\n{{ t['function']['name'] }}<|im_end|>\n{% endfor %}"

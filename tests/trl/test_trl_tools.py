@@ -22,8 +22,7 @@ from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
 from covey.rollout.turns import Row
 from covey.trl import GRPOConfig, GRPOTrainer
-from covey.trl.toolcalls import calls_in
-from covey.trl.toolchat import ToolChat
+from covey.trl.toolchat import ToolChat, calls_in
 from covey.trl.tools import Call, tool_schema
 
 TEMPLATE = (

@@ -14,6 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 import covey
 from covey.config.names import FIELDS, SECTIONS
+from covey.config.rewards import NO_TIMEOUT
 from covey.errors import ConfigError
 from covey.trl.arguments import GRPOConfig
 from covey.trl.fields import MEANINGS, check, vllm_is_installed
@@ -225,7 +226,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "shuffle": args.shuffle_dataset is not False,
         "chat_template_kwargs": dict(as_mapping("chat_template_kwargs", args.chat_template_kwargs)),
         "reward_weights": None if args.reward_weights is None else tuple(map(float, args.reward_weights)),
-        "reward_timeout": 1e9 if args.reward_timeout is None else args.reward_timeout,
+        "reward_timeout": NO_TIMEOUT if args.reward_timeout is None else args.reward_timeout,
         **_server(args),
         **_colocated(args),
         # optim and schedule
