@@ -26,8 +26,8 @@ from covey.trl import (
     TrlParser,
     get_dataset,
 )
+from covey.trl.arguments import warned
 from covey.trl.experimental.openenv import generate_rollout_completions
-from covey.trl.fields import warned
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
 
@@ -248,7 +248,7 @@ def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monk
 
 
 def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.fields.vllm_is_installed", lambda: False)
+    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: False)
     monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: False)
     args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
     (said,) = warned(args)
@@ -258,7 +258,7 @@ def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monke
 
 
 def test_vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.fields.vllm_is_installed", lambda: True)
+    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: True)
     monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: True)
 
     def asked(**more: Any) -> Any:

@@ -27,14 +27,13 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
-from covey.trl.fields import FORMER, MEANINGS
+from covey.trl.arguments import FORMER, MEANINGS, table
 from covey.trl.rewards import (
     accuracy_reward,
     get_soft_overlong_punishment,
     reasoning_accuracy_reward,
     think_format_reward,
 )
-from covey.trl.table import table
 
 ROWS = [{"prompt": text, "number": n} for n, text in enumerate(["Flat is", "Simple is better", "Now is", "Errors"])]
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]

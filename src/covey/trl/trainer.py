@@ -38,9 +38,8 @@ from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
 from covey.training.evaluate import with_logged
 from covey.trl.agents import Acting, is_stream, read_in_order
-from covey.trl.arguments import GRPOConfig
+from covey.trl.arguments import GRPOConfig, warned
 from covey.trl.evaluating import Run, compare_rewards
-from covey.trl.fields import warned
 from covey.trl.flow import Flow, Rates, eval_names
 from covey.trl.generating import Generating, check_options
 from covey.trl.loading import model_name, place_model, with_models

@@ -1,4 +1,4 @@
-"""From TRL's settings to Covey's, for one process. What each field becomes is listed in `covey.trl.fields`."""
+"""From TRL's settings to Covey's, for one process. What each field becomes is listed in `covey.trl.arguments`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import covey
 from covey.config.names import FIELDS, SECTIONS
 from covey.config.rewards import NO_TIMEOUT
 from covey.errors import ConfigError
-from covey.trl.arguments import GRPOConfig
-from covey.trl.fields import MEANINGS, check, vllm_is_installed
+from covey.trl.arguments import MEANINGS, GRPOConfig, check, vllm_is_installed
 
 NEVER = 10**9
 """An interval in steps that no run reaches: when to log, save and evaluate is decided by transformers' callbacks."""
