@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import tiny_model, tiny_tokenizer
+from trl_runs import ROWS, unique_letters
+from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import ConfigError
 from covey.trl import (
@@ -31,29 +32,7 @@ from covey.trl.experimental.openenv import generate_rollout_completions
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
 
-ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def unique_letters(completions: list[Any], **rest: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+SMALL = SMALL_RUN | {"max_steps": 2, "logging_steps": 1}
 
 
 def test_a_batch_below_one_group_is_raised_to_one() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,7 +26,9 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.trainer_utils import get_last_checkpoint
+from trl_runs import ROWS, SMALL, made, unique_letters
 
+import covey.trl
 from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from covey.trl.arguments import FORMER, MEANINGS, table
@@ -35,33 +39,11 @@ from covey.trl.rewards import (
     think_format_reward,
 )
 
-ROWS = [{"prompt": text, "number": n} for n, text in enumerate(["Flat is", "Simple is better", "Now is", "Errors"])]
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 3,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def unique_letters(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(set(c if isinstance(c, str) else c[0]["content"]))) for c in completions]
 
 
 async def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +139,7 @@ def test_a_generation_is_trained_on_in_several_optimiser_steps(folder: Path, tmp
 
 
 def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **(SMALL | {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"}))
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+    trainer = made(folder, tmp_path, unique_letters, ROWS, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
     assert trainer.train().global_step == 8
     assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
 
@@ -216,8 +197,7 @@ def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     lora = LoraConfig(target_modules=["q_proj", "v_proj"])
     model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(model, unique_letters, args, ROWS, peft_config=config)
+    trainer = made(model, tmp_path, unique_letters, ROWS, peft_config=config)
     assert isinstance(trainer.model, PeftModel)
     before = weights(trainer)
     trainer.train()
@@ -233,8 +213,7 @@ class TestRecords:
     """Logs, evaluations and callbacks, as transformers' users expect them."""
 
     def test_log_history(self, folder: Path, tmp_path: Path) -> None:
-        args = GRPOConfig(str(tmp_path), **(SMALL | {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}))
-        trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        trainer = made(folder, tmp_path, unique_letters, ROWS, logging_steps=2, max_steps=5, logging_first_step=True)
         trainer.train()
         assert [record["step"] for record in trainer.state.log_history] == [1, 2, 4, 5]
         for name in ("loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"):
@@ -243,8 +222,7 @@ class TestRecords:
 
     def test_evaluations(self, folder: Path, tmp_path: Path) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
-        args = GRPOConfig(str(tmp_path), **(SMALL | options | {"max_steps": 4}))
-        trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, ROWS[:2])
+        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:2], **(options | {"max_steps": 4}))
         trainer.train()
         assert [r["step"] for r in trainer.state.log_history if "eval_reward" in r] == [0, 2, 4]
         found = trainer.evaluate({"first": ROWS[:1], "second": ROWS[1:]})
@@ -333,12 +311,11 @@ class TestFolders:
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 control.should_training_stop = state.global_step == 3
 
-        args = GRPOConfig(str(tmp_path / "b"), **options)
-        GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[Stop]).train()
+        made(folder, tmp_path / "b", unique_letters, ROWS, callbacks=[Stop], **options).train()
         assert get_last_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-3")
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "checkpoint-2")
         assert read.config.model_type == "llama"
-        resumed = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        resumed = made(folder, tmp_path / "b", **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
         assert resumed.state.global_step == 4
         for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
@@ -367,8 +344,7 @@ class TestFolders:
         assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
     def test_a_limit_of_checkpoints(self, folder: Path, tmp_path: Path) -> None:
-        args = GRPOConfig(str(tmp_path), **(SMALL | {"save_steps": 1, "save_total_limit": 2, "max_steps": 4}))
-        GRPOTrainer(str(folder), unique_letters, args, ROWS).train()
+        made(folder, tmp_path, unique_letters, ROWS, save_steps=1, save_total_limit=2, max_steps=4).train()
         assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
     def test_training_again(self, folder: Path, tmp_path: Path) -> None:
@@ -417,8 +393,7 @@ def test_an_optimiser_of_ones_own(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(model, unique_letters, args, ROWS, optimizers=(optimizer, schedule))
+    trainer = made(model, tmp_path, unique_letters, ROWS, optimizers=(optimizer, schedule))
     before = weights(trainer)
     trainer.train()
     assert changed(trainer, before)
@@ -569,8 +544,7 @@ def test_callbacks_may_ask_whatever_the_strategies_say(folder: Path, tmp_path: P
             control.should_save = control.should_evaluate = state.global_step == 2
             return control
 
-    args = GRPOConfig(str(tmp_path), **(SMALL | {"max_steps": 4, "save_strategy": "no"}))
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, ROWS[:1], callbacks=[Ask()])
+    trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no")
     trainer.train()
     assert (tmp_path / "checkpoint-2").is_dir()
     assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
@@ -586,8 +560,7 @@ def test_the_best_checkpoint_is_named_and_kept(folder: Path, tmp_path: Path) -> 
 
     options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "save_steps": 1}
     best = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_reward"}
-    args = GRPOConfig(str(tmp_path), **(SMALL | options | best))
-    trainer = GRPOTrainer(str(folder), falling, args, ROWS, ROWS[:1])
+    trainer = made(folder, tmp_path, falling, ROWS, ROWS[:1], **(options | best))
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     assert (tmp_path / "checkpoint-1").is_dir()
@@ -648,3 +621,19 @@ def test_reward_functions_have_a_time_limit_if_one_is_set(
     trainer.train()
     assert set(seen) == {in_main_thread}
     assert trainer.run.data.scorer.timeout == limit
+
+
+def test_nothing_assigns_to_a_part_of_a_finished_trainer(folder: Path, tmp_path: Path) -> None:
+    """What samples, scores, steps and listens is given to the constructor; no file of the door swaps a part later."""
+    swapped = []
+    for path in Path(covey.trl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "vars", "patch")
+            for target in [*targets, *(node.args[:1] if called else ())]:  # type: ignore[attr-defined]
+                text = "" if target is None else ast.unparse(target)
+                if re.match(r"(self\.|trainer\.)?run\b", text) and (called or isinstance(target, ast.Attribute)):
+                    swapped += [f"{path.name}:{node.lineno}: {text}"] if text != "self.run" else []  # type: ignore[attr-defined]
+    assert swapped == []
+    run = made(folder, tmp_path).run
+    assert not {name for name in vars(run) if callable(getattr(type(run), name, None))}  # no method is replaced

@@ -144,8 +144,8 @@ class GRPOTrainer(StepByStep):
         check_callbacks(callbacks or ())
         sources = (reward_funcs, train_dataset, eval_dataset)
         stranger = None if type(backend).__module__.startswith("covey.") else backend
-        given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, stranger, ref_model)
-        given = (*given, sampler, collector)
+        own_parts = (callbacks or None, task, world, stranger, sampler, collector)
+        given = (*sources, model, processing_class, peft_config, ref_model, *own_parts)
         self.world = world = setup.load_world(args) if world is None else world
         named, task = reward_funcs is None and task is None, setup.load_task(args) if task is None else task
         args = setup.with_defaults(args, world or task).with_whole_paths()

@@ -303,8 +303,10 @@ class ToolCollector(Scoring):
                 if progress is not None:
                     progress(before + done, len(prompts) * num_generations)
 
-            how = {"num_generations": num_generations, "policy_version": policy_version, "progress": told}
-            parts.append(self._part(prompts[part], settings, streams=streams[part], **how))
+            how: dict[str, Any] = {"policy_version": policy_version, "progress": told}
+            parts.append(
+                self._part(prompts[part], settings, streams=streams[part], num_generations=num_generations, **how)
+            )
         summed = ("sampling_seconds", "scoring_seconds", "sampled_tokens", "calls", "failures")
         return ToolRollout(
             groups=tuple(chain.from_iterable(part.groups for part in parts)),

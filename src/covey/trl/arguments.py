@@ -55,8 +55,8 @@ def _becomes(text: str, default: Any, help: str = "") -> Any:
     return _option(default, help, "translated", text)
 
 
-def _idle(default: Any, help: str) -> Any:
-    return _option(default, help, "machinery", _IDLE)
+def _idle(default: Any, help: str, text: str = "") -> Any:
+    return _option(default, help, "machinery", text or _IDLE)
 
 
 def _warned(text: str, default: Any, help: str = "") -> Any:
@@ -234,9 +234,9 @@ class GRPOConfig(TrainingArguments):
     vllm_enable_prefix_caching: bool = _warned(_VLLM_HAS, True, "Prefix cache of vLLM.")
     use_liger_loss: bool = _warned("log-probabilities are computed in chunks in any case", False, "Chunked loss.")
     overwrite_output_dir: bool = _becomes("an earlier run of the folder is kept beside the new one", False)
-    save_safetensors: bool = _idle(True, "Weights are always saved as safetensors.")
-    logging_dir: str | None = _idle(None, "Folder of TensorBoard.")
-    group_by_length: bool = _idle(False, "Group rows by length.")
+    save_safetensors: bool = _idle(True, "", "weights are always saved as safetensors")
+    logging_dir: str | None = _idle(None, "", "TensorBoard's files are in output_dir")
+    group_by_length: bool = _idle(False, "", "batches are packed by tokens")
 
     def __post_init__(self) -> None:
         """Fill in what follows from other settings, and refuse what cannot be."""
