@@ -85,6 +85,11 @@ def test_early_stopping_by_the_default_metric(make: Any) -> None:
     trainer = make(better, HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
     assert trainer.train().global_step == 3
     assert trainer.state.best_global_step == 3
+    by_name = {"metric_for_best_model": "eval_reward", "max_steps": 9, "save_total_limit": 1}
+    trainer = make(constant, HELD_OUT, callbacks=[EarlyStoppingCallback(2)], **(BEST | by_name))
+    assert trainer.train().global_step == 3
+    kept = Path(trainer.args.output_dir) / "checkpoint-1"
+    assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "eval_f1", "eval_rewards/other/mean"])

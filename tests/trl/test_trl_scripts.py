@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from trl_runs import ROWS, unique_letters
+from trl_runs import ROWS, made, unique_letters
 from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import ConfigError
@@ -192,9 +192,10 @@ def test_the_parser_passes_over_what_no_dataclass_knows(tmp_path: Path) -> None:
 def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -> None:
     """Flash attention, which is not installed here, is no reason to stop: attention is Covey's own."""
     options = {"revision": "main", "attn_implementation": "flash_attention_2", "use_cache": False, "device_map": None}
-    args = GRPOConfig(str(tmp_path), **SMALL, model_init_kwargs=options | {"torch_dtype": torch.bfloat16})
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
-    assert next(trainer.model.parameters()).dtype == torch.float32
+    for dtype in (torch.bfloat16, "bfloat16"):
+        given = {"model_init_kwargs": options | {"torch_dtype": dtype}, "lr_scheduler_type": "constant_with_warmup"}
+        trainer = made(folder, tmp_path, **given)
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
 class _Answer:

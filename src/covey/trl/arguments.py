@@ -77,16 +77,6 @@ _REFERENCE = "algorithm.reference_update (copy, ema)"
 _CORRECTION = "algorithm.importance_sampling_correction, with use_vllm"
 _VLLM_HAS = "vLLM has the learner's device, the model's number format and its prefix cache"
 
-FORMER_NAMES = {
-    "evaluation_strategy": "eval_strategy",
-    "warmup_ratio": "warmup_steps",
-    "no_cuda": "use_cpu",
-    "wandb_log_unique_prompts": "log_unique_prompts",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "vllm_max_model_len": "vllm_max_model_length",
-}
-"""Options that were called otherwise -> what they are called now."""
-
 
 @dataclass
 class GRPOConfig(TrainingArguments):
@@ -221,14 +211,14 @@ class GRPOConfig(TrainingArguments):
     use_transformers_paged: bool = _idle(False, "Deprecated name of use_transformers_continuous_batching.")
     vllm_importance_sampling_cap: float | None = _becomes(_CORRECTION, None, "Former name of its clip_max.")
 
-    # Of earlier versions of TRL and transformers: scripts in circulation still give them.
+    # From here on of earlier versions of TRL and transformers: scripts in circulation still give them.
     max_prompt_length: int | None = _becomes("data.max_prompt_length, with data.long_prompts: truncate", None)
-    evaluation_strategy: str | None = _becomes("eval_strategy", None, "Former name of eval_strategy.")
-    warmup_ratio: float | None = _becomes("warmup_steps", None, "Former name of a warmup_steps below 1.")
-    no_cuda: bool = _becomes("use_cpu", False, "Former name of use_cpu.")
-    wandb_log_unique_prompts: bool = _becomes("log_unique_prompts", False, "Former name of log_unique_prompts.")
-    vllm_guided_decoding_regex: str | None = _becomes("vllm_structured_outputs_regex", None, "Its former name.")
-    vllm_max_model_len: int | None = _becomes("vllm_max_model_length", None, "Former name of vllm_max_model_length.")
+    evaluation_strategy: str | None = _becomes("eval_strategy", None, "Former name of that.")
+    warmup_ratio: float | None = _becomes("warmup_steps", None, "Former name of that.")
+    no_cuda: bool = _becomes("use_cpu", False, "Former name of that.")
+    wandb_log_unique_prompts: bool = _becomes("log_unique_prompts", False, "Former name of that.")
+    vllm_guided_decoding_regex: str | None = _becomes("vllm_structured_outputs_regex", None, "Former name of that.")
+    vllm_max_model_len: int | None = _becomes("vllm_max_model_length", None, "Former name of that.")
     vllm_device: str | None = _warned(_VLLM_HAS, None, "Device of vLLM.")
     vllm_dtype: str | None = _warned(_VLLM_HAS, None, "Number type of vLLM.")
     vllm_enable_prefix_caching: bool = _warned(_VLLM_HAS, True, "Prefix cache of vLLM.")
@@ -438,16 +428,17 @@ _INHERITED: tuple[tuple[Kind, str, str], ...] = (
 )
 """The same of the fields that are transformers' own: what they become, and their names."""
 
-_FORMER = (
-    "max_prompt_length use_liger_loss overwrite_output_dir save_safetensors logging_dir group_by_length vllm_device "
-)
-_FORMER += "vllm_dtype vllm_enable_prefix_caching"
-_ALL = {field.name: _MEANING_OF[field] for field in fields(GRPOConfig) if field in _MEANING_OF}
-_ALL |= {name: Meaning(kind, text) for kind, text, names in _INHERITED for name in names.split()}
-FORMER: dict[str, Meaning] = {name: _ALL.pop(name) for name in (*FORMER_NAMES, *_FORMER.split())}
+_ALL = {field.name: meaning for field, meaning in _MEANING_OF.items()}
+_EARLIER = list(_ALL)[list(_ALL).index("max_prompt_length") :]
+FORMER: dict[str, Meaning] = {name: _ALL.pop(name) for name in _EARLIER}
 """Options that TRL or transformers had before, which scripts in circulation still give."""
-MEANINGS: dict[str, Meaning] = _ALL
+MEANINGS: dict[str, Meaning] = _ALL | {
+    name: Meaning(kind, text) for kind, text, names in _INHERITED for name in names.split()
+}
 """Every field of TRL 1.16's `GRPOConfig`."""
+FORMER_NAMES = {name: meaning.text for name, meaning in FORMER.items() if meaning.text in MEANINGS}
+"""Options that were called otherwise -> what they are called now."""
+
 DEFAULTS: dict[str, Any] = {
     field.name: field.default
     if field.default is not MISSING

@@ -46,7 +46,6 @@ from covey.trl.loading import model_name, place_model, with_models
 from covey.trl.methods import Formulas, NeverCalled
 from covey.trl.saving import POINTER, RUN_FOLDER, Saving
 from covey.trl.tables import columns, send, show
-from covey.trl.tools import methods
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
 
 log = logging.getLogger("covey.trl")
@@ -325,16 +324,6 @@ class GRPOTrainer(Saving, Formulas, NeverCalled):
     def _tools_accept_completion_idx(self) -> dict[str, bool]:
         """By name, whether a tool is told the number of the completion that calls it."""
         return self._acting.toolset.accepts_index
-
-    @property
-    def _environment_pool(self) -> dict[Any, list[Any]]:
-        """By name, the environments made so far."""
-        return self._acting.toolset.pools
-
-    @property
-    def _env_tools(self) -> dict[Any, list[Callable[..., Any]]]:
-        """By name, what the model may call of each environment."""
-        return {name: methods(pool[0]) for name, pool in self._environment_pool.items()}
 
     aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
 
