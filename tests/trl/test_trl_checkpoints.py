@@ -124,6 +124,7 @@ class Killed(BaseException):
     """Nothing runs after it, no cleaning up either."""
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_saving(
     taken: Any, folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def test_the_engine_samples_where_nothing_was_replaced(folder: Path, tmp_path: P
         trainer.train()
 
 
+@pytest.mark.slow
 def test_options_of_generate(folder: Path, tmp_path: Path) -> None:
     """A prohibitive penalty leaves no token twice, which shows that it is applied; without one some come again."""
 

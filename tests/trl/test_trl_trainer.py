@@ -66,6 +66,18 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
 
 
+MORE_OPTIONS: list[dict[str, Any]] = [
+    {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "top_p": 0.9, "top_k": 10, "min_p": 0.01},
+    {"num_iterations": 2, "importance_sampling_level": "sequence"},
+    {"steps_per_generation": 2, "max_steps": 4, "off_policy_mask_threshold": 0.5},
+    {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 5},
+    {"num_generations": 6, "gradient_accumulation_steps": 2, "top_entropy_quantile": 0.2},
+    {"entropy_coef": 0.01, "use_adaptive_entropy": True, "dataloader_num_workers": 2, "shuffle_dataset": False},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
+    {"multi_objective_aggregation": "normalize_then_sum", "generation_kwargs": {"do_sample": True, "top_k": 5}},
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -76,14 +88,7 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
         {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2},
         {"loss_type": "sapo", "entropy_coef": 0.01, "scale_rewards": True, "cast_lm_head_to_fp32": True},
         {"loss_type": "vespo", "fp16": True, "warmup_steps": 0.5},
-        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "top_p": 0.9, "top_k": 10, "min_p": 0.01},
-        {"num_iterations": 2, "importance_sampling_level": "sequence"},
-        {"steps_per_generation": 2, "max_steps": 4, "off_policy_mask_threshold": 0.5},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 5},
-        {"num_generations": 6, "gradient_accumulation_steps": 2, "top_entropy_quantile": 0.2},
-        {"entropy_coef": 0.01, "use_adaptive_entropy": True, "dataloader_num_workers": 2, "shuffle_dataset": False},
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
-        {"multi_objective_aggregation": "normalize_then_sum", "generation_kwargs": {"do_sample": True, "top_k": 5}},
+        *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_OPTIONS),
     ],
     ids=str,
 )
@@ -481,6 +486,7 @@ def test_a_subclass_adds_to_what_is_logged(folder: Path, tmp_path: Path) -> None
     assert all(record["mine"] > 3 for record in trainer.state.log_history)
 
 
+@pytest.mark.slow
 def test_reruns_leave_no_stale_checkpoints(folder: Path, tmp_path: Path) -> None:
     """An earlier run's checkpoints go aside with it: their counts are not those of the new run."""
     options = SMALL | {"save_steps": 1, "save_total_limit": 2}
