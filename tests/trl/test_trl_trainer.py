@@ -133,8 +133,10 @@ def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path
 def test_the_cap_of_cispo_is_trls(folder: Path, tmp_path: Path) -> None:
     """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
     for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
-        args = GRPOConfig(str(tmp_path), **SMALL, loss_type="cispo", **given)
-        assert GRPOTrainer(str(folder), unique_letters, args, ROWS).run.args.algorithm.epsilon_max == cap
+        assert (
+            made(folder, tmp_path, unique_letters, ROWS, loss_type="cispo", **given).run.args.algorithm.epsilon_max
+            == cap
+        )
 
 
 def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
@@ -147,8 +149,7 @@ def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
     def never(completions: list[Any], **columns: Any) -> list[None]:
         return [None for _ in completions]
 
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(str(folder), [unique_letters, now_and_then, never], args, ROWS)
+    trainer = made(folder, tmp_path, [unique_letters, now_and_then, never], ROWS)
     trainer.train()
     last = trainer.state.log_history[-1]
     assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
@@ -172,7 +173,7 @@ def test_reward_models(folder: Path, reward_folder: Path, tmp_path: Path) -> Non
 
 
 def test_conversations(folder: Path, tmp_path: Path) -> None:
-    trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), CHATS)
+    trainer = made(folder, tmp_path, unique_letters, CHATS)
     trainer.train()
     (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
     assert len(texts) == 2
@@ -255,7 +256,7 @@ class TestRecords:
             steps.append(trainer_state.global_step)
             return [float(n) for n, _ in enumerate(completions)]
 
-        GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), ROWS).train()
+        made(folder, tmp_path, reward, ROWS).train()
         assert steps == [0, 1, 2]
 
 
@@ -283,7 +284,7 @@ class TestFolders:
         for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
             assert torch.equal(one, other), name
         with pytest.raises(RuntimeError, match="no checkpoint"):
-            GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "c"), **SMALL), ROWS).train(True)
+            made(folder, tmp_path / "c").train(True)
 
     @pytest.mark.parametrize("strategy", ["steps", "no"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, folder: Path, tmp_path: Path) -> None:
@@ -311,17 +312,17 @@ class TestFolders:
 
     def test_training_again(self, folder: Path, tmp_path: Path) -> None:
         """A second `train`, and a cell that is run again, begin a new run; nothing of the first one is lost."""
-        trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        trainer = made(folder, tmp_path)
         trainer.train()
         before = weights(trainer)
         assert trainer.train().global_step == 3
         assert changed(trainer, before)
-        again = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        again = made(folder, tmp_path)
         again.train()
         assert {path.name for path in tmp_path.glob("covey*")} == {"covey", "covey-1", "covey-2"}
 
     def test_saving(self, folder: Path, tmp_path: Path) -> None:
-        trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        trainer = made(folder, tmp_path)
         metrics = trainer.train().metrics
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
@@ -393,7 +394,7 @@ def test_what_is_impossible_is_one_clear_error(
     options: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
+        made(folder, tmp_path, unique_letters, ROWS, **options)
 
 
 def test_what_has_no_effect_is_said_once(folder: Path, tmp_path: Path) -> None:
@@ -530,14 +531,14 @@ def test_callbacks_may_ask_whatever_the_strategies_say(folder: Path, tmp_path: P
 )
 def test_errors_name_what_the_user_wrote(options: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
+        made(folder, tmp_path, unique_letters, ROWS, **options)
 
 
 def test_the_commonest_slip_is_explained(folder: Path, tmp_path: Path) -> None:
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(completion.split())) for completion in completions]
 
-    trainer = GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), CHATS)
+    trainer = made(folder, tmp_path, reward, CHATS)
     with pytest.raises(RuntimeError, match=r'take its text by completion\[0\]\["content"\]'):
         trainer.train()
 
@@ -559,7 +560,7 @@ def test_reward_functions_have_a_time_limit_if_one_is_set(
         seen.append(threading.current_thread() is threading.main_thread())
         return [float(len(each)) for each in completions]
 
-    trainer = GRPOTrainer(str(folder), where, GRPOConfig(str(tmp_path), **SMALL, reward_timeout=limit), ROWS)
+    trainer = made(folder, tmp_path, where, ROWS, reward_timeout=limit)
     trainer.train()
     assert set(seen) == {in_main_thread}
     assert trainer.run.data.scorer.timeout == limit

@@ -389,21 +389,6 @@ _INHERITED: tuple[tuple[Kind, str, str], ...] = (
     ("translated", "where push_to_hub uploads to", "hub_model_id hub_token hub_private_repo hub_revision"),
     ("translated", "evaluations before that step are left out", "eval_delay"),
     (
-        "machinery",
-        _IDLE,
-        "per_device_eval_batch_size eval_accumulation_steps gradient_checkpointing_kwargs "
-        "activation_checkpointing_kwargs dataloader_num_workers dataloader_pin_memory "
-        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
-        "dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
-        "ddp_backend ddp_timeout torch_empty_cache_steps use_cache log_level log_level_replica log_on_each_node "
-        "save_on_each_node skip_memory_metrics do_train do_eval do_predict label_names local_rank "
-        "eval_do_concat_batches eval_use_gather_object batch_eval_metrics average_tokens_across_devices "
-        "accelerator_config logging_nan_inf_filter prediction_loss_only include_for_metrics "
-        "include_num_input_tokens_seen length_column_name project trackio_space_id trackio_bucket_id "
-        "trackio_static_space_id ignore_data_skip restore_callback_states_from_checkpoint hub_strategy "
-        "hub_always_push tf32 debug",
-    ),
-    (
         "warned",
         "log-probabilities are computed in chunks, without the logits of a whole batch, in any case",
         "use_liger_kernel liger_kernel_config",
@@ -426,15 +411,14 @@ _INHERITED: tuple[tuple[Kind, str, str], ...] = (
     ("refused", "lower per_device_train_batch_size", "auto_find_batch_size"),
     ("refused", "training runs in one process; leave it out", "parallelism_config fsdp fsdp_config deepspeed"),
 )
-"""The same of the fields that are transformers' own: what they become, and their names."""
+"""The same of the fields that are transformers' own: what they become, and their names. All others are idle."""
 
 _ALL = {field.name: meaning for field, meaning in _MEANING_OF.items()}
 _EARLIER = list(_ALL)[list(_ALL).index("max_prompt_length") :]
 FORMER: dict[str, Meaning] = {name: _ALL.pop(name) for name in _EARLIER}
 """Options that TRL or transformers had before, which scripts in circulation still give."""
-MEANINGS: dict[str, Meaning] = _ALL | {
-    name: Meaning(kind, text) for kind, text, names in _INHERITED for name in names.split()
-}
+MEANINGS: dict[str, Meaning] = {name: Meaning("machinery", _IDLE) for name in TrainingArguments.__dataclass_fields__}
+MEANINGS |= _ALL | {name: Meaning(kind, text) for kind, text, names in _INHERITED for name in names.split()}
 """Every field of TRL 1.16's `GRPOConfig`."""
 FORMER_NAMES = {name: meaning.text for name, meaning in FORMER.items() if meaning.text in MEANINGS}
 """Options that were called otherwise -> what they are called now."""
