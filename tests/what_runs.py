@@ -1,7 +1,7 @@
 """What runs when.
 
-- `make test`, for every push: all tests but those marked `ray` and `slow` (several processes, or more than a few seconds,
-  of a kind of which another test shows one case). Each room, a folder of tests, has a budget of seconds (`BUDGETS`).
+- `make test`, for every push: all tests but those marked `ray` and `slow` (several processes, or more than a few
+  seconds, of a kind of which another test shows one case). Each room, a folder of tests, has a budget (`BUDGETS`).
 - `make test-changed`, which CI adds: the slow tests of rooms whose code or tests changed since BASE. A change to a seam
   (`SEAMS`), to shared test code or to the build counts as a change to every room.
 - `make test-all`: everything.
@@ -52,7 +52,7 @@ def room_of(path: str) -> str:
 
 
 def changed_rooms(since: str | None) -> list[str]:
-    """The folders of tests to run: where code or tests changed, all after a change to a seam. "." is the files beside."""
+    """The folders of tests to run: where code or tests changed; all after a change to a seam. "." is the files here."""
     rooms = sorted(path.parent.name for path in TESTS.glob("*/test_*.py"))
     rooms = [".", *dict.fromkeys(rooms)]
     changed = git("diff", "--name-only", since) if since else None
