@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.observe.answer_report import choice_html, write_choice_report
-from covey.observe.answer_statistics import (
+from covey.observe.choices import (
     Answered,
     accuracy_by_length,
     accuracy_by_topic,
+    choice_html,
     choice_report,
     letter_prior,
     likelihood,
     rotation_consistency,
+    write_choice_report,
 )
 
 LETTERS = ["A", "B", "C", "D"]

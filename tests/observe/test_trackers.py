@@ -19,8 +19,7 @@ from covey import GRPOTrainer
 from covey.config import GRPOConfig
 from covey.observe import RunFolder, make_observers
 from covey.observe.observers import Observers
-from covey.observe.sending import Rarer, Sender, bounded_table, bounded_text
-from covey.observe.trackers import MLflowTracker, _Tracker
+from covey.observe.trackers import MLflowTracker, Rarer, Sender, _Tracker, bounded_table, bounded_text
 
 CURVE = b"\x89PNG"
 

@@ -28,10 +28,10 @@ from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 from covey.serving.connections import ConnectionLimits
 from covey.serving.listening import listen, uvicorn_server
-from covey.watch import export, following, reader, tables
+from covey.watch import export, tables
+from covey.watch import run as watching
 from covey.watch.app import create_app
-from covey.watch.following import follow
-from covey.watch.run import WatchedRun
+from covey.watch.run import WatchedRun, follow
 
 TOKEN = "page-token"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202egnp\ud800"
@@ -190,7 +190,7 @@ def test_search_and_filters_choose_completions(tmp_path: Path, open_page: Any) -
     assert page.ask("0/completions", step=1, offset=1)["groups"][0]["uid"] == "b"
 
 
-def test_the_page_and_the_command_find_what_a_conversation_says(tmp_path: Path, open_page: Any, covey: Command) -> None:
+def test_the_page_finds_what_a_conversation_says(tmp_path: Path, open_page: Any) -> None:
     """Not the JSON that it is stored as, in which letters have other names."""
     row = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
     with RunFolder.create(tmp_path / "run") as run:
@@ -200,8 +200,6 @@ def test_the_page_and_the_command_find_what_a_conversation_says(tmp_path: Path, 
     assert hit["excerpt"] == 'Où "est"\nla gare?'
     for query in ({"search": "content"}, {"reward_from": 1.1}, {"length_to": 2}):
         assert page.ask("0/search", **query)["hits"] == []
-    assert covey("completions", str(run.path), "--search", 'OÙ "EST"')[0] == 0
-    assert covey("completions", str(run.path), "--search", "content")[0] != 0
 
 
 def test_evaluations_are_compared_question_by_question(tmp_path: Path, open_page: Any) -> None:
@@ -334,7 +332,7 @@ def test_a_run_that_is_deleted_takes_no_other_from_the_page(tmp_path: Path, open
 
 
 def test_a_long_file_comes_in_pieces_and_an_endless_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "PIECE", 1000)
+    monkeypatch.setattr(watching, "PIECE", 1000)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(300)) + "x" * 5000 + '\n{"step": 300}\n')
     steps, end, mark, more, damaged, most = [], 0, "", True, 0, 0
@@ -519,9 +517,9 @@ def test_all_steps_are_searched_the_newest_first(
     assert page.get("/api/0/search", reward_from="nan").status_code == 422
 
     # without time to look on, each portion is one table; together they find the same
-    monkeypatch.setattr(reader, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(tables, "SEARCH_SECONDS", 0.0)
     watched, steps, before = WatchedRun(run.path), [], None
-    monkeypatch.setattr(watched._reader, "ask", lambda what, path, *rest: reader.ANSWERS[what](path, *rest))
+    monkeypatch.setattr(watched._reader, "ask", lambda what, path, *rest: tables.ANSWERS[what](path, *rest))
     while (part := watched.search("step", {"search": "apples"}, 0, 99, before))["looked"]:
         assert part["looked"] == 1
         steps += [hit["step"] for hit in part["hits"]]
@@ -550,7 +548,7 @@ def test_a_file_to_send_is_whole_and_bounded(
     finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "sent.html"
-    status, printed, _ = covey("report", finished, "-o", path)
+    status, printed, _ = covey("report", finished, "--html", path)
     assert status == 0
     assert "MB" in printed
     text = path.read_text()
@@ -569,7 +567,7 @@ def test_a_file_to_send_is_whole_and_bounded(
     assert any("tables of completions" in sentence for sentence in left_out)
     assert len(_archive(path.read_text())) < 60_000
     for name, words in (("sent.pdf", "ends in .html"), ("no/such/folder.html", "does not exist")):
-        status, _, said = covey("report", finished, "-o", tmp_path / name)
+        status, _, said = covey("report", finished, "--html", tmp_path / name)
         assert status == 2
         assert words in said
 

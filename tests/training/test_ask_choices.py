@@ -146,12 +146,12 @@ def test_the_command(
     assert "gained" not in out
     assert "rotated" not in out
 
-    status, out, err = covey("questions", run, "-n", "1")
+    status, out, err = covey("report", run, "-n", "1", "-o", tmp_path / "told.json")
     assert status == 0, err
     assert "never right" in out
     assert "Medical Question: Case" in out
-    status, out, _ = covey("questions", run, "--json")
-    assert all(json.loads(line)["visits"] for line in out.splitlines())
+    (told,) = json.loads((tmp_path / "told.json").read_text())["questions"]
+    assert all(question["visits"] for question in told)
 
     status, _, err = covey("eval", settings["model"], "--task", "arithmetic", "--report", tmp_path / "other")
     assert status == 2

@@ -10,7 +10,8 @@ import heapq
 import logging
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Literal, TypeGuard
@@ -37,7 +38,6 @@ _OWN = {*KEYS_AND_TEXTS, "error", "no_actions", "row", "logp", "turn_rewards", "
 _log = logging.getLogger("covey.observe")
 
 Kind = Literal["step", "eval"]
-Order = Literal["stored", "worst", "best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +88,27 @@ class Found:
     group: GroupFacts
 
 
-def find(tables: Iterable[Table], wanted: Wanted, order: Order = "stored", most: int | None = None) -> Iterator[Found]:
-    """At most so many completions that are wanted, table after table (`stored`), or by reward over all of them.
+def find(
+    tables: Iterable[Table], question: str = "", most: int | None = None, *, worst: bool = False
+) -> Iterator[Found]:
+    """At most so many completions, of one question or of all, table after table, or the lowest rewards first.
 
-    Those without a reward have no place in an order and are left out of `worst` and `best`. Equal rewards stand as
-    they are stored. A table that disappeared or is damaged is passed over with a warning.
+    Those without a reward have no place in the order and are left out of it; equal rewards stand as they are stored. A
+    table that disappeared or is damaged is passed over with a warning.
 
     Raises:
         RunFolderError: no table could be read.
     """
-    every = (found for table, rows in _read_all(tables) for found in _in_table(table, rows, wanted))
-    if order == "stored":
-        for number, found in enumerate(every):
-            if most is not None and number >= most:
-                return
-            yield found
+    every = (
+        Found(table, index, rows[index], group)
+        for table, rows in _read_all(tables)
+        for group, _, left in grouped(rows, Wanted(uid=question))
+        for index in left
+    )
+    if not worst:
+        yield from islice(every, most)
         return
-    sign = 1.0 if order == "worst" else -1.0
-    scored = ((sign * found.facts["reward"], number, found) for number, found in enumerate(every) if _scored(found))
+    scored = ((found.facts["reward"], number, found) for number, found in enumerate(every) if _scored(found))
     chosen = sorted(scored) if most is None else heapq.nsmallest(most, scored)  # no two have one number
     yield from (found for _, _, found in chosen)
 
@@ -161,15 +164,6 @@ def _read_all(tables: Iterable[Table]) -> Iterator[tuple[Table, list[Record]]]:
         yield table, rows
     if problems and not read:
         raise problems[0]
-
-
-def _in_table(table: Table, rows: list[Record], wanted: Wanted) -> Iterator[Found]:
-    without_texts = grouped(rows, replace(wanted, search=""))
-    passing = {index: group for group, _, left in without_texts for index in left}
-    if wanted.search:
-        texts = read_rows(table.path, passing.keys(), ("prompt", "completion"))
-        passing = {index: passing[index] for index, row in texts if says(row, wanted.search)}
-    yield from (Found(table, index, rows[index], passing[index]) for index in sorted(passing))
 
 
 def grouped(rows: Sequence[Record], wanted: Wanted) -> Iterator[tuple[GroupFacts, list[int], list[int]]]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from covey.files import write_atomically
@@ -56,6 +58,17 @@ def smooth(points: Points, half_width: int | None = None) -> Points:
         window = values[index - width : index + width + 1]
         smoothed.append((step, sum(window) / len(window)))
     return smoothed
+
+
+def sparkline(points: Points, width: int = 24) -> str:
+    """A curve in a line of text: means of at most `width` equal parts, from the lowest to the highest."""
+    if not points:
+        return ""
+    count = min(width, len(points))
+    ends = [len(points) * number // count for number in range(count + 1)]
+    means = [fmean(value for _, value in points[a:b]) for a, b in pairwise(ends)]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / ((high - low) or 1.0))] for mean in means)
 
 
 def draw_learning_curve(records: Records, path: str | Path, *, title: str = "") -> Path:

@@ -1,21 +1,31 @@
-"""What can honestly be said about a model's answers to multiple-choice questions.
+"""What can honestly be said about a model's answers to multiple-choice questions, and the report that says it.
 
 Everything is computed from the questions (`question`, `options`, `answer`), the letters that were chosen, and the
-likelihood of each letter; nothing here runs a model.
+likelihood of each letter; nothing here runs a model. The page is one file: style and pictures are inside it, and no
+request leaves the reader's machine.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.observe.statistics import paired_difference, wilson_interval
+from covey.files import write_atomically
+from covey.observe.records import plain
+from covey.observe.statistics import paired_difference, share
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
 Json = dict[str, Any]
@@ -92,12 +102,6 @@ def _one_model(rows: Sequence[Row], answered: Answered) -> Json:
     if answered.probabilities is not None:
         found["likelihood"] = likelihood(rows, answered)
     return found
-
-
-def share(count: int, total: int) -> Json:
-    """A share with its 95 % Wilson interval."""
-    low, high = wilson_interval(count, total)
-    return {"share": count / total if total else float("nan"), "low": low, "high": high, "count": count, "of": total}
 
 
 def measured(models: Sequence[Json]) -> Iterator[tuple[str, str, list[Any]]]:
@@ -250,3 +254,126 @@ def _errors(rows: Sequence[Row], answered: Answered, right: NDArray[np.bool_]) -
         }
         for index in wrong
     ]
+
+
+# ---------------------------------------------------------------------- the report
+
+_BLUE, _GREY = "#1f5fa8", "#9aa3ad"
+_MOST_ERRORS = 200
+_PAGE = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; } th, td { text-align: left; padding: .25rem .8rem .25rem 0;
+vertical-align: top; border-bottom: 1px solid #ddd; }
+img { max-width: 100%; } details { border-bottom: 1px solid #ddd; padding: .4rem 0; } summary { cursor: pointer; }
+pre { white-space: pre-wrap; background: #f5f5f5; padding: .6rem; } .note { color: #666; }
+.bar { display: inline-block; width: 6rem; height: .6em; margin-right: .5rem; background: #eee; }
+.bar span { display: block; height: 100%; background: #1f5fa8; } .right { color: #2b7a3d; } .wrong { color: #b03a48; }
+</style></head><body>
+{% macro share(s) %}{{ "%.1f"|format(100 * s.share) }} % <span class="note">({{ "%.1f"|format(100 * s.low) }} to
+{{ "%.1f"|format(100 * s.high) }})</span>{% endmacro %}
+<h1>{{ title }}</h1>
+<p>{{ questions }} questions. Intervals are 95 %.</p>
+<table><tr><th></th>{% for model in models %}<th>{{ model.name }}</th>{% endfor %}</tr>
+{% for name, form, values in measured %}<tr><td>{{ name }}</td>{% for v in values %}<td>
+{%- if v is none %}{% elif form == "share" %}{{ share(v) }}
+{%- elif form == "part" %}{{ "%.1f"|format(100 * v) }} %{% else %}{{ "%.3f"|format(v) }}{% endif %}</td>
+{%- endfor %}</tr>
+{% endfor %}</table>
+{% if against_baseline %}<p>Accuracy against {{ baseline.name }}, question by question:
+{{ "%+.1f"|format(100 * against_baseline.difference) }} points ({{ "%+.1f"|format(100 * against_baseline.low) }} to
+{{ "%+.1f"|format(100 * against_baseline.high) }}), p = {{ "%.2g"|format(against_baseline.p_value) }} (McNemar, exact);
+{{ against_baseline.gained }} questions gained, {{ against_baseline.lost }} lost.</p>{% endif %}
+<p><img alt="letters, calibration, accuracy by length" src="data:image/png;base64,{{ picture }}"></p>
+<h2>By words in the question</h2>
+<p class="note">The words furthest from the mean accuracy, in standard errors. Among many words some are far out by
+chance: places to look at, not findings.</p>
+<table><tr><th>word</th><th>questions</th><th>accuracy</th><th>deviation</th></tr>
+{% for t in by_topic %}<tr><td>{{ t.word }}</td><td>{{ t.of }}</td><td><span class="bar"><span
+style="width:{{ "%.1f"|format(100 * t.share) }}%"></span></span>{{ share(t) }}</td>
+<td>{{ "%+.1f"|format(t.deviation) }}</td></tr>
+{% endfor %}</table>
+<h2>Errors</h2>
+<p class="note">{{ errors|length }} questions, short ones first
+{%- if errors|length > most %}; the first {{ most }} are here, all are in the JSON file{% endif %}.</p>
+{% for e in errors[:most] %}<details><summary>{{ e.words }} words: chose {{ e.chosen or "nothing" }}, right is
+{{ e.right }}. {{ e.question[:90] }}</summary><p>{{ e.question }}</p><ul>
+{% for letter, text in e.options.items() %}<li class="
+{%- if letter == e.right %}right{% elif letter == e.chosen %}wrong{% endif %}">{{ letter }}. {{ text }}</li>
+{% endfor %}</ul><pre>{{ e.completion }}</pre></details>
+{% endfor %}</body></html>
+"""
+
+
+def write_choice_report(folder: Path, report: Mapping[str, Any], title: str) -> tuple[Path, Path]:
+    """Write `report.json` and `report.html` into a folder, which is made if missing.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    as_json, as_html = folder / "report.json", folder / "report.html"
+    write_atomically(as_json, json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
+    write_atomically(as_html, choice_html(report, title))
+    return as_json, as_html
+
+
+def choice_html(report: Mapping[str, Any], title: str, picture: str | None = None) -> str:
+    """The report as a page. Questions and completions are escaped: they are untrusted text."""
+    from jinja2 import Environment
+
+    models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
+    known = dict(report) | {"title": title, "models": models, "measured": measured(models), "most": _MOST_ERRORS}
+    return (
+        Environment(autoescape=True)
+        .from_string(_PAGE)
+        .render(known, picture=_picture(report) if picture is None else picture)
+    )
+
+
+def _picture(report: Mapping[str, Any]) -> str:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    for axes, draw in zip(figure.subplots(1, 3), (_draw_letters, _draw_calibration, _draw_length), strict=True):
+        draw(axes, report)
+        axes.spines[["top", "right"]].set_visible(False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _draw_letters(axes: Axes, report: Mapping[str, Any]) -> None:
+    shown = report["model"]["letters"]
+    names = list(shown["chosen"])
+    bars = [("right", [shown["right"].get(name, 0.0) for name in names], _GREY)]
+    if "baseline" in report:
+        bars.append(("chosen before", [report["baseline"]["letters"]["chosen"][name] for name in names], "#d9822b"))
+    bars.append(("chosen", list(shown["chosen"].values()), _BLUE))
+    width = 0.8 / len(bars)
+    for number, (label, values, colour) in enumerate(bars):
+        places = [place + (number - (len(bars) - 1) / 2) * width for place in range(len(names))]
+        axes.bar(places, values, width, label=label, color=colour)
+    axes.set_xticks(range(len(names)), names)
+    axes.set(title="Letters", ylabel="share of the questions")
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _draw_calibration(axes: Axes, report: Mapping[str, Any]) -> None:
+    axes.set(title="Likeliest letter", xlabel="its probability", ylabel="fraction right", xlim=(0, 1), ylim=(0, 1))
+    axes.plot([0, 1], [0, 1], color=_GREY, linewidth=1)
+    bins = report["model"].get("likelihood", {}).get("bins", [])
+    if bins:
+        sizes = [12 + 200 * b["questions"] / report["questions"] for b in bins]
+        axes.scatter([b["confidence"] for b in bins], [b["accuracy"] for b in bins], sizes, color=_BLUE)
+    else:
+        axes.text(0.5, 0.5, "not measured", ha="center", color=_GREY)
+
+
+def _draw_length(axes: Axes, report: Mapping[str, Any]) -> None:
+    parts = report["by_length"]
+    errors = [[p["share"] - p["low"] for p in parts], [p["high"] - p["share"] for p in parts]]
+    axes.bar(range(len(parts)), [p["share"] for p in parts], 0.6, yerr=errors, color=_BLUE, ecolor="#333333", capsize=3)
+    axes.set_xticks(range(len(parts)), [f"{p['from']}-{p['to']}" for p in parts])
+    axes.set(title="Accuracy by length", xlabel="words in the question", ylabel="fraction right", ylim=(0, 1))
