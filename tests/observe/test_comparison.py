@@ -14,14 +14,17 @@ from covey import GRPOTrainer
 from covey.config import GRPOConfig
 from covey.errors import DataError
 from covey.observe.comparison import (
+    Answer,
+    Answers,
     ComparedRun,
     accuracy_of,
+    answers_of,
     differing_settings,
     equal_step,
     metric_values,
     pair,
-    read_answers,
 )
+from covey.observe.completions import read_table
 from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 
@@ -62,9 +65,11 @@ def row(uid: str, right: bool | None, text: str | None = None, **others: Any) ->
     return {"group": uid, "uid": uid, "prompt": prompt, "completion": "?", "reward": reward, "correct": right} | others
 
 
-def table(path: Path, *rows: dict[str, Any], **options: Any) -> Any:
+def table(path: Path, *rows: dict[str, Any], **options: Any) -> Answers:
     write_table(path, rows)
-    return read_answers(5, path, **options)
+    told = answers_of(read_table(path), **options)
+    by_uid = {uid: Answer(*answer) for uid, answer in told.pop("by_uid").items()}
+    return Answers(5, path, by_uid=by_uid, **told)
 
 
 def test_pairs_worked_by_hand(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 import tomllib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,12 +23,13 @@ from rich.text import Text
 
 from covey.cli.results import difference, percent
 from covey.config.whole import GRPOConfig
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, DataError, RunFolderError
 from covey.files import explained, open_regular, write_atomically
-from covey.observe import completions, curve
+from covey.observe import curve
 from covey.observe.comparison import (
     MEAN_OF,
     SHOWN,
+    Answer,
     Answers,
     ComparedRun,
     PairedAnswers,
@@ -38,12 +41,12 @@ from covey.observe.comparison import (
     group_seeds,
     metric_values,
     pair,
-    read_answers,
 )
-from covey.observe.completions import Found, listed, messages, parts_and_others
+from covey.observe.completions import listed, messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import Record, plain
 from covey.observe.run_folder import RunFolder, table_name
+from covey.watch.tables import TableReader
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Question
@@ -54,7 +57,9 @@ _READ, _RANKED, _SAMPLED = 200, 10, 3
 _TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
 """Characters of a completion that is read, of one in the overview, and of what a verifier logged."""
 _WRAPPED = 50_000
+_PLACE = ("step", "eval", "table_row", "group_size")
 out = Console()
+_log = logging.getLogger("covey.observe")
 
 
 def report(
@@ -108,13 +113,13 @@ def report(
     if step is not None or worst or question or lines:
         _read(runs, step, evaluation, question, number, lines, worst=worst)
         return
-    _compare(runs, evaluation, number, files, seeds=seeds)
+    with closing(TableReader(workers=1)) as reader:
+        _compare(runs, evaluation, number, files, reader, seeds=seeds)
 
 
 def _write_page(runs: Sequence[Path], path: Path) -> None:
     from covey.watch.export import export_runs
     from covey.watch.run import WatchedRun
-    from covey.watch.tables import TableReader
 
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"--html {path}: the file is a page; give it a name that ends in .html")
@@ -132,7 +137,9 @@ def _write_page(runs: Sequence[Path], path: Path) -> None:
 Pair = tuple[str, Answers, Answers, PairedAnswers]
 
 
-def _compare(runs: Sequence[Path], which: str, number: int | None, files: Sequence[Path], *, seeds: bool) -> None:
+def _compare(
+    runs: Sequence[Path], which: str, number: int | None, files: Sequence[Path], reader: TableReader, *, seeds: bool
+) -> None:
     from covey.training.evaluate import questions_of
 
     folders = [RunFolder.read(run) for run in runs]
@@ -162,15 +169,16 @@ def _compare(runs: Sequence[Path], which: str, number: int | None, files: Sequen
     if len(compared) > 1:
         found["settings"] = differing_settings(compared) if all(run.settings for run in compared) else {}
         found["versions"] = _versions(folders)
-    sides, pairs = _held_out(compared, which, notes)
+    sides, pairs = _held_out(compared, which, notes, reader)
     found["held_out"] = [{"run": label, "step": side.step, "accuracy": accuracy_of(side)} for label, side in sides]
     found["against_first"] = [{"run": label} | as_json(result) for label, _, _, result in pairs]
     found["notes"] = notes
-    _print(found, compared, sides, pairs, number)
+    _print(found, compared, sides, pairs)
     if any(asked):
-        _print_questions(folders, found["runs"], asked, number)
-    if len(folders) == 1 and folders[0].completion_steps():
-        _print_worst(folders[0])
+        _print_questions(folders, found["runs"], asked, number, reader)
+    if len(folders) == 1 and (steps := folders[0].completion_steps()):
+        say(out, f"worst completions of step {steps[-1]}; --worst and --step read more", style="bold")
+        _show(_rows(folders[0], "step", steps[-1:], "", _SAMPLED, reader, worst=True), _EXCERPT)
     for path in files:
         if path.suffix == ".json":
             write_atomically(path, json.dumps(plain(found), indent=1) + "\n")
@@ -226,9 +234,15 @@ def _versions(folders: Sequence[RunFolder]) -> dict[str, list[Any]]:
 
 
 def _held_out(
-    runs: Sequence[ComparedRun], which: str, notes: list[str]
+    runs: Sequence[ComparedRun], which: str, notes: list[str], reader: TableReader
 ) -> tuple[list[tuple[str, Answers]], list[Pair]]:
     """Each run's answers, and the comparisons with the first; of a single run its first evaluation with its last."""
+
+    def answers(run: ComparedRun, step: int, rewards: bool) -> tuple[str, Answers]:
+        told = reader.ask("answers", run.evaluations[step], rewards)
+        by_uid = {uid: Answer(*answer) for uid, answer in told.pop("by_uid").items()}
+        return run.label, Answers(step, run.evaluations[step], by_uid=by_uid, **told)
+
     having = [run for run in runs if run.evaluations]
     chosen = [chosen_steps(which or "last", sorted(run.evaluations), "--eval")[-1] for run in having]
     named = list(zip(having, chosen, strict=True))
@@ -241,12 +255,12 @@ def _held_out(
             f"no table of an evaluation in {without}: answers are not compared; evaluations need held-out prompts, and "
             "run.log_completions=true keeps their answers"
         )
-    sides = [(run.label, read_answers(step, run.evaluations[step])) for run, step in named]
+    sides = [answers(run, step, False) for run, step in named]
     if len(sides) < 2 or (len(runs) > 1 and runs[0] is not having[0]):
         return sides, []
     if not all(side.judged for _, side in sides) and any(side.judged for _, side in sides):
         notes.append("not all runs say which answers are right, so their rewards are compared")
-        sides = [(run.label, read_answers(step, run.evaluations[step], rewards=True)) for run, step in named]
+        sides = [answers(run, step, True) for run, step in named]
     if len(sides) > 2:
         notes.append(f"{len(sides) - 1} comparisons: each p is of its own test, none is corrected for their number")
     first = sides[0][1]
@@ -258,7 +272,6 @@ def _print(
     runs: Sequence[ComparedRun],
     sides: Sequence[tuple[str, Answers]],
     pairs: Sequence[Pair],
-    number: int | None,
 ) -> None:
     labels = [_cell(run.label) for run in runs]
     if len(runs) > 1:
@@ -278,7 +291,7 @@ def _print(
             table.add_row(_cell(label), str(side.step), _score(side, entry["accuracy"]), str(len(side.by_uid)))
         print_table(out, table)
     for label, before, after, result in pairs:
-        _print_pair(sides[0][0], label, before, after, result, number)
+        _print_pair(sides[0][0], label, before, after, result)
     for note in found["notes"]:
         say(out, visible(note, 500))
 
@@ -308,9 +321,7 @@ def _print_metrics(found: Mapping[str, Any], runs: Sequence[ComparedRun], labels
         )
 
 
-def _print_pair(
-    first: str, label: str, before: Answers, after: Answers, result: PairedAnswers, number: int | None
-) -> None:
+def _print_pair(first: str, label: str, before: Answers, after: Answers, result: PairedAnswers) -> None:
     def tell(text: str) -> None:
         say(out, visible(text, 1000))
 
@@ -338,22 +349,6 @@ def _print_pair(
     for side, name in ((before, first), (after, label)):
         if side.left_out:
             tell(f"  {name}: {side.left_out} completions say nothing of the policy and are left out")
-    for what, uids in (("gained", result.gained[: number or 0]), ("lost", result.lost[: number or 0])):
-        if uids:
-            _print_changed(what, uids, (first, label), (before, after))
-
-
-def _print_changed(what: str, uids: Sequence[str], labels: tuple[str, str], sides: tuple[Answers, Answers]) -> None:
-    texts = [
-        dict(completions.read_rows(side.path, {side.by_uid[uid].row for uid in uids}, ("prompt", "completion")))
-        for side in sides
-    ]
-    table = Table(what, "question", *(_cell(label) for label in labels))
-    for uid in uids:
-        old, new = (text[side.by_uid[uid].row] for text, side in zip(texts, sides, strict=True))
-        shown = (last_message(new.get("prompt")), old.get("completion"), new.get("completion"))
-        table.add_row(_cell(uid), *(_cell(text, 200) for text in shown))
-    print_table(out, table)
 
 
 def _score(side: Answers, accuracy: Mapping[str, Any] | None) -> str:
@@ -366,7 +361,11 @@ def _score(side: Answers, accuracy: Mapping[str, Any] | None) -> str:
 
 
 def _print_questions(
-    folders: Sequence[RunFolder], labels: Sequence[str], asked: Sequence[Sequence[Question]], number: int | None
+    folders: Sequence[RunFolder],
+    labels: Sequence[str],
+    asked: Sequence[Sequence[Question]],
+    number: int | None,
+    reader: TableReader,
 ) -> None:
     """How the training questions were answered, and of a single run the hardest of them."""
     table = Table("training questions", *(f"{_cell(label)}: first visit -> last" for label in labels))
@@ -380,29 +379,16 @@ def _print_questions(
     print_table(out, table)
     if len(folders) > 1:
         return
-    shown = asked[0][: number or _RANKED]
-    wanted, prompts = {question.uid for question in shown}, dict[str, str]()
+    shown, prompts = asked[0][: number or _RANKED], dict[str, str]()
     for step in reversed(folders[0].completion_steps()):
-        if wanted <= prompts.keys():
-            break
-        prompts |= {row["uid"]: last_message(row["prompt"]) for row in folders[0].read_completions(step)}
+        if wanted := [question.uid for question in shown if question.uid not in prompts]:
+            prompts |= reader.ask("prompts", folders[0].completions / table_name(step), wanted)
     table = Table("hardest", "visits", "right", "first", "last", "question")
     for question in shown:
         shares = (f"{100 * value:.0f} %" for value in (question.accuracy, question.first, question.last))
         text = _cell(prompts.get(question.uid, ""), 120)
         table.add_row(_cell(question.uid), str(len(question.visits)), *shares, text)
     print_table(out, table)
-
-
-def last_message(prompt: Any) -> str:
-    """What the user asked: prompts in a run folder are text, or a conversation as JSON."""
-    return str(messages(prompt)[-1]["content"])
-
-
-def _print_worst(folder: RunFolder) -> None:
-    last = completions.Table("step", (step := folder.completion_steps()[-1]), folder.completions / table_name(step))
-    say(out, f"worst completions of step {step}; --worst and --step read more", style="bold")
-    _show(_whole([last], "", _SAMPLED, worst=True), _EXCERPT)
 
 
 def _cell(value: Any, most: int = 100) -> str:
@@ -428,60 +414,87 @@ def _read(
     if step is not None and evaluation:
         raise ConfigError("--step, --eval: a completion is of one of them; give one option")
     folder = RunFolder.read(runs[0])
-    kind: completions.Kind = "eval" if evaluation else "step"
+    kind = "eval" if evaluation else "step"
     there = folder.evaluation_steps() if evaluation else folder.completion_steps()
     if not there:
         what = "evaluations" if evaluation else "completions of steps"
         raise DataError(f"{folder.path} has no {what} yet; run.log_completions must be true")
     chosen = chosen_steps(evaluation or step or ("all" if question else "last"), there, f"--{kind}")
-    tables = [completions.Table(kind, each, folder.completions / table_name(each, kind)) for each in chosen]
     most = number or (None if files else _RANKED if worst else _READ)
-    with closing(_whole(tables, question, most, worst=worst)) as rows:  # a reader who leaves early leaves no file open
-        first = next(rows, None)
-        if first is None:
-            where = f"{kind} {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} tables"
-            raise DataError(f"{runs[0]}: no such completion in {where}; see --step all")
-        found = chain([first], rows)
-        if files:
-            text = "".join(json.dumps(_as_json(each, row)) + "\n" for each, row in found)
-            for path in files:
-                write_atomically(path, text)
-                say(out, f"wrote {path}")
-        elif out.is_terminal and sys.stdin.isatty():
-            with out.pager(styles=True):
-                _show(found, _TEXT)
-        else:
-            _show(found, _TEXT)
+    with closing(TableReader(workers=1)) as reader:
+        rows = _rows(folder, kind, chosen, question, most, reader, worst=worst)
+    if not rows:
+        where = f"{kind} {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} tables"
+        raise DataError(f"{runs[0]}: no such completion in {where}; see --step all")
+    for path in files:
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+        say(out, f"wrote {path}")
+    if files:
+        return
+    if out.is_terminal and sys.stdin.isatty():
+        os.environ.setdefault("LESS", "FRX")  # what fits on the screen needs no pager; colours; the text stays
+        with out.pager(styles=True):
+            _show(rows, _TEXT)
+    else:
+        _show(rows, _TEXT)
 
 
-def _whole(
-    tables: Sequence[completions.Table], question: str, most: int | None, *, worst: bool
-) -> Generator[tuple[Found, Record], None, None]:
-    return completions.whole_rows(completions.find(tables, question, most, worst=worst))
+def _rows(
+    folder: RunFolder,
+    kind: str,
+    steps: Sequence[int],
+    question: str,
+    most: int | None,
+    reader: TableReader,
+    *,
+    worst: bool,
+) -> list[Record]:
+    """Completions of one question or of all, step after step, or the lowest rewards of all steps first.
+
+    A table that disappeared or is damaged is passed over with a warning, unless there is no other.
+    """
+    rows: list[Record] = []
+    problems: list[RunFolderError] = []
+    for step in steps:
+        start, left = 0, 1
+        try:
+            while left and (worst or most is None or len(rows) < most):
+                path = folder.completions / table_name(step, kind)
+                found = reader.ask("some", path, question, most, worst, start)
+                rows += [{kind: step} | row for row in found["rows"]]
+                start, left = start + len(found["rows"]), found["left"]
+        except RunFolderError as error:
+            problems.append(error)
+    if len(problems) == len(steps):
+        raise problems[0]
+    for problem in problems:
+        _log.warning("passed over: %s", problem)
+    return (sorted(rows, key=lambda row: row["reward"]) if worst else rows)[:most]
 
 
-def _show(rows: Iterable[tuple[Found, Record]], characters: int) -> None:
-    before: tuple[completions.Table, Any] | None = None
-    for found, row in rows:
-        if before != (found.table, found.group.number):
+def _show(rows: Sequence[Record], characters: int) -> None:
+    before = None
+    for row in rows:
+        place = row.get("step"), row.get("eval"), row.get("group")
+        if place != before:
             if before is not None:
                 out.print()
-            _show_group(found, row, characters)
-            before = found.table, found.group.number
-        _show_completion(found, row, characters)
+            _show_group(row, characters)
+            before = place
+        _show_completion(row, characters)
 
 
-def _show_group(found: Found, row: Record, characters: int) -> None:
-    group, name = found.group, "step" if found.table.kind == "step" else "evaluation at step"
-    about = [f"{name} {found.table.step}", f"group {_name(group.number)}", f"question {_name(row.get('uid'))}"]
+def _show_group(row: Record, characters: int) -> None:
+    where = f"step {row['step']}" if "step" in row else f"evaluation at step {row['eval']}"
+    about = [where, f"group {_name(row.get('group'))}", f"question {_name(row.get('uid'))}"]
     kind = row.get("kind") or row.get("type")
     about += [_name(kind)] if kind else []
     line = Text("  ".join(about), style="bold")
-    numbers = f"   {group.size} completion{'s' if group.size != 1 else ''}"
-    if group.size > 1:
-        numbers += f", reward {format_number(group.mean)} ± {format_number(group.std)}"
+    numbers = f"   {row['group_size']} completion{'s' if row['group_size'] != 1 else ''}"
+    if row["group_size"] > 1:
+        numbers += f", reward {format_number(row['group_mean'])} ± {format_number(row['group_std'])}"
     line.append(numbers, style="not bold")
-    if group.tied:
+    if row["group_tied"]:
         line.append("   tied", style="yellow")
     out.print(line, soft_wrap=True)
     for message in messages(row.get("prompt"), characters):
@@ -489,11 +502,11 @@ def _show_group(found: Found, row: Record, characters: int) -> None:
         _body(Text.assemble((role, "cyan"), shown_text(message["content"], characters // 2)))
 
 
-def _show_completion(found: Found, row: Record, characters: int) -> None:
-    line = Text(f"[{_name(row.get('sample', found.row))}]", style="bold")
+def _show_completion(row: Record, characters: int) -> None:
+    line = Text(f"[{_name(row.get('sample', row['table_row']))}]", style="bold")
     reward = row.get("reward")
     line.append(f" reward {format_number(reward)}", style="green" if (reward or 0) > 0 else "")
-    parts, logged = parts_and_others(row)
+    parts, logged = parts_and_others({name: row[name] for name in row if name not in _PLACE})
     if parts:
         told = ", ".join(f"{_name(name)} {format_number(value)}" for name, value in parts.items())
         line.append(f" ({told})", style="not bold")
@@ -570,17 +583,3 @@ def shown_text(value: Any, most: int) -> Text:
     if len(text) > most:
         shown.append(f" [... cut after {most} characters; -o FILE.jsonl has all]", style="dim")
     return shown
-
-
-def _as_json(found: Found, row: Record) -> Record:
-    """A row as it is stored, with where it stands and its group's numbers."""
-    group = found.group
-    return {
-        found.table.kind: found.table.step,
-        "table_row": found.row,
-        **row,
-        "group_size": group.size,
-        "group_mean": group.mean,
-        "group_std": group.std,
-        "group_tied": group.tied,
-    }

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from covey.errors import ConfigError, DataError
-from covey.observe.completions import messages, read_keys, read_rows
+from covey.observe.completions import messages
 from covey.observe.curve import Records, series
 from covey.observe.statistics import PairedDifference, paired_difference, share
 
@@ -126,12 +126,11 @@ def _finite(value: Any) -> float | None:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a run answered to one held-out question: the share of its completions that are right, or their mean reward;
-    a short name of the question's text, by which two runs' are compared; and where its first completion is.
+    and a short name of the question's text, by which two runs' are compared.
     """
 
     score: float
     question: str
-    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,28 +167,25 @@ def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
     return chosen
 
 
-def read_answers(step: int, path: Path, *, rewards: bool = False) -> Answers:
-    """An evaluation's answers by question; `rewards`, also where it is known what is right.
-
-    Raises:
-        RunFolderError: it cannot be read.
+def answers_of(rows: Sequence[Mapping[str, Any]], *, rewards: bool = False) -> Json:
+    """The rows of an evaluation by question, as plain values for `Answers`; `rewards`, also where it is known what is
+    right.
     """
-    rows = read_keys(path)
     judged = not rewards and any(isinstance(row.get("correct"), bool) for row in rows)
-    texts = {index: _question(row.get("prompt")) for index, row in read_rows(path, range(len(rows)), ("prompt",))}
     scores: dict[str, list[float]] = {}
-    first: dict[str, int] = {}
+    asked: dict[str, str] = {}
     left_out = 0
-    for index, row in enumerate(rows):
+    for row in rows:
         value = row.get("correct") if judged else _finite(row.get("reward"))
         if row.get("ended") == "failed" or not isinstance(value, bool | float):
             left_out += 1
             continue
         uid = str(row.get("uid"))
         scores.setdefault(uid, []).append(float(value))
-        first.setdefault(uid, index)
-    found = {uid: Answer(fmean(values), texts[first[uid]], first[uid]) for uid, values in scores.items()}
-    return Answers(step, path, judged, found, left_out)
+        if uid not in asked:
+            asked[uid] = _question(row.get("prompt"))
+    by_uid = {uid: (fmean(values), asked[uid]) for uid, values in scores.items()}
+    return {"judged": judged, "by_uid": by_uid, "left_out": left_out}
 
 
 def _question(prompt: Any) -> str:

@@ -81,6 +81,7 @@ _SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
 _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
 
+_MOST_FINDINGS = 500
 _MOST = 1e100
 """Magnitude beyond which a number is as good as infinite: sums and squares of several must be finite."""
 
@@ -516,26 +517,7 @@ class Finding:
 
 def findings(history: Iterable[Record], thresholds: Thresholds | None = None) -> list[Finding]:
     """Everything that was wrong over a run, oldest first."""
-    limits = thresholds or Thresholds()
-    steps: deque[Record] = deque(maxlen=limits.longest)
-    found: dict[str, Finding] = {}
-    over: list[Finding] = []
-    number = 0
-    for record in history:
-        if not is_step(record):
-            continue
-        steps.append(record)
-        told = record.get("step")
-        number = told if isinstance(told, int) and not isinstance(told, bool) else number + 1
-        now = {diagnosis.code: diagnosis for diagnosis in diagnose(list(steps), limits)}
-        for code, diagnosis in now.items():
-            old = found.get(code)
-            if old is not None and number - old.until > limits.window:
-                over.append(found.pop(code))
-                old = None
-            found[code] = Finding(diagnosis, number if old is None else old.since, number, True)
-        found = {code: replace(one, present=code in now) for code, one in found.items()}
-    return sorted([*over, *found.values()], key=lambda one: one.since)
+    return Doctor(thresholds, history=history).findings()
 
 
 class Doctor:
@@ -545,7 +527,9 @@ class Doctor:
         """Start, or take up a resumed run."""
         self._limits = thresholds or Thresholds()
         self._steps: deque[Record] = deque(maxlen=self._limits.longest)
-        self._quiet: dict[str, int] = {}
+        self._step = 0
+        self._newest: dict[str, Finding] = {}
+        self._over: deque[Finding] = deque(maxlen=_MOST_FINDINGS)
         for record in history:
             self.check(record)
 
@@ -557,11 +541,21 @@ class Doctor:
         if not is_step(metrics):
             return []
         self._steps.append(metrics)
-        found = {diagnosis.code: diagnosis for diagnosis in diagnose(list(self._steps), self._limits)}
-        new = [diagnosis for code, diagnosis in found.items() if code not in self._quiet]
-        for code in list(self._quiet):
-            self._quiet[code] += 1
-            if self._quiet[code] > self._limits.window:  # well for a whole window: the episode is over
-                del self._quiet[code]
-        self._quiet.update(dict.fromkeys(found, 0))
+        told = metrics.get("step")
+        self._step = told if isinstance(told, int) and not isinstance(told, bool) else self._step + 1
+        now = {diagnosis.code: diagnosis for diagnosis in diagnose(list(self._steps), self._limits)}
+        new = []
+        for code, diagnosis in now.items():
+            old = self._newest.get(code)
+            if old is not None and self._step - old.until > self._limits.window:
+                self._over.append(self._newest.pop(code))  # well for a whole window: that was another trouble
+                old = None
+            if old is None:
+                new.append(diagnosis)
+            self._newest[code] = Finding(diagnosis, self._step if old is None else old.since, self._step, True)
+        self._newest = {code: replace(one, present=code in now) for code, one in self._newest.items()}
         return new
+
+    def findings(self) -> list[Finding]:
+        """Everything that was wrong so far, oldest first; of very much the newest."""
+        return sorted([*self._over, *self._newest.values()], key=lambda one: one.since)

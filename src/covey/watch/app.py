@@ -97,18 +97,6 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     def about() -> Response:
         return _json([run.about() | {"label": label} for run, label in zip(runs, names, strict=True)])
 
-    @app.get("/api/{number}/metrics")
-    def metrics(number: int, start: Place = 0, mark: Short = "") -> Response:
-        return _json(run(number).metrics(start, mark))
-
-    @app.get("/api/{number}/questions")
-    def questions(number: int, start: Place = 0, mark: Short = "") -> Response:
-        return _json(run(number).questions(start, mark))
-
-    @app.get("/api/{number}/events")
-    def events(number: int, start: Place = 0, mark: Short = "") -> Response:
-        return _json(run(number).events(start, mark))
-
     @app.get("/api/{number}/doctor")
     def doctor(number: int) -> Response:
         return _json(run(number).doctor())
@@ -158,6 +146,12 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     @app.get("/api/{number}/ledger/{row}")
     def ledger_of(number: int, row: Place, step: Step, turn: Place = 0) -> Response:
         return _json(run(number).ledger_of(step, row, turn))
+
+    @app.get("/api/{number}/{file}")
+    def lines(
+        number: int, file: Literal["metrics", "questions", "events"], start: Place = 0, mark: Short = ""
+    ) -> Response:
+        return _json(getattr(run(number), file)(start, mark))
 
     @app.get("/api/describe")
     def meanings(name: Annotated[list[str], Query(max_length=500)]) -> Response:

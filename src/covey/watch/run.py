@@ -14,17 +14,16 @@ import threading
 import time
 import tomllib
 import zlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
 from covey.metric_names import describe_metric
-from covey.observe.doctor import Doctor, Thresholds, diagnose
+from covey.observe.doctor import Doctor
 from covey.observe.records import Record, is_answers, is_metrics, read_json
 from covey.observe.run_folder import RunFolder, table_name, tables_in
 from covey.watch.tables import LISTED, TableReader, numbers
@@ -293,33 +292,26 @@ class _FollowingDoctor:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin()
-
-    def _begin(self) -> None:
-        limits = Thresholds()
-        self._doctor, self._end, self._mark = Doctor(limits), 0, ""
-        self._last: deque[Record] = deque(maxlen=2 * limits.longest)
-        self._said: deque[Record] = deque(maxlen=500)
+        self._doctor, self._end, self._mark = Doctor(), 0, ""
 
     def report(self) -> Record:
         piece = follow(self._path, self._end, self._mark, is_metrics)
         if piece.restarted:
-            self._begin()
+            self._doctor = Doctor()
         self._end, self._mark = piece.end, piece.mark
         for record in map(_moderate, piece.records):
-            self._last.append(record)
-            self._said.extend(_said(record, self._doctor.check(record)))
-        now = [diagnosis.code for diagnosis in diagnose(list(self._last))]
-        return {"said": [said | {"now": said["code"] in now} for said in self._said], "more": piece.more}
+            self._doctor.check(record)
+        said = [
+            {"step": one.since, "now": one.present}
+            | {name: getattr(one.diagnosis, name) for name in ("code", "message", "fix")}
+            for one in self._doctor.findings()
+        ]
+        return {"said": said, "more": piece.more}
 
 
 def _moderate(record: Record) -> Record:
     """Without numbers whose squares have no float; no run measures such."""
     return {k: v for k, v in record.items() if k == "step" or not isinstance(v, int | float) or abs(v) < 1e100}
-
-
-def _said(record: Record, found: list[Any]) -> list[Record]:
-    return [{"step": record["step"], "code": d.code, "message": d.message, "fix": d.fix} for d in found]
 
 
 def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:

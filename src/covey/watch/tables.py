@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import RunFolderError
+from covey.observe.comparison import answers_of
 from covey.observe.completions import KEYS_AND_TEXTS, Wanted, grouped, listed, messages, parts_and_others, read_table
 from covey.observe.records import Record, plain
 from covey.rewards.parallel import ItemTimeout, WorkerPool
@@ -269,6 +270,8 @@ _KEPT = 3
 _PAGE_ROWS, _PAGE_CHARACTERS = 400, 1_000_000
 """Completions and characters in one answer."""
 _MOST_HITS = 200
+_NAMED = 200
+"""Characters of a question in a list."""
 
 
 class TableReader:
@@ -356,6 +359,36 @@ def _completion(path: Path, row: int) -> Record:
     return shortened(row, rows[row], WHOLE) | {"prompt": messages(rows[row].get("prompt"))}
 
 
+def _some(path: Path, question: str, most: int | None, worst: bool, start: int) -> Record:
+    """Completions, whole, in their order or the lowest rewards first, from the place `start` on; and how many are left.
+
+    Those without a reward have no place in the order, and are left out of it.
+    """
+    rows = _rows(path)
+    found = [(index, group) for group, _, left in grouped(rows, Wanted(uid=question)) for index in left]
+    found.sort(key=lambda each: each[0])
+    if worst:
+        rewards = {index: reward for index, _ in found if (reward := _number(rows[index].get("reward"))) is not None}
+        found = sorted((each for each in found if each[0] in rewards), key=lambda each: rewards[each[0]])
+    found = found[:most]
+    page: list[Record] = []
+    size = 0
+    for index, group in found[start:]:
+        row = {name: value[:WHOLE] if isinstance(value, str) else plain(value) for name, value in rows[index].items()}
+        size += sum(len(value) for value in row.values() if isinstance(value, str))
+        if page and size > _PAGE_CHARACTERS:
+            break
+        about = {f"group_{name}": getattr(group, name) for name in ("size", "mean", "std", "tied")}
+        page.append({"table_row": index} | row | about)
+    return {"rows": page, "left": len(found) - start - len(page)}
+
+
+def _prompts(path: Path, uids: Sequence[str]) -> Record:
+    """What the user asked in some questions, as far as they are in a table."""
+    found = {row.get("uid"): row.get("prompt") for row in _rows(path)}
+    return {uid: messages(found[uid])[-1]["content"][:_NAMED] for uid in uids if uid in found}
+
+
 def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
     counts, pairs = compare(_rows(before), _rows(Path(after)), shown)
     page: list[Record] = []
@@ -392,6 +425,9 @@ ANSWERS: dict[str, Callable[..., Record]] = {
     "completion": _completion,
     "episodes": lambda path, group: episodes(_rows(path), group),
     "compare": _compare,
+    "some": _some,
+    "prompts": _prompts,
+    "answers": lambda path, rewards: answers_of(_rows(path), rewards=rewards),
     "search": _search,
     "ledger": lambda path: {"completions": ledger_completions(_rows(path))},
     "ledger_of": lambda path, row, turn: ledger_completion(_rows(path), row, turn),
