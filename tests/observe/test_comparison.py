@@ -199,6 +199,7 @@ def test_runs_that_cannot_be_compared(trained: list[Path], covey: Command, tmp_p
         ((*trained, "--eval", "soon"), "--eval='soon': no step"),
         ((*trained, "--eval", "2"), "the run has no table of it; there are 2, from 0 to 3, the nearest 0 and 3"),
         ((*trained, "-o", tmp_path / "a.html"), "a page is --html FILE"),
+        ((trained[0], "--worst", "-o", tmp_path / "a.png"), "with completions only .jsonl is written"),
         ((*trained, "--worst"), "completions of one run are read; give one run"),
     ):
         status, _, err = covey("report", *arguments)

@@ -17,12 +17,29 @@ import pyarrow.parquet as pq
 import pytest
 
 from command import Command
+from covey.cli import report
 from covey.errors import RunFolderError
 from covey.observe import completions as module
 from covey.observe.completions import Wanted, grouped, messages, read_table
 from covey.observe.run_folder import RunFolder
+from covey.watch.tables import TableReader
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\u202egnp\u2066\u200f\r\x00 [bold]b[/bold] :smile: \ud800 tab\tend"
+
+
+class Shared(TableReader):
+    """Its processes start once for all tests here."""
+
+    def close(self) -> None:
+        pass
+
+
+READER = Shared(workers=1)
+
+
+@pytest.fixture(autouse=True)
+def shared_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "TableReader", lambda workers: READER)
 
 
 def row(group: int, sample: int, reward: float | None, **others: Any) -> dict[str, Any]:
@@ -51,24 +68,6 @@ def run(tmp_path: Path) -> Path:
 
 def places(rows: list[dict[str, Any]]) -> list[tuple[int, int]]:
     return [(each["step"], each["table_row"]) for each in rows]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        (Wanted(), [0, 1, 2, 3]),
-        (Wanted(tied=True), [0, 1]),
-        (Wanted(masked=True), [2]),
-        (Wanted(truncated=True), [2]),
-        (Wanted(uid="u1", correct=False), [2, 3]),
-        (Wanted(search="SAY 1 1"), [3]),
-        (Wanted(search="ask 0", correct=True), [0, 1]),
-        (Wanted(tied=True, masked=True), []),
-    ],
-)
-def test_filters(run: Path, wanted: Wanted, expected: list[int]) -> None:
-    rows = RunFolder.read(run).read_completions(1)
-    assert [index for _, _, left in grouped(rows, wanted) for index in left] == expected
 
 
 def test_group_numbers_are_the_tables_own_or_computed() -> None:
@@ -104,17 +103,6 @@ def test_tables_that_no_run_writes_are_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(module, "MOST_ROWS", 1)
     with pytest.raises(RunFolderError, match="more than the 1,"):
         read_table(path)
-
-
-def test_a_table_that_unfolds_to_gigabytes_is_refused(run: Path, covey: Command) -> None:
-    """10,000 rows that name one text of a megabyte: 10 GB as Python strings, a few megabytes on the disk."""
-    text = pa.DictionaryArray.from_arrays(pa.array([0] * 10_000, pa.int32()), pa.array(["x" * 1_000_000]))
-    path = run / "completions" / "step_000003.parquet"
-    numbers = list(range(10_000))
-    pq.write_table(pa.table({"group": numbers, "reward": numbers, "completion": text}), path)
-    assert path.stat().st_size < 5_000_000
-    status, _, err = covey("report", run, "--step", "last", "--worst")
-    assert (status, "look at it with pyarrow" in " ".join(err.split())) == (2, True)
 
 
 def test_prompts_as_messages() -> None:

@@ -46,7 +46,7 @@ from covey.observe.completions import listed, messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import Record, plain
 from covey.observe.run_folder import RunFolder, table_name
-from covey.watch.tables import TableReader
+from covey.watch.tables import PLACE, TableReader
 
 if TYPE_CHECKING:
     from covey.training.evaluate import Question
@@ -57,7 +57,6 @@ _READ, _RANKED, _SAMPLED = 200, 10, 3
 _TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
 """Characters of a completion that is read, of one in the overview, and of what a verifier logged."""
 _WRAPPED = 50_000
-_PLACE = ("step", "eval", "table_row", "group_size")
 out = Console()
 _log = logging.getLogger("covey.observe")
 
@@ -111,6 +110,8 @@ def report(
         return
     lines = [path for path in files if path.suffix == ".jsonl"]
     if step is not None or worst or question or lines:
+        if others := [str(path) for path in files if path not in lines]:
+            raise ConfigError(f"--output {', '.join(others)}: with completions only .jsonl is written; ask twice")
         _read(runs, step, evaluation, question, number, lines, worst=worst)
         return
     with closing(TableReader(workers=1)) as reader:
@@ -174,11 +175,15 @@ def _compare(
     found["against_first"] = [{"run": label} | as_json(result) for label, _, _, result in pairs]
     found["notes"] = notes
     _print(found, compared, sides, pairs)
-    if any(asked):
-        _print_questions(folders, found["runs"], asked, number, reader)
-    if len(folders) == 1 and (steps := folders[0].completion_steps()):
-        say(out, f"worst completions of step {steps[-1]}; --worst and --step read more", style="bold")
-        _show(_rows(folders[0], "step", steps[-1:], "", _SAMPLED, reader, worst=True), _EXCERPT)
+    try:
+        if any(asked):
+            _print_questions(folders, found["runs"], asked, number, reader)
+        if len(folders) == 1 and (steps := folders[0].completion_steps()):
+            rows = _rows(folders[0], "step", steps[-1:], "", _SAMPLED, reader, worst=True)
+            say(out, f"worst completions of step {steps[-1]}; --worst and --step read more", style="bold")
+            _show(rows, _EXCERPT)
+    except RunFolderError as error:  # a damaged table; the rest is told
+        say(out, visible(str(error), 500))
     for path in files:
         if path.suffix == ".json":
             write_atomically(path, json.dumps(plain(found), indent=1) + "\n")
@@ -506,7 +511,7 @@ def _show_completion(row: Record, characters: int) -> None:
     line = Text(f"[{_name(row.get('sample', row['table_row']))}]", style="bold")
     reward = row.get("reward")
     line.append(f" reward {format_number(reward)}", style="green" if (reward or 0) > 0 else "")
-    parts, logged = parts_and_others({name: row[name] for name in row if name not in _PLACE})
+    parts, logged = parts_and_others({name: row[name] for name in row if name not in (*PLACE, "group_size")})
     if parts:
         told = ", ".join(f"{_name(name)} {format_number(value)}" for name, value in parts.items())
         line.append(f" ({told})", style="not bold")

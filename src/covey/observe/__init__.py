@@ -4,11 +4,11 @@ from covey.metric_names import METRICS, MetricDefinition, describe_metric
 from covey.observe.console import ConsoleProgress
 from covey.observe.curve import draw_comparison, draw_learning_curve, draw_run
 from covey.observe.doctor import Diagnosis, Doctor, Thresholds, diagnose
-from covey.observe.memory import memory_metrics, peak_cuda_bytes, peak_rss_bytes
 from covey.observe.observers import BaseObserver, Observer, Observers, RunFolderWriter
 from covey.observe.run_folder import RunFolder, collect_versions
 from covey.observe.statistics import PairedDifference, mcnemar_exact, paired_difference, wilson_interval
 from covey.observe.trackers import MLflowTracker, TensorBoardTracker, TrackioTracker, WandbTracker, make_observers
+from covey.processes import memory_metrics, peak_cuda_bytes, peak_rss_bytes
 
 __all__ = [
     "METRICS",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import queue
 import re
@@ -96,25 +97,11 @@ class Sender:
                 return
 
 
-class Rarer:
-    """Says yes to fewer and fewer of a growing number of chances: all of 50, every second of the next 100, every fourth
-    of the next 200, and so on, so that a run of a million steps sends some 700 tables.
+def is_due(chance: int) -> bool:
+    """Whether the n-th chance is taken: all of the first 50, every second of the next 100, every fourth of the next
+    200, and so on, so that a run of a million steps sends some 700 tables.
     """
-
-    def __init__(self) -> None:
-        self._seen = 0
-        self._every = 1
-        self._left = _DENSE
-
-    def __call__(self) -> bool:
-        """Whether this chance is taken."""
-        self._seen += 1
-        if self._seen % self._every:
-            return False
-        self._left -= 1
-        if self._left == 0:
-            self._every, self._left = 2 * self._every, _DENSE
-        return True
+    return chance % (1 << int(math.log2((chance - 1) / _DENSE + 1))) == 0
 
 
 def bounded_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
@@ -186,7 +173,7 @@ class _Tracker(BaseObserver, ABC):
         self._step = 0
         self._events: list[list[Any]] = []
         self._sender = Sender(type(self).__name__, patience=self.patience)
-        self._table_due = Rarer()
+        self._tables = 0
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Begin a run at the tracker, or go on with the same one."""
@@ -205,7 +192,10 @@ class _Tracker(BaseObserver, ABC):
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send some of them, of fewer steps the longer the run is; of none unless asked to."""
-        if self._completions and rows and step % self._every == 0 and self._table_due():
+        if not (self._completions and rows and step % self._every == 0):
+            return
+        self._tables += 1
+        if is_due(self._tables):
             self._sender.submit(self._send_completions, step, *bounded_table(rows, self._completions))
 
     def on_event(self, kind: str, message: str) -> None:
@@ -287,7 +277,6 @@ class TrackioTracker(_Tracker):
         super().__init__(folder, name, logging_steps, completions)
         # They look at every value for figures, in the other thread, while the run's may be importing this.
         importlib.import_module("matplotlib.figure")
-        self._events_due = Rarer()
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         self._module.init(
@@ -304,7 +293,7 @@ class TrackioTracker(_Tracker):
         self._module.log({"completions": self._table(columns, rows)}, step=step)
 
     def _send_events(self, every: list[list[Any]]) -> None:
-        if self._events_due() or every[-1][1] == "run":  # a table is stored anew each time that it is sent
+        if is_due(len(every)) or every[-1][1] == "run":  # a table is stored anew each time that it is sent
             self._module.log({"events": self._table(["step", "kind", "message"], every)}, step=every[-1][0])
 
     def _finish(self, status: str) -> None:

@@ -26,7 +26,7 @@ from covey.environments.base import World
 from covey.errors import CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
-from covey.observe.memory import memory_metrics
+from covey.processes import memory_metrics
 from covey.rollout.collect import (
     AnswerCollector,
     Rollout,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
@@ -227,17 +227,9 @@ class WatchedRun:
         text = json.dumps(found)
         return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
 
-    def completions(self, kind: str, step: int, wanted: Record | None = None, offset: int = 0) -> Record:
-        """The groups of one table that are wanted (see `covey.watch.tables.wanted_of`), from the group `offset` on."""
-        return self._reader.ask("completions", self._table(kind, step), wanted or {}, offset)
-
-    def completion(self, kind: str, step: int, row: int) -> Record:
-        """One completion, whole."""
-        return self._reader.ask("completion", self._table(kind, step), row)
-
-    def episodes(self, kind: str, step: int, group: int | None = None) -> Record:
-        """Agents' episodes of a group, turn by turn; see `covey.watch.tables.episodes`."""
-        return self._reader.ask("episodes", self._table(kind, step), group)
+    def ask(self, what: str, kind: str, step: int, *arguments: Any) -> Record:
+        """What one of `covey.watch.tables.ANSWERS` says of a step's table, an evaluation's ("eval"), or a "ledger"."""
+        return self._reader.ask(what, self._table(kind, step), *arguments)
 
     def search(self, kind: str, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
         """Completions of all steps from `first` to `last`, the newest first; bounded in time.
@@ -263,28 +255,20 @@ class WatchedRun:
         except RunFolderError:
             return {"hits": [], "looked": 1, "unread": 1}
 
-    def compare(self, before: int, after: int, *, shown: str = "changed", offset: int = 0) -> Record:
+    def compare(self, before: int, after: int, shown: str = "changed", offset: int = 0) -> Record:
         """Two evaluations, question by question; see `covey.watch.tables.compare`."""
-        other = str(self._table("eval", after))
-        return self._reader.ask("compare", self._table("eval", before), other, shown, offset)
-
-    def ledger(self, step: int) -> Record:
-        """The completions of a step that have a ledger, with their sums."""
-        return self._reader.ask("ledger", self._ledger(step))
-
-    def ledger_of(self, step: int, row: int, turn: int = 0) -> Record:
-        """A completion's tokens in a pass, each with all that is known of it."""
-        return self._reader.ask("ledger_of", self._ledger(step), row, turn)
+        return self.ask("compare", "eval", before, str(self._table("eval", after)), shown, offset)
 
     def close(self) -> None:
         """End the processes that read tables."""
         self._reader.close()
 
-    def _ledger(self, step: int) -> Path:
-        return self.folder.ledger / table_name(step)
-
     def _table(self, kind: str, step: int) -> Path:
-        return self.folder.completions / table_name(step, kind)
+        return (
+            self.folder.ledger / table_name(step)
+            if kind == "ledger"
+            else self.folder.completions / table_name(step, kind)
+        )
 
 
 class _FollowingDoctor:

@@ -272,6 +272,8 @@ _PAGE_ROWS, _PAGE_CHARACTERS = 400, 1_000_000
 _MOST_HITS = 200
 _NAMED = 200
 """Characters of a question in a list."""
+PLACE = ("step", "eval", "table_row")
+"""Where a completion is, which no column may say otherwise."""
 
 
 class TableReader:
@@ -374,7 +376,9 @@ def _some(path: Path, question: str, most: int | None, worst: bool, start: int) 
     page: list[Record] = []
     size = 0
     for index, group in found[start:]:
-        row = {name: value[:WHOLE] if isinstance(value, str) else plain(value) for name, value in rows[index].items()}
+        row = {
+            name: v[:WHOLE] if isinstance(v, str) else plain(v) for name, v in rows[index].items() if name not in PLACE
+        }
         size += sum(len(value) for value in row.values() if isinstance(value, str))
         if page and size > _PAGE_CHARACTERS:
             break
