@@ -179,8 +179,7 @@ def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
 
 
 def _worlds(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
-    failed = recent.above("agent/failed_ratio", limits.failed_episodes)
-    if failed is not None:
+    if (failed := recent.above("agent/failed_ratio", limits.failed_episodes)) is not None:
         yield Diagnosis(
             "episodes_failed",
             f"the environment failed in {failed:.0%} of the episodes (last {len(recent.steps)} steps); these teach "
@@ -297,8 +296,7 @@ def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, e
 
 def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     total = len(recent.steps)
-    clipped = recent.above("completions/clipped_ratio", limits.clipped_completions)
-    if clipped is not None:
+    if (clipped := recent.above("completions/clipped_ratio", limits.clipped_completions)) is not None:
         longest = recent.values("completions/max_length")
         at = f" at {max(longest):.0f} tokens" if longest else ""
         masked = bool(recent.values("mask/mask_truncated_completions"))
@@ -317,8 +315,7 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Check the prompt and the chat template in completions/ of the run folder, and that no reward "
             "favours brevity",
         )
-    no_answer = recent.above("completions/no_answer_ratio", limits.no_answer)
-    if no_answer is not None:
+    if (no_answer := recent.above("completions/no_answer_ratio", limits.no_answer)) is not None:
         yield Diagnosis(
             "no_answer",
             f"no answer could be extracted from {no_answer:.0%} of the completions (last {total} steps), more than "
@@ -359,8 +356,7 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off",
         )
     for name in sorted(masks - _WANTED_MASKS - _EXPLAINED_MASKS):
-        share = recent.above(name, limits.masked_tokens)
-        if share is not None:
+        if (share := recent.above(name, limits.masked_tokens)) is not None:
             reason = name.removeprefix("mask/")
             yield Diagnosis(
                 f"masked_{reason}",
@@ -372,8 +368,7 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
 
 def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     total = len(recent.steps)
-    divergence = recent.above("kl", limits.kl)
-    if divergence is not None:
+    if (divergence := recent.above("kl", limits.kl)) is not None:
         yield Diagnosis(
             "kl_high",
             f"the KL from the reference is {divergence:.2f} nats for each token (last {total} steps), above "
@@ -381,8 +376,7 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
             "Raise algorithm.beta or lower optim.learning_rate; with a reference that follows the policy, lower "
             "algorithm.reference_update_steps",
         )
-    clip = recent.above("clip_ratio/region_mean", limits.clip_fraction)
-    if clip is not None:
+    if (clip := recent.above("clip_ratio/region_mean", limits.clip_fraction)) is not None:
         yield Diagnosis(
             "clip_fraction_high",
             f"{clip:.0%} of the tokens were held back by the clip (last {total} steps): updates are too large",
