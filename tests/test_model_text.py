@@ -279,7 +279,6 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
                 [{"question": text, "options": {"A": text}, "answer": "A"}], Answered(text, [text], [None], ["A"])
             ),
             text,
-            picture="",
         ),
         "the console": lambda text: (visible(text, 1_000), shown_text(text, 1_000)),
         "a sample on the console": last_message,

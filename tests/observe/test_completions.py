@@ -208,25 +208,15 @@ def test_hostile_text_never_reaches_the_terminal(tmp_path: Path, covey: Command)
     assert len(lines.read_text()) > 500_000
 
 
-def test_agents_episodes_are_shown_turn_by_turn(tmp_path: Path, covey: Command) -> None:
+def test_agents_episodes_are_told_as_they_were_played(tmp_path: Path, covey: Command) -> None:
     episode = row(0, 0, 1.0, turns=2, no_actions=1, ended="turns", finish_reason=None, error="it broke",
                   completion="a door\n> open it  [+1]\na room\n> hm  (no valid action)\n(turns)")  # fmt: skip
-    credit = {"turn_rewards": [1.0, -0.5], "turn_advantages": [0.25, float("nan")]}
     with RunFolder.create(tmp_path / "run") as writer:
         writer.write_completions(1, [episode])
-        writer.write_completions(2, [episode | credit])
-        seen = f"> a quoted line\n{episode['completion']}"
-        writer.write_completions(3, [episode | credit | {"completion": seen, "turn_advantages": "no list"}])
-
-    def shown(step: int) -> str:
-        return covey("report", str(tmp_path / "run"), "--step", step)[1]
-
-    assert "3 tokens in 2 turns, 1 no action, turns" in shown(1)
-    assert "    a door\n    > open it  [+1]\n" in shown(1)
-    assert "error: it broke" in shown(1)
-    assert "    > open it  [+1]  [reward +1.00, advantage +0.250]\n" in shown(2)
-    assert "    > hm  (no valid action)  [reward -0.500]\n" in shown(2)
-    assert "    (turns)\n    turn 1:  [reward +1.00]\n    turn 2:  [reward -0.500]\n" in shown(3)
+    _, out, _ = covey("report", str(tmp_path / "run"), "--step", "1")
+    assert "3 tokens in 2 turns, 1 no action, turns" in out
+    assert "    a door\n    > open it  [+1]\n    a room\n    > hm  (no valid action)\n    (turns)\n" in out
+    assert "error: it broke" in out
 
 
 def in_terminal(*command: str, pager: str) -> str:

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +41,7 @@ from covey.observe.comparison import (
     metric_values,
     pair,
 )
-from covey.observe.completions import listed, messages, parts_and_others
+from covey.observe.completions import messages, parts_and_others
 from covey.observe.console import format_number, print_table, say, visible
 from covey.observe.records import Record, plain
 from covey.observe.run_folder import RunFolder, table_name
@@ -530,36 +529,12 @@ def _show_completion(row: Record, characters: int) -> None:
     if row.get("masked_by"):
         line.append(f"  masked by {_name(row['masked_by'])}", style="magenta")
     out.print(line, soft_wrap=True)
-    text = shown_text(row.get("completion"), characters)
-    _body(text if row.get("turns") is None else _conversation(text, row))
+    _body(shown_text(row.get("completion"), characters))
     if row.get("error"):
         _body(Text(f"error: {_name(row['error'], _NOTE)}", style="red"))
     for name, value in logged.items():
         told = format_number(value) if isinstance(value, float) else str(value)
         _body(Text(f"{_name(name)}: {_name(told, _NOTE)}", style="dim"))
-
-
-def _conversation(text: Text, row: Record) -> Text:
-    """An agent's episode: its words stand out, and behind them what each turn earned and the credit that it got.
-
-    Where what the agent saw has lines like its own, no line is surely a turn, and the turns' numbers come at the end.
-    """
-    notes = [
-        f"  [reward {_signed(reward)}{'' if credit is None else f', advantage {_signed(credit)}'}]"
-        for reward, credit in zip_longest(
-            *(listed(row.get(name))[:1000] for name in ("turn_rewards", "turn_advantages"))
-        )
-    ]
-    lines = list(text.split("\n", allow_blank=True))
-    spoken = [line for line in lines if line.plain.startswith("> ")]
-    for line in spoken:
-        line.stylize("bold")
-    if len(spoken) == len(notes):
-        for line, note in zip(spoken, notes, strict=True):
-            line.append(note, style="green")
-    else:
-        lines += [Text(f"turn {number}:{note}", style="green") for number, note in enumerate(notes, start=1)]
-    return Text("\n").join(lines)
 
 
 def _body(text: Text) -> None:

@@ -1,21 +1,19 @@
 """What can honestly be said about a model's answers to multiple-choice questions, and the report that says it.
 
 Everything is computed from the questions (`question`, `options`, `answer`), the letters that were chosen, and the
-likelihood of each letter; nothing here runs a model. The page is one file: style and pictures are inside it, and no
-request leaves the reader's machine.
+likelihood of each letter; nothing here runs a model. The page is one file that asks nobody for
+anything.
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +21,6 @@ from numpy.typing import NDArray
 from covey.files import write_atomically
 from covey.observe.records import plain
 from covey.observe.statistics import paired_difference, share
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
 Json = dict[str, Any]
@@ -258,7 +253,6 @@ def _errors(rows: Sequence[Row], answered: Answered, right: NDArray[np.bool_]) -
 
 # ---------------------------------------------------------------------- the report
 
-_BLUE, _GREY = "#1f5fa8", "#9aa3ad"
 _MOST_ERRORS = 200
 _PAGE = """\
 <!doctype html>
@@ -266,13 +260,15 @@ _PAGE = """\
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; margin: 1rem 0; } th, td { text-align: left; padding: .25rem .8rem .25rem 0;
 vertical-align: top; border-bottom: 1px solid #ddd; }
-img { max-width: 100%; } details { border-bottom: 1px solid #ddd; padding: .4rem 0; } summary { cursor: pointer; }
+details { border-bottom: 1px solid #ddd; padding: .4rem 0; } summary { cursor: pointer; }
 pre { white-space: pre-wrap; background: #f5f5f5; padding: .6rem; } .note { color: #666; }
 .bar { display: inline-block; width: 6rem; height: .6em; margin-right: .5rem; background: #eee; }
 .bar span { display: block; height: 100%; background: #1f5fa8; } .right { color: #2b7a3d; } .wrong { color: #b03a48; }
 </style></head><body>
 {% macro share(s) %}{{ "%.1f"|format(100 * s.share) }} % <span class="note">({{ "%.1f"|format(100 * s.low) }} to
 {{ "%.1f"|format(100 * s.high) }})</span>{% endmacro %}
+{% macro bar(part, told=none) %}<span class="bar"><span style="width:{{ "%.1f"|format(100 * part) }}%"></span></span>
+{{- "%.1f %%"|format(100 * part) if told is none else told }}{% endmacro %}
 <h1>{{ title }}</h1>
 <p>{{ questions }} questions. Intervals are 95 %.</p>
 <table><tr><th></th>{% for model in models %}<th>{{ model.name }}</th>{% endfor %}</tr>
@@ -285,13 +281,29 @@ pre { white-space: pre-wrap; background: #f5f5f5; padding: .6rem; } .note { colo
 {{ "%+.1f"|format(100 * against_baseline.difference) }} points ({{ "%+.1f"|format(100 * against_baseline.low) }} to
 {{ "%+.1f"|format(100 * against_baseline.high) }}), p = {{ "%.2g"|format(against_baseline.p_value) }} (McNemar, exact);
 {{ against_baseline.gained }} questions gained, {{ against_baseline.lost }} lost.</p>{% endif %}
-<p><img alt="letters, calibration, accuracy by length" src="data:image/png;base64,{{ picture }}"></p>
-<h2>By words in the question</h2>
+{% set letters = models[0].letters %}
+<h2>Letters</h2>
+<table><tr><th>letter</th><th>right</th>
+{%- for model in models|reverse %}<th>chosen: {{ model.name }}</th>{% endfor %}</tr>
+{% for letter in letters.chosen %}<tr><td>{{ letter }}</td><td>{{ bar(letters.right.get(letter, 0)) }}</td>
+{%- for model in models|reverse %}<td>{{ bar(model.letters.chosen[letter]) }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+<h2>Probability of the likeliest letter</h2>
+{% if models[0].likelihood %}<p class="note">Where it means what it says, both columns are alike.</p>
+<table><tr><th>questions</th><th>probability</th><th>fraction right</th></tr>
+{% for b in models[0].likelihood.bins %}<tr><td>{{ b.questions }}</td><td>{{ bar(b.confidence) }}</td>
+<td>{{ bar(b.accuracy) }}</td></tr>
+{% endfor %}</table>{% else %}<p class="note">not measured</p>{% endif %}
+<h2>By words in a question</h2>
+<table><tr><th>words</th><th>questions</th><th>accuracy</th></tr>
+{% for part in by_length %}<tr><td>{{ part.from }}-{{ part.to }}</td><td>{{ part.of }}</td>
+<td>{{ bar(part.share, "") }}{{ share(part) }}</td></tr>
+{% endfor %}</table>
+<h2>By a word in the question</h2>
 <p class="note">The words furthest from the mean accuracy, in standard errors. Among many words some are far out by
 chance: places to look at, not findings.</p>
 <table><tr><th>word</th><th>questions</th><th>accuracy</th><th>deviation</th></tr>
-{% for t in by_topic %}<tr><td>{{ t.word }}</td><td>{{ t.of }}</td><td><span class="bar"><span
-style="width:{{ "%.1f"|format(100 * t.share) }}%"></span></span>{{ share(t) }}</td>
+{% for t in by_topic %}<tr><td>{{ t.word }}</td><td>{{ t.of }}</td><td>{{ bar(t.share, "") }}{{ share(t) }}</td>
 <td>{{ "%+.1f"|format(t.deviation) }}</td></tr>
 {% endfor %}</table>
 <h2>Errors</h2>
@@ -319,61 +331,10 @@ def write_choice_report(folder: Path, report: Mapping[str, Any], title: str) -> 
     return as_json, as_html
 
 
-def choice_html(report: Mapping[str, Any], title: str, picture: str | None = None) -> str:
+def choice_html(report: Mapping[str, Any], title: str) -> str:
     """The report as a page. Questions and completions are escaped: they are untrusted text."""
     from jinja2 import Environment
 
     models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
     known = dict(report) | {"title": title, "models": models, "measured": measured(models), "most": _MOST_ERRORS}
-    return (
-        Environment(autoescape=True)
-        .from_string(_PAGE)
-        .render(known, picture=_picture(report) if picture is None else picture)
-    )
-
-
-def _picture(report: Mapping[str, Any]) -> str:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    for axes, draw in zip(figure.subplots(1, 3), (_draw_letters, _draw_calibration, _draw_length), strict=True):
-        draw(axes, report)
-        axes.spines[["top", "right"]].set_visible(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _draw_letters(axes: Axes, report: Mapping[str, Any]) -> None:
-    shown = report["model"]["letters"]
-    names = list(shown["chosen"])
-    bars = [("right", [shown["right"].get(name, 0.0) for name in names], _GREY)]
-    if "baseline" in report:
-        bars.append(("chosen before", [report["baseline"]["letters"]["chosen"][name] for name in names], "#d9822b"))
-    bars.append(("chosen", list(shown["chosen"].values()), _BLUE))
-    width = 0.8 / len(bars)
-    for number, (label, values, colour) in enumerate(bars):
-        places = [place + (number - (len(bars) - 1) / 2) * width for place in range(len(names))]
-        axes.bar(places, values, width, label=label, color=colour)
-    axes.set_xticks(range(len(names)), names)
-    axes.set(title="Letters", ylabel="share of the questions")
-    axes.legend(frameon=False, fontsize="small")
-
-
-def _draw_calibration(axes: Axes, report: Mapping[str, Any]) -> None:
-    axes.set(title="Likeliest letter", xlabel="its probability", ylabel="fraction right", xlim=(0, 1), ylim=(0, 1))
-    axes.plot([0, 1], [0, 1], color=_GREY, linewidth=1)
-    bins = report["model"].get("likelihood", {}).get("bins", [])
-    if bins:
-        sizes = [12 + 200 * b["questions"] / report["questions"] for b in bins]
-        axes.scatter([b["confidence"] for b in bins], [b["accuracy"] for b in bins], sizes, color=_BLUE)
-    else:
-        axes.text(0.5, 0.5, "not measured", ha="center", color=_GREY)
-
-
-def _draw_length(axes: Axes, report: Mapping[str, Any]) -> None:
-    parts = report["by_length"]
-    errors = [[p["share"] - p["low"] for p in parts], [p["high"] - p["share"] for p in parts]]
-    axes.bar(range(len(parts)), [p["share"] for p in parts], 0.6, yerr=errors, color=_BLUE, ecolor="#333333", capsize=3)
-    axes.set_xticks(range(len(parts)), [f"{p['from']}-{p['to']}" for p in parts])
-    axes.set(title="Accuracy by length", xlabel="words in the question", ylabel="fraction right", ylim=(0, 1))
+    return Environment(autoescape=True).from_string(_PAGE).render(known)

@@ -166,6 +166,8 @@ class _Tracker(BaseObserver, ABC):
                 f"report_to={extra!r}: the package {error.name or self.package} is not installed; install it with "
                 f"`pip install covey[{extra}]`, or take {extra!r} out of run.report_to"
             ) from error
+        # Some look at every value for figures, in the other thread, while the run's may be importing this.
+        importlib.import_module("matplotlib.figure")
         self._folder = folder
         self._name = name
         self._every = max(1, logging_steps)
@@ -272,11 +274,6 @@ class TrackioTracker(_Tracker):
     """trackio; a run of the same name is continued. Weights & Biases has its interface: `init`, `log`, `Table`."""
 
     package = "trackio"
-
-    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
-        super().__init__(folder, name, logging_steps, completions)
-        # They look at every value for figures, in the other thread, while the run's may be importing this.
-        importlib.import_module("matplotlib.figure")
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         self._module.init(
