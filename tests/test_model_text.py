@@ -18,7 +18,7 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_repetitive
-from covey.cli.report import last_message, shown_text
+from covey.cli.report import shown_text
 from covey.environments.actions import parse_action
 from covey.environments.house import House
 from covey.observe.choices import Answered, choice_html, choice_report
@@ -281,7 +281,6 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
             text,
         ),
         "the console": lambda text: (visible(text, 1_000), shown_text(text, 1_000)),
-        "a sample on the console": last_message,
         "chat": chat,
     }
     yield found
