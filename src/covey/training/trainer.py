@@ -25,7 +25,7 @@ from covey.distributed.start import make_sampler, scale_scoring
 from covey.errors import CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
-from covey.observe.memory import memory_metrics
+from covey.processes import memory_metrics
 from covey.rollout.collect import (
     AnswerCollector,
     Collector,
