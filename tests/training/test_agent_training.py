@@ -18,7 +18,7 @@ from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
-from covey.training.agents import make_collector
+from covey.training.setup import make_collector
 from covey.types import SamplingSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
@@ -261,8 +261,8 @@ def test_the_command_line(
     status, out, err = covey("eval", playing["model"], "--world", "house:rooms=2,num_eval=2", "max_completion_length=8")
     assert status == 0, err
     assert "agent/no_action_ratio" in out
-    status, out, err = covey("plan", recipe, "world=house:rooms=2,num_train=30")
-    assert status == 0, err
+    status, out, err = covey("doctor", recipe, "world=house:rooms=2,num_train=30")
+    assert "world: 30 tasks" in out, err
 
 
 def test_an_environments_first_error_of_a_kind_is_an_event_with_its_line(settings: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from covey.cli.reports import kind_shares, percent, print_kinds
 from covey.observe import ConsoleProgress, describe_metric
 from covey.rollout.collect import Rollout
 from covey.training.evaluate import Evaluation, accuracy_by_kind
-from covey.training.rows import completion_rows
+from covey.training.tables import completion_rows
 from covey.types import Group
 from fakes import fake_episode, fake_prompt
 

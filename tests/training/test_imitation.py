@@ -16,8 +16,8 @@ from covey.environments.actions import parse_action, write_action
 from covey.errors import ConfigError, DataError
 from covey.rollout.imitation import ExpertPlayer
 from covey.training import imitation, setup
-from covey.training.agents import make_collector
 from covey.training.imitation import imitate
+from covey.training.setup import make_collector
 from covey.types import Trajectory
 
 WORLDS = Path(__file__).parents[1] / "environments" / "worlds.py"
@@ -179,7 +179,7 @@ def test_an_expert_that_fails_costs_its_own_episode(playing: dict[str, Any], tmp
 def test_command(playing: dict[str, Any], tmp_path: Path, covey: Command) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(GRPOConfig(**playing).to_toml())
-    status, said, problem = covey("imitate", recipe, "--episodes", 4, "--epochs", 1, "schedule.max_steps=1")
+    status, said, problem = covey("play", recipe, "--imitate", "--episodes", 4, "--epochs", 1, "schedule.max_steps=1")
     assert status == 0, problem
     assert "learnt from 4 episodes of the expert" in said
     assert "held out, after" in said

@@ -18,7 +18,7 @@ from covey.config.algorithm import AlgorithmConfig
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
 from covey.training import ledger
-from covey.training.ledger import Ledger, token_columns
+from covey.training.tables import Ledger, token_columns
 from covey.training.update import Pass, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss

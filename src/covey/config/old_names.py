@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "plan": "covey doctor RECIPE",
+    "replay": "covey doctor RUN --step N",
+    "imitate": "covey play RECIPE --imitate",
+}
 """Command -> what to type instead, such as `covey doctor RECIPE`."""
 
 SETTINGS: dict[str, tuple[Any, str]] = {}

@@ -24,8 +24,8 @@ from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError
 from covey.files import checked_path, explained, write_atomically
 from covey.rollout.imitation import Dictation, ExpertPlayer
-from covey.training import agents, setup
-from covey.training.rows import transcript
+from covey.training import setup
+from covey.training.tables import transcript
 from covey.training.trainer import GRPOTrainer
 from covey.types import Batch, Episode, Trajectory
 
@@ -66,9 +66,10 @@ def imitate(
             than a turn, or the loss is not finite.
         DataError: the expert succeeded in no episode, or there is none.
     """
-    for name, value in {"episodes": episodes, "epochs": epochs, "episodes_per_step": episodes_per_step}.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value}: choose 1 or more")
+    if min(episodes, epochs, episodes_per_step) < 1:
+        raise ConfigError(
+            f"episodes={episodes}, epochs={epochs}, episodes_per_step={episodes_per_step}: 1 or more each"
+        )
     if config.environment.world is None:
         raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
     folder = checked_path("folder", folder)
@@ -125,7 +126,7 @@ def _endings(played: Sequence[Trajectory]) -> tuple[str, ...]:
 def _play(trainer: GRPOTrainer, episodes: int, told: Told) -> list[Trajectory]:
     """So many episodes by the expert, a few of them at a time."""
     assert trainer.world is not None
-    collect = agents.make_collector(
+    collect = setup.make_collector(
         trainer.args, trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode, ExpertPlayer
     )
     expert, dictation = collect.player, Dictation(trainer.engine.context_length)

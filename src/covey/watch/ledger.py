@@ -1,4 +1,4 @@
-"""The token ledger of a step, as the page shows it: see `covey.training.ledger`, which writes it."""
+"""The token ledger of a step, as the page shows it: see `covey.training.tables`, which writes it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""What fits into a GPU that is not there, of a model whose weights are not there either."""
+"""What a recipe costs: the parts of two steps, and that they leave nothing behind; and by formula what fits into a GPU
+that is not there, of a model whose weights are not there either.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,86 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from command import Command
-from covey.config import GRPOConfig
+from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.footprint import peak_bytes
-from covey.training.device_memory import Recipe, fit
+from covey.training.checkup import Plan, Recipe, fit, measure
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+def slow_reward(completions: list[str], **columns: Any) -> list[float]:
+    time.sleep(2)
+    return reward(completions)
+
+
+def trainer_of(settings: dict[str, Any], reward: Any = reward, **changes: Any) -> GRPOTrainer:
+    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
+    return GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**settings | changes), train_dataset=rows)
+
+
+def plan_of(settings: dict[str, Any], **changes: Any) -> Plan:
+    return measure(trainer_of(settings, **changes))
+
+
+def test_a_plan_has_every_part_and_writes_nothing(settings: dict[str, Any]) -> None:
+    plan = plan_of(settings, max_steps=10, beta=0.0)
+    assert not Path(settings["output_dir"]).exists()
+    assert all(part.amount >= 0 for part in (*plan.seconds, *plan.memory))
+    parts = {part.name: part.amount for part in plan.seconds}
+    assert parts["update"] > 0
+    assert parts["reference log-probabilities"] < 1e-3  # beta is 0
+    assert plan.run_seconds == pytest.approx(10 * sum(parts.values()))
+    assert plan.peak_bytes == pytest.approx(sum(part.amount for part in plan.memory))
+    assert 1 <= plan.mean_length <= settings["max_completion_length"]
+
+
+def test_a_step_that_waits_for_its_rewards_costs_that_wait(settings: dict[str, Any]) -> None:
+    """So slow that what else runs on the machine is nothing beside it."""
+    plan = measure(trainer_of(settings, slow_reward))
+    assert next(part.amount for part in plan.seconds if part.name == "rewards") > 2
+    assert plan.step_seconds > 2
+
+
+def test_the_steps_are_those_of_the_run(settings: dict[str, Any]) -> None:
+    """The probe's two steps and the run's first two move the weights alike."""
+    changes: dict[str, Any] = {"max_steps": 2, "lr_scheduler_type": "constant", "beta": 0.0}
+    planned, trained = trainer_of(settings, **changes), trainer_of(settings, **changes)
+    measure(planned)
+    trained.train()
+    ours, theirs = planned.policy.state_dict(), trained.policy.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_evaluations_are_those_that_will_be_made(settings: dict[str, Any]) -> None:
+    for changes, wanted in (
+        ({"eval_steps": 2}, 4),  # after steps 2, 4 and 5, and before the first
+        ({"eval_steps": 2, "eval_at_end": False}, 3),
+        ({"eval_on_start": False, "eval_at_end": False}, 0),
+        ({"eval_on_start": False}, 1),
+    ):
+        trainer = trainer_of(settings, max_steps=5, **changes)
+        trainer.eval_prompts = trainer.prompts[:1]
+        assert measure(trainer).num_evaluations == wanted, changes
+
+
+def test_the_reference_costs_only_where_it_is_used(settings: dict[str, Any]) -> None:
+    parts = {part.name: part for part in plan_of(settings, beta=0.04).seconds}
+    assert parts["reference log-probabilities"].amount > 1e-4
+    assert parts["reference log-probabilities"].advice == "algorithm.beta=0: none"
+
+
+def test_tied_groups_cost_no_update(settings: dict[str, Any]) -> None:
+    rows = [{"prompt": "say one: "}]
+    args = GRPOConfig(**settings | {"beta": 0.0})
+    trainer = GRPOTrainer(reward_funcs=lambda completions, **_: [1.0] * len(completions), args=args, train_dataset=rows)
+    plan = measure(trainer)
+    assert plan.mixed_share == 0
+    assert next(part.amount for part in plan.seconds if part.name == "update") == 0
+
+
+# ---------------------------------------------------------------------- a GPU, by formula
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +114,7 @@ def recipe_of(folder: Path, **settings: Any) -> Recipe:
 
 
 def peak(recipe: Recipe, room: float = 24e9, **changed: int) -> float:
-    return peak_bytes(recipe.phases(room, **changed))
+    return recipe.peak(room, **changed)
 
 
 def test_what_fits_fits_and_one_token_more_does_not(folder: Path) -> None:
@@ -159,7 +238,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_command_says_it(covey: Command, folder: Path, recipe_folder: Path, tmp_path: Path) -> None:
-    arguments = ["plan", str(recipe_folder), f"model.model={folder}", "data.max_prompt_length=100"]
+    arguments = ["doctor", str(recipe_folder), f"model.model={folder}", "data.max_prompt_length=100"]
     arguments += [f"run.output_dir={tmp_path / 'run'}", "--device-memory", "24", "--device-memory", "3"]
     status, shown, _ = covey(*arguments)
     assert status == 0
