@@ -122,12 +122,14 @@ def test_what_is_left_behind_can_be_trained_on(playing: dict[str, Any], tmp_path
         imitate(config, tmp_path / "first")
 
 
+@pytest.mark.slow
 def test_of_whole_models_too(playing: dict[str, Any], tmp_path: Path) -> None:
     config = GRPOConfig(**playing | {"use_peft": False, "max_steps": 1})
     imitate(config, tmp_path / "first", episodes=2, epochs=1, evaluate=False)
     GRPOTrainer(args=config.replace(model=str(tmp_path / "first/adapter"))).train()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_imitated(playing: dict[str, Any], tmp_path: Path) -> None:
     config = GRPOConfig(**playing)
     with pytest.raises(ConfigError, match="episodes=0"):

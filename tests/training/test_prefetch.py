@@ -191,6 +191,7 @@ def same_weights(one: GRPOTrainer, other: GRPOTrainer) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -> None:
     trainer = build(settings, max_steps=3, max_staleness=0)
     trainer.train()
@@ -225,7 +226,7 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -
     plain.close()
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_waiting_gives_the_same_numbers_again(settings: dict[str, Any], staleness: int) -> None:
     first, second = (build(settings, name, max_staleness=staleness) for name in ("first", "second"))
     first.train()
@@ -326,6 +327,7 @@ def test_which_correction() -> None:
     assert chosen == Correction("sequence_mask", 3.0)
 
 
+@pytest.mark.slow
 def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None:
     often = build(settings, "often", max_staleness=2, eval_steps=1)
     never = build(settings, "never", max_staleness=2, eval_steps=0, eval_on_start=False)
@@ -446,6 +448,7 @@ def test_a_killed_run_resumes_to_the_same_bits(recipe_folder: Any, tmp_path: Any
     assert [record["staleness/max"] for record in numbers(folder) if "loss" in record] == [0, 1, 1, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_dropping_trains_and_can_be_evaluated_afterwards(settings: dict[str, Any]) -> None:
     trainer = build(settings, max_staleness=2, stale_groups="drop", eval_steps=2, max_steps=6)
     trainer.train()

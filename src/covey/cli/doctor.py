@@ -22,7 +22,7 @@ from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from covey.training.checkup import Fit, Plan, Recipe
+    from covey.training.checkup import Plan
     from covey.types import Group
 
 out = Console()
@@ -47,8 +47,8 @@ def doctor(
             metavar="GB",
             min=0.1,
             max=1e6,
-            help="Tell by formula whether the recipe fits into a GPU of so many GB (10^9 bytes), and what would; of "
-            "the model only the configuration is read, and no GPU is needed. May be given several times.",
+            help="Tell by formula whether the recipe fits into a GPU of so many GB (10^9 bytes); of the model only "
+            "the configuration is read, and no GPU is needed. May be given several times.",
         ),
     ] = None,
     cluster: Annotated[
@@ -216,23 +216,21 @@ def _print_plan(found: Plan, *, alone: bool) -> None:
 
 
 def _of_device_memory(config: GRPOConfig, sizes: Sequence[float], *, as_json: bool) -> bool:
-    """Whether a recipe fits into GPUs of these sizes in GB."""
-    from covey.training.checkup import Recipe, fit
+    """By formula: the parts, and for GPUs of these sizes in GB whether they fit and how much would."""
+    from covey.training.checkup import Recipe
     from covey.training.setup import load_task, load_world, with_defaults
 
     recipe = Recipe.of(with_defaults(config, load_world(config) or load_task(config)))
-    fits = [fit(recipe, size * 1e9) for size in sorted(sizes)]
+    shape, chosen, rooms = recipe.shape, recipe.choices(), [size * 1e9 for size in sorted(sizes)]
+    parts = recipe.phases(rooms[-1])
+    fits = [
+        {"room": room, "peak": recipe.peak(room), "longest": recipe.longest(room), "tokens": recipe.tokens(room)}
+        for room in rooms
+    ]
     if as_json:
-        found = [asdict(each) | {"fits": each.fits} for each in fits]
-        out.print_json(data={"parts": recipe.phases(fits[-1].room), "devices": found})
-    else:
-        _print_fits(recipe, fits)
-    return not fits[-1].fits
-
-
-def _print_fits(recipe: Recipe, fits: Sequence[Fit]) -> None:
-    """The parts, and for each size whether they fit, how much would, and what to change."""
-    shape, config, chosen = recipe.shape, recipe.config, recipe.choices()
+        devices = [each | {"fits": each["peak"] <= each["room"]} for each in fits]
+        out.print_json(data={"parts": parts, "devices": devices})
+        return fits[-1]["peak"] > rooms[-1]
     known = "" if config.data.max_prompt_length else " (taken to have so many: data.max_prompt_length says it)"
     _say(
         f"{config.model.model}: {(shape.embedding + shape.head + shape.inside) / 1e9:.2f} billion weights, "
@@ -240,24 +238,21 @@ def _print_fits(recipe: Recipe, fits: Sequence[Fit]) -> None:
         f"{chosen.longest - recipe.prompt} tokens after them"
     )
     table = Table("by formula, not measured on a GPU", "GB", "when")
-    for when, parts in recipe.phases(fits[-1].room).items():
-        for name, amount in sorted(parts.items(), key=lambda part: -part[1]):
+    for when, own in parts.items():
+        for name, amount in sorted(own.items(), key=lambda part: -part[1]):
             table.add_row(name, f"{amount / 1e9:.2f}", "always" if when == "held" else when)
     print_table(out, table)
     if chosen.longest > shape.context:
         _say(f"longer than the {shape.context:,} tokens that the model was built for: it will not be trained so")
     for each in fits:
-        verdict = "fits" if each.fits else "does not fit"
-        tokens = f"{each.longest:,} tokens after the prompt" if each.longest else "no completion of any length"
-        passes = f"optim.tokens_per_micro_batch up to {each.tokens:,}" if each.tokens else "no pass of any size"
+        verdict = "fits" if each["peak"] <= each["room"] else "does not fit"
+        tokens = f"{each['longest']:,} tokens after the prompt" if each["longest"] else "no completion of any length"
+        passes = f"optim.tokens_per_micro_batch up to {each['tokens']:,}" if each["tokens"] else "no pass of any size"
         _say(
-            f"{each.room / 1e9:g} GB: {verdict}, {each.peak / 1e9:.2f} GB at the most, in {each.when}; with these "
-            f"settings: {tokens}, {passes}"
+            f"{each['room'] / 1e9:g} GB: {verdict}, {each['peak'] / 1e9:.2f} GB at the most; with these settings: "
+            f"{tokens}, {passes}"
         )
-        for text, peak in each.changes:
-            _say(f"    with {text}: {peak / 1e9:.2f} GB")
-        if not each.fits and not each.changes:
-            _say("    no setting makes it fit; use a smaller model, shorter completions or another GPU")
+    return fits[-1]["peak"] > rooms[-1]
 
 
 def _of_cluster(config: GRPOConfig) -> bool:

@@ -169,10 +169,6 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
 
     Nothing is deleted unless the newest one to be kept passes its hashes, so the only good checkpoint is
     never lost. Broken ones do not count and are left for the user to look at.
-
-    Raises:
-        ConfigError: `keep_last` is below 1.
-        RunFolderError: a folder cannot be deleted.
     """
     if keep_last is None:
         return []
@@ -302,9 +298,6 @@ def find_checkpoint(folder: RunFolder, config: GRPOConfig, notes: list[str]) -> 
     """The newest whole checkpoint; None for a run that was stopped before its first one, which begins again.
 
     What is worth a sentence is added to `notes`.
-
-    Raises:
-        CheckpointError: there were checkpoints, and none of them can be used.
     """
     broken: dict[Path, str] = {}
     newest = latest_checkpoint(folder.checkpoints, broken)
@@ -366,12 +359,7 @@ def _sign_of_a_checkpoint(folder: RunFolder, config: GRPOConfig, last: int) -> s
 
 
 def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], best_metric: str) -> TrainerState:
-    """The counters of a checkpoint whose contents make sense: hashes tell damage, not what somebody has hashed anew.
-
-    Raises:
-        CheckpointError: counters, tensors or their groups are missing or are no numbers.
-        ConfigError: its best evaluation was chosen by another metric.
-    """
+    """The counters of a checkpoint whose contents make sense: hashes tell damage, not what somebody has hashed anew."""
     where, fix = f"checkpoint {checkpoint.path}", "delete it to resume from the one before"
     missing = [name for name in ("trainer", "plan", "random", "tokens_per_micro_batch") if name not in checkpoint.state]
     missing += [f"the tensors of {name}" for name in own if name not in checkpoint.tensors]
@@ -447,9 +435,6 @@ def source_hashes(config: GRPOConfig) -> dict[str, str]:
 def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
     """Says in a sentence which settings differ from those that the checkpoint was made with, if any, and in others
     which files of the user's.
-
-    Raises:
-        ConfigError: its weights would mean something else under those of today.
     """
     before, changed = checkpoint.state.get("settings", {}), []
     with damage_explained(checkpoint):
@@ -484,11 +469,7 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
 
 
 def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
-    """Says which lines of earlier steps are gone.
-
-    Raises:
-        CheckpointError: they are needed to go on to the same numbers, or one is there twice.
-    """
+    """Says which lines of earlier steps are gone."""
     records, answered = folder.read_metrics(), [record["step"] for record in folder.read_answers()]
     steps = [record["step"] for record in records if "phase" in record]
     evaluated = [record["step"] for record in records if "eval/reward" in record]

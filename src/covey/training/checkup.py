@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,8 +41,6 @@ CONTEXT_BYTES = 0.8e9
 """What CUDA, its libraries and their kernels take of a device: an allowance, not measured."""
 PROMPT_TOKENS = 512
 """Of a prompt, where no setting says how long it may be."""
-_SHARE = 0.3
-"""Of the device, for vLLM, unless the settings say otherwise."""
 _MOST = 1 << 24
 """Tokens beyond which nothing is looked for."""
 
@@ -195,7 +192,6 @@ class Recipe:
     config: GRPOConfig
     shape: Shape
     fused: bool
-    quantisable: bool = True
 
     @classmethod
     def of(cls, config: GRPOConfig) -> Recipe:
@@ -225,13 +221,12 @@ class Recipe:
             **({} if chosen.adapter else {"r": chosen.lora_r, "target_modules": chosen.lora_target_modules}),
         )
         base = causal_lm(model)
-        quantisable = bool(quantisable_layers(base))
-        if chosen.quantization != "none" and not quantisable:
+        if chosen.quantization != "none" and not quantisable_layers(base):
             raise ModelError(
                 f"model.quantization={chosen.quantization!r}: {chosen.model} ({type(base).__name__}) has no linear "
                 "layers that could be quantised; set model.quantization to none"
             )
-        return cls(config, Shape.of(model), is_known(base), quantisable)
+        return cls(config, Shape.of(model), is_known(base))
 
     @property
     def prompt(self) -> int:
@@ -302,37 +297,9 @@ class Recipe:
         most = max(1, min(self.shape.context - self.prompt, _MOST))
         return _largest(lambda n: self.peak(room, own=n) <= room, 1, most)
 
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether a recipe fits into a device, the largest completions and passes that do, and which settings make room."""
-
-    room: float
-    peak: float
-    when: str
-    longest: int
-    tokens: int
-    changes: tuple[tuple[str, float], ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether it does."""
-        return self.peak <= self.room
-
-
-def fit(recipe: Recipe, room: float) -> Fit:
-    """Ask for one device of `room` bytes."""
-    found = recipe.phases(room)
-    sums = {name: sum(parts.values()) for name, parts in found.items() if name != "held"}
-    peak = peak_bytes(found)
-    return Fit(
-        room,
-        peak,
-        max(sums, key=lambda name: sums[name]),
-        recipe.longest(room),
-        _largest(lambda n: recipe.peak(room, tokens=n) <= room, 64, _MOST),
-        () if peak <= room else tuple(_changes(recipe, room)),
-    )
+    def tokens(self, room: float) -> int:
+        """The largest `optim.tokens_per_micro_batch` that fits into `room` bytes; 0 = none."""
+        return _largest(lambda n: self.peak(room, tokens=n) <= room, 64, _MOST)
 
 
 def dtype_of(config: GRPOConfig) -> str:
@@ -351,53 +318,3 @@ def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)
     return least
-
-
-def _changes(recipe: Recipe, room: float) -> Iterator[tuple[str, float]]:
-    """Each setting that makes it fit; where none does alone, as many as it takes. To train an adapter in place of all
-    weights is another run: it comes last.
-    """
-    ways = list(_ways(recipe))
-    found = [(text, _peak_with(recipe, text, room)) for text in ways]
-    if not any(peak <= room for _, peak in found):
-        together = [" ".join(ways[:count]) for count in range(2, len(ways) + 1)]
-        found = [(text, _peak_with(recipe, text, room)) for text in together]
-        found = [each for each in found if each[1] <= room][:1]
-    if not recipe.config.model.use_peft:
-        found.append(("model.use_peft=true", _peak_with(recipe, "model.use_peft=true", room)))
-    yield from ((text, peak) for text, peak in found if peak <= room)
-
-
-def _ways(recipe: Recipe) -> Iterator[str]:
-    """Settings that take less memory than these, those that cost least time first."""
-    config, chosen = recipe.config, recipe.choices()
-    one = kv_bytes(recipe.shape, chosen.sampler_dtype) * chosen.longest / 2**30  # less would not hold a completion
-    least = math.ceil(100 * max(one, 0.25)) / 100
-    if chosen.samples and least < config.sampling.kv_cache_gb:
-        yield f"sampling.kv_cache_gb={least:.2f}"
-    if config.optim.tokens_per_micro_batch > max(chosen.longest, 256):
-        yield f"optim.tokens_per_micro_batch={max(chosen.longest, 256)}"
-    if config.model.use_peft and config.model.dtype == "float32":
-        yield "model.dtype=bfloat16"
-    if not config.model.gradient_checkpointing:
-        yield "model.gradient_checkpointing=true"
-    if not config.optim.offload and config.optim.optimizer == "adamw":
-        yield "optim.offload=true"
-    if config.model.use_peft and config.model.quantization == "none" and recipe.quantisable:
-        yield "model.quantization=nf4"
-    if chosen.samples:
-        yield "distributed.samplers=1"
-    if config.sampling.engine == "vllm" and config.vllm.gpu_memory_utilization > _SHARE:
-        yield f"vllm.gpu_memory_utilization={_SHARE}"
-
-
-def _peak_with(recipe: Recipe, overrides: str, room: float) -> float:
-    """The peak with other settings; infinite where they do not go together with the rest."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = recipe.config.with_overrides(overrides.split())
-    except ConfigError:
-        return math.inf
-    same = (config.model.use_peft, dtype_of(config)) == (recipe.config.model.use_peft, dtype_of(recipe.config))
-    return (replace(recipe, config=config) if same else Recipe.of(config)).peak(room)

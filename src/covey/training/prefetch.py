@@ -97,11 +97,7 @@ class Samples:
         self._source, self._progress = source, progress
 
     def next(self) -> Sampled:
-        """The groups of the next step.
-
-        Raises:
-            CoveyError: as sampling and scoring of this step raised it.
-        """
+        """The groups of the next step."""
         source, state = self._source, self._source.state
         return source.sample_step(source.next_phase(), state.data_position, state.policy_version, self._progress)
 

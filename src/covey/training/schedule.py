@@ -34,11 +34,7 @@ def learning_rate_schedule(
     total_steps: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[int], float]:
-    """A schedule of `transformers.get_scheduler`, with linear warm-up, as a pure function.
-
-    Raises:
-        ConfigError: unknown schedule or option, or a decay without a known number of steps.
-    """
+    """A schedule of `transformers.get_scheduler`, with linear warm-up, as a pure function."""
     import torch
     from transformers import get_scheduler
 
@@ -65,11 +61,7 @@ def learning_rate_schedule(
 
 
 def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int | None) -> int:
-    """Number of warm-up steps: `warmup_steps` if positive, else `ceil(total_steps * warmup_ratio)`.
-
-    Raises:
-        ConfigError: a ratio of an unknown number of steps.
-    """
+    """Number of warm-up steps: `warmup_steps` if positive, else `ceil(total_steps * warmup_ratio)`."""
     if warmup_steps > 0 or warmup_ratio <= 0:
         return warmup_steps
     if total_steps is None:
@@ -201,11 +193,7 @@ class PhasePlan:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the position that `state` returned.
-
-        Raises:
-            CheckpointError: the state names a phase that this plan does not have.
-        """
+        """Take up the position that `state` returned."""
         index = int(state["index"])
         if not 0 <= index < len(self._phases):
             raise CheckpointError(
@@ -245,12 +233,7 @@ class TrainerState(transformers.TrainerState):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Rebuild the state of a checkpoint, its history empty.
-
-        Raises:
-            CheckpointError: the checkpoint names a counter that this version does not know, lacks one, or has one that
-                is no such number.
-        """
+        """Rebuild the state of a checkpoint, its history empty."""
         values = {"best_metric_name": "", "entropy_coef": None, "last_entropy": None} | values  # later ones
         if values.keys() != _KEPT.keys():
             odd = sorted(values.keys() ^ _KEPT.keys())
@@ -281,11 +264,7 @@ _KEPT: dict[str, tuple[type, ...]] = {
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Refuse what would never be called.
-
-    Raises:
-        ConfigError: it is no list, or one of them has no method of an event.
-    """
+    """Refuse what would never be called."""
     if not isinstance(callbacks, list | tuple):
         raise ConfigError(f"callbacks={callbacks!r:.200}: a {type(callbacks).__name__}; pass a list of callbacks")
     for callback in callbacks:

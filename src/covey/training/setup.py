@@ -99,12 +99,7 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
 
 
 def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
-    """The run's advantage estimator, if the rest of the run gives it what it needs.
-
-    Raises:
-        ConfigError: There is none of that name, it compares turns and there is no world, groups are too small, or the
-            loss would average its advantages over a completion.
-    """
+    """The run's advantage estimator, if the rest of the run gives it what it needs."""
     estimator = estimator_of(config.algorithm)
     if estimator.needs_turns and world is None:
         raise ConfigError(
@@ -149,12 +144,7 @@ def load_data(
     train_dataset: Any = None,
     eval_dataset: Any = None,
 ) -> Data:
-    """Rows and reward functions, from arguments where they are given, else from the config and its task.
-
-    Raises:
-        DataError: no data, or data that cannot be read.
-        ConfigError: no reward function, or one that needs a column that the data lacks.
-    """
+    """Rows and reward functions, from arguments where they are given, else from the config and its task."""
     data = config.data
     words = f"data.task={data.task or type(task).__name__!r}"
     both_of_task = task is not None and train_dataset is None and eval_dataset is None
@@ -294,11 +284,7 @@ class RunLength:
 
 
 def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLength:
-    """Steps of the run: those of the phases, `max_steps`, or `num_train_epochs` passes over the prompts.
-
-    Raises:
-        ConfigError: a decaying learning rate over an unknown number of steps.
-    """
+    """Steps of the run: those of the phases, `max_steps`, or `num_train_epochs` passes over the prompts."""
     schedule = config.schedule
     total: int | None
     per_step = config.algorithm.optimizer_steps
@@ -357,11 +343,7 @@ _MOST_COMPLETIONS = 250_000
 
 
 def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect | None) -> IsCorrect | None:
-    """Who says which completions are right: the task, or the reward named by `rewards.correctness`; None = nobody.
-
-    Raises:
-        ConfigError: both say so, there is no such reward, or a setting needs what nobody says.
-    """
+    """Who says which completions are right: the task, or the reward named by `rewards.correctness`; None = nobody."""
     named = config.rewards.correctness
     if named is None:
         fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
@@ -390,9 +372,6 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
 def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bool, evaluates: bool) -> str:
     """The metric that says which evaluation is the best: `metric_for_best_model`; the mean reward in place of the
     default, accuracy, where nothing says what is right.
-
-    Raises:
-        ConfigError: it is not measured in this run, or there are no evaluations to choose from.
     """
     wanted, settings = config.evaluation.metric_for_best_model, config.evaluation
     if not evaluates:
@@ -414,11 +393,7 @@ def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bo
 
 
 def require_measured(wanted: str, metrics: Sequence[str]) -> None:
-    """Stop at the first evaluation that lacks the metric for the best model, since none would ever be the best.
-
-    Raises:
-        ConfigError: it names what there is.
-    """
+    """Stop at the first evaluation that lacks the metric for the best model, since none would ever be the best."""
     if wanted in metrics:
         return
     usable = sorted(name for name in metrics if says_which_is_best(name))
@@ -434,9 +409,6 @@ def require_memory(config: GRPOConfig) -> None:
     """Refuse sizes that no memory holds: a run that the system kills says nothing.
 
     What a step, an evaluation and the environments hold at the least is compared with the machine's memory.
-
-    Raises:
-        ConfigError: it is more; the message names the settings and both amounts.
     """
     sampling, evaluation = config.sampling, config.evaluation
     group = config.largest_group
@@ -456,11 +428,7 @@ def require_memory(config: GRPOConfig) -> None:
 
 
 def require_room_for(name: str, completions: int, length: int) -> None:
-    """The same for so many completions of up to `length` tokens, that `name` asks for.
-
-    Raises:
-        ConfigError: the machine has less memory, or nobody means to wait for so many.
-    """
+    """The same for so many completions of up to `length` tokens, that `name` asks for."""
     _require(name, completions * (_COMPLETION_BYTES + _TOKEN_BYTES * length))
     if completions > _MOST_COMPLETIONS:
         raise ConfigError(f"{name}: {completions:,} completions at once; use up to {_MOST_COMPLETIONS:,}")
@@ -495,12 +463,7 @@ def load_world(config: GRPOConfig) -> World | None:
 
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> Data:
-    """Task instances in place of prompts; the world says what is right.
-
-    Raises:
-        ConfigError: there are others.
-        DataError: there is nothing to train on, or an instance is also held out.
-    """
+    """Task instances in place of prompts; the world says what is right."""
     if config.rewards.functions or any(other is not None for other in others):
         raise ConfigError(
             "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "

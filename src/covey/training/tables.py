@@ -1,4 +1,6 @@
-"""Rows of the tables of completions: what was asked, answered, given and learned from, to be read later."""
+"""What a step leaves in tables of the run folder: completions to read, what each token got, and all that its update can
+be computed from once more.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,8 @@ from covey.rollout.learning import entropy_weights, loss_weights, rows_with_grad
 from covey.training.update import Pass
 from covey.types import Batch, BoolArray, Episode, FinishReason, Group, Prompt, Support, Trajectory, Turn
 
+log = logging.getLogger(__name__)
+
 
 def completion_rows(
     groups: Sequence[Group],
@@ -48,19 +52,23 @@ def completion_rows(
     rows: list[dict[str, Any]] = []
     first = 0
     for number, group in enumerate(groups):
-        own = _trajectory_rows(group, penalty) if group.trajectories else _answer_rows(group)
         scored = group.rewards[~np.isnan(group.rewards)]
-        for sample, entry in enumerate(own):
-            episodes = group.trajectories[sample].episodes if group.trajectories else (group.episodes[sample],)
-            entry |= {"group": number, "sample": sample, "reward": float(group.rewards[sample])}
-            if correct is not None and not group.trajectories:
-                entry["correct"] = bool(correct[len(rows)])
+        for sample in range(len(group.rewards)):
+            entry: dict[str, Any] = {"group": number, "sample": sample, "uid": group.prompt.uid}
             if group.trajectories:
-                entry["play"] = json.dumps(_play(group.trajectories[sample], first, batch, of_episode))
+                trajectory = group.trajectories[sample]
+                episodes: Sequence[Episode] = trajectory.episodes
+                entry |= _trajectory_row(group, sample, penalty)
+                entry["play"] = json.dumps(_play(trajectory, first, batch, of_episode))
+            else:
+                episodes = (group.episodes[sample],)
+                entry |= _answer_row(group, sample)
+                if correct is not None:
+                    entry["correct"] = bool(correct[len(rows)])
             if batch is not None:
                 entry |= _trained(batch, first, episodes)
                 if group.trajectories:
-                    entry |= _turns_trained(group.trajectories[sample], batch, first)
+                    entry |= _turns_trained(trajectory, batch, first)
                 entry |= {
                     "group_mean": float(scored.mean()) if len(scored) else float("nan"),
                     "group_std": float(scored.std()) if len(scored) else float("nan"),
@@ -75,55 +83,39 @@ def completion_rows(
     return rows
 
 
-def _answer_rows(group: Group) -> list[dict[str, Any]]:
-    prompt = group.prompt.content if isinstance(group.prompt.content, str) else json.dumps(group.prompt.content)
-    kind = {"kind": str(group.prompt.columns["kind"])} if "kind" in group.prompt.columns else {}
-    return [
-        {
-            "group": 0,
-            "sample": sample,
-            "uid": group.prompt.uid,
-            "prompt": prompt,
-            "completion": episode.text,
-            "reward": 0.0,
-            "length": episode.num_sampled,
-            "finish_reason": episode.finish_reason,
-            "policy_version": episode.policy_version,
-            **{f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()},
-            **kind,
-        }
-        for sample, episode in enumerate(group.episodes)
-    ]
+def _answer_row(group: Group, sample: int) -> dict[str, Any]:
+    prompt, episode = group.prompt, group.episodes[sample]
+    return {
+        "prompt": prompt.content if isinstance(prompt.content, str) else json.dumps(prompt.content),
+        "completion": episode.text,
+        "reward": float(group.rewards[sample]),
+        "length": episode.num_sampled,
+        "finish_reason": episode.finish_reason,
+        "policy_version": episode.policy_version,
+        **{f"rewards/{name}": float(values[sample]) for name, values in group.reward_parts.items()},
+        **({"kind": str(prompt.columns["kind"])} if "kind" in prompt.columns else {}),
+    }
 
 
-def _trajectory_rows(group: Group, penalty: float) -> list[dict[str, Any]]:
-    """All of each trajectory to read; its reward in two parts, what the world gave and what words without an action
-    cost.
-    """
-    rows = []
-    for trajectory in group.trajectories:
-        invalid = sum(not turn.valid for turn in trajectory.turns)
-        rows.append(
-            {
-                "group": 0,
-                "sample": 0,
-                "uid": group.prompt.uid,
-                "type": str(group.prompt.columns.get("type", "")),
-                "prompt": trajectory.turns[0].observation if trajectory.turns else "",
-                "completion": transcript(trajectory),
-                "reward": 0.0,
-                "correct": trajectory.success,
-                "turns": len(trajectory.turns),
-                "no_actions": invalid,
-                "length": sum(episode.num_sampled for episode in trajectory.episodes),
-                "ended": trajectory.ended,
-                "error": trajectory.error,
-                "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
-                "rewards/world": trajectory.reward + penalty * invalid,
-                "rewards/invalid_actions": -penalty * invalid,
-            }
-        )
-    return rows
+def _trajectory_row(group: Group, sample: int, penalty: float) -> dict[str, Any]:
+    """All of a trajectory to read; its reward in two parts, of the world and of words without an action."""
+    trajectory = group.trajectories[sample]
+    invalid = sum(not turn.valid for turn in trajectory.turns)
+    return {
+        "type": str(group.prompt.columns.get("type", "")),
+        "prompt": trajectory.turns[0].observation if trajectory.turns else "",
+        "completion": transcript(trajectory),
+        "reward": float(group.rewards[sample]),
+        "correct": trajectory.success,
+        "turns": len(trajectory.turns),
+        "no_actions": invalid,
+        "length": sum(episode.num_sampled for episode in trajectory.episodes),
+        "ended": trajectory.ended,
+        "error": trajectory.error,
+        "policy_version": min((episode.policy_version for episode in trajectory.episodes), default=-1),
+        "rewards/world": trajectory.reward + penalty * invalid,
+        "rewards/invalid_actions": -penalty * invalid,
+    }
 
 
 def _trained(batch: Batch, first: int, episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -196,7 +188,10 @@ def transcript(trajectory: Trajectory) -> str:
     return "\n".join([*lines, f"({trajectory.error or trajectory.ended})"])
 
 
-log = logging.getLogger(__name__)
+# ---------------------------------------------------------------------- the ledger of tokens
+#
+# The loss is computed once more from the numbers that the update had, in float64. It is linear in the tokens' weights,
+# so a token's contribution is its weight times the derivative by it, whatever the loss: contributions add up to it.
 
 MOST_TOKENS = 50_000
 """Of an update; the completions beyond them are left out."""
@@ -272,11 +267,7 @@ def make_ledger(
 
 
 def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[str, NDArray[np.float64]]:
-    """The numbers of every token of a pass, `[N, T]` each; 0 in rows that were not run, or not chosen.
-
-    Raises:
-        ConfigError: as `policy_loss`.
-    """
+    """The numbers of every token of a pass, `[N, T]` each; 0 in rows that were not run, or not chosen."""
     import torch
 
     options, objective, batch = done.options, done.objective, done.batch
@@ -359,6 +350,13 @@ def _in_place(values: NDArray[np.float64], rows: NDArray[np.int64], batch: Batch
     return whole
 
 
+# ---------------------------------------------------------------------- what a step was trained on
+#
+#     batches/step_000012.parquet    a row for each completion, or trajectory of an agent, in the order of the table of
+#                                    completions; `facts` of the step as JSON in the first
+#
+# Reading trusts nothing: types, shapes and ranges are checked before anything is computed.
+
 _FORMAT = 1
 _PART = "rewards/"
 _MOST_BYTES, _MOST_ROWS, _MOST_COLUMNS = 4 << 30, 1_000_000, 500
@@ -434,11 +432,7 @@ def pack_step(facts: StepFacts, groups: Sequence[Group], has_answer: HasAnswer) 
 
 
 def read_step(path: Path, step: int) -> StoredStep:
-    """Read what `pack_step` made.
-
-    Raises:
-        RunFolderError: there is none, it is damaged, of another step, too large, or holds what no run writes.
-    """
+    """Read what `pack_step` made."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

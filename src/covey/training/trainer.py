@@ -366,7 +366,7 @@ class GRPOTrainer:
 
     def train_step(self, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
         """One step: sample, score, learn, publish; `rows` as in `rollout`. Returns its metrics, and writes nothing."""
-        began, phase, state = time.perf_counter(), self.phases.at(self._elapsed()), self.state
+        began, phase, state = time.perf_counter(), self.next_phase(), self.state
         rollout = self.rollout(rows)
         correct = correct_completions(rollout.whole, self.data.is_correct)
         position = state.data_position + (len(rollout.groups) if rows is None else 0)
@@ -383,17 +383,12 @@ class GRPOTrainer:
         Returns:
             A group for each prompt; `rewards` of a group are `[num_generations]`.
         """
-        phase, state = self.phases.at(self._elapsed()), self.state
+        phase = self.next_phase()
         prompts = None if rows is None else self._prompts(rows)
         count = self.args.data.prompts_per_step if prompts is None else len(prompts)
-        following, streams = self._next_prompts(state.data_position, count)
-        return self.collect(
-            following if prompts is None else prompts,
-            setup.sampling_settings(self.args, self.policy, phase.temperature),
-            num_generations=phase.num_generations,
-            streams=streams,
-            policy_version=state.policy_version,
-        )
+        following, streams = self._next_prompts(self.state.data_position, count)
+        prompts = following if prompts is None else prompts
+        return self._collect(prompts, streams, phase.temperature, phase.num_generations)
 
     def _prompts(self, rows: Any) -> list[Prompt]:
         data, rows = self.args.data, load_rows([rows] if isinstance(rows, str | Mapping) else rows)
@@ -407,13 +402,15 @@ class GRPOTrainer:
     def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
         """Sample completions of other prompts with the present weights, at the temperature of training."""
         prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
-        return self.collect(
-            prompts,
-            setup.sampling_settings(self.args, self.policy, self.args.sampling.temperature),
-            num_generations=num_generations,
-            streams=[(*first, row) for row in range(len(prompts))],
-            policy_version=self.state.policy_version,
-        )
+        streams = [(*first, row) for row in range(len(prompts))]
+        return self._collect(prompts, streams, self.args.sampling.temperature, num_generations)
+
+    def _collect(
+        self, prompts: Sequence[Prompt], streams: Sequence[tuple[int, ...]], temperature: float, num_generations: int
+    ) -> Rollout:
+        settings = setup.sampling_settings(self.args, self.policy, temperature)
+        version = self.state.policy_version
+        return self.collect(prompts, settings, num_generations=num_generations, streams=streams, policy_version=version)
 
     def compute_loss(self, rollout: Rollout) -> float:
         """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
@@ -422,7 +419,7 @@ class GRPOTrainer:
         split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
         learned: every advantage is 0, or every token masked.
         """
-        phase = self.phases.at(self._elapsed())
+        phase = self.next_phase()
         batch = self.make_batch(rollout.groups, phase)
         without_step: Any = SimpleNamespace(
             scores=self.learner.scores,
@@ -568,9 +565,7 @@ class GRPOTrainer:
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Save the adapter (PEFT format), or the whole model after full fine-tuning, with the tokenizer."""
-        path = (
-            Path(self.args.run.output_dir) / "adapter" if output_dir is None else checked_path("output_dir", output_dir)
-        )
+        path = checked_path("output_dir", output_dir or Path(self.args.run.output_dir) / "adapter")
         with explained(path):
             self.policy.save_pretrained(path)
         return path
