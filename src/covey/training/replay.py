@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -152,20 +151,19 @@ def replay(
     if tolerance is None:
         tolerance, why = _tolerance_of(folder, config)
         report.notes.append(f"tolerance {tolerance:g}: {why}")
-    with _threads(folder, config):
-        begun, checkpoint = _begin(report, folder, step)
-        first = _stored_step(folder, begun + 1)
-        rerun = _Rerun(_settings(first, moved), first, checkpoint)
-        for number in range(begun + 1, step + 1):
-            last = number == step
-            progress(f"step {number}" if last else f"step {number} again")
-            stored, line = _stored_step(folder, number), _line_of(folder, number)
-            done = rerun.do(stored, _settings(stored, moved))
-            found = {name: value for name, value in done.metrics.items() if not name.startswith("time/")}
-            check = Check("metrics" if last else f"metrics of step {number}, done again on the way", tolerance)
-            check.values("metrics.jsonl", line, found)
-            report.checks.append(check)
-            _check_checkpoint(report, folder, rerun, tolerance)
+    begun, checkpoint = _begin(report, folder, step)
+    first = _stored_step(folder, begun + 1)
+    rerun = _Rerun(_settings(first, moved), first, checkpoint)
+    for number in range(begun + 1, step + 1):
+        last = number == step
+        progress(f"step {number}" if last else f"step {number} again")
+        stored, line = _stored_step(folder, number), _line_of(folder, number)
+        done = rerun.do(stored, _settings(stored, moved))
+        found = {name: value for name, value in done.metrics.items() if not name.startswith("time/")}
+        check = Check("metrics" if last else f"metrics of step {number}, done again on the way", tolerance)
+        check.values("metrics.jsonl", line, found)
+        report.checks.append(check)
+        _check_checkpoint(report, folder, rerun, tolerance)
     report.numbers = {name: (line[name], value) for name, value in found.items() if name in line}
     return report
 
@@ -231,23 +229,6 @@ def _tolerance_of(folder: RunFolder, config: GRPOConfig) -> tuple[float, str]:
         return EXACT, "versions, machine and threads are the run's"
     half = "float32" not in (config.model.dtype, "") or config.optim.autocast != "none"
     return (HALF if half else ALIKE), why
-
-
-@contextmanager
-def _threads(folder: RunFolder, config: GRPOConfig) -> Iterator[None]:
-    """As many threads as the run had, where this machine has them: PyTorch's sums depend on it."""
-    wanted = folder.versions().get("threads")
-    if config.model.backend != "pytorch" or type(wanted) is not int or not 1 <= wanted <= (os.cpu_count() or 1):
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _begin(report: Report, folder: RunFolder, step: int) -> tuple[int, Checkpoint | None]:
