@@ -118,10 +118,13 @@ def test_rewards_that_are_all_equal_are_found(recipe_folder: Path, tmp_path: Pat
 
 def test_rows_that_are_left_out_are_found(recipe_folder: Path, covey: Command) -> None:
     limits = ("data.max_prompt_length=9", "data.long_prompts=drop")
-    status, shown, told = covey("doctor", recipe_folder, *limits)
+    status, shown, told = covey("doctor", recipe_folder, *limits, "--json")
     assert status == 1, told
-    assert "prompts_left_out" in shown
-    assert "rows are left out: their prompts are too long" in shown
+    found = json.loads(shown)
+    assert found["findings"][0]["code"] == "prompts_left_out"
+    assert "rows are left out: their prompts are too long" in found["findings"][0]["message"]
+    assert found["steps"] == 6
+    assert found["step_seconds"] == pytest.approx(sum(part["amount"] for part in found["seconds"]))
 
 
 def test_of_several_processes_one_is_measured(recipe_folder: Path, covey: Command) -> None:

@@ -125,6 +125,9 @@ def test_squared_probabilities_are_those_of_the_plain_model(settings: dict[str, 
             "def mine(step):\n    return step.rewards - 0.5\nmine.teaches = lambda group: 1 / 0\n",
             "its attribute teaches raised ZeroDivisionError: division by zero at .*own.py:3",
         ),
+        ("def mine(step):\n    return step.rewards[:1]\n", r".*shape \(1,\) for 8 completions"),
+        ("def mine(step):\n    return step.rewards * float('nan')\n", ".*not finite"),
+        ("def mine(step):\n    return step.nothing\n", r".*AttributeError.*own\.py:2, in mine"),
     ],
 )
 def test_what_an_estimator_may_not_do_is_named(
@@ -242,21 +245,6 @@ def test_what_does_not_fit_is_said_before_the_model_is_loaded(
     world = House(rooms=2, num_train=6, num_eval=2)
     with pytest.raises(ConfigError, match=r"data\.task='arithmetic'.*come from its world"):
         GRPOTrainer(args=GRPOConfig(**settings, task="arithmetic"), world=world)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return step.rewards[:1]", r"shape \(1,\) for 8 completions"),
-        ("return step.rewards * float('nan')", "not finite"),
-        ("return step.nothing", r"AttributeError.*own\.py:2, in own"),
-    ],
-)
-def test_a_faulty_estimator_is_named(settings: dict[str, Any], elsewhere: Path, body: str, message: str) -> None:
-    (elsewhere / "own.py").write_text(f"def own(step):\n    {body}\n")
-    trainer = build(settings, adv_estimator="own.py:own")
-    with pytest.raises(ConfigError, match=r"adv_estimator='.*own\.py:own'.*" + message):
-        trainer.train()
 
 
 def test_questions_that_are_always_right_keep_their_weight_where_the_batch_is_the_baseline() -> None:

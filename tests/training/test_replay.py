@@ -305,10 +305,6 @@ def garbage(path: Path) -> None:
     path.write_bytes(b"PAR1" + bytes(200))
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-300])
-
-
 def other_columns(path: Path) -> None:
     pq.write_table(pa.table({"group": [0]}), path)
 
@@ -325,14 +321,11 @@ def first_episode(**values: Any) -> Callable[[Path], None]:
     ("damage", "said"),
     [
         (garbage, "is damaged"),
-        (cut, "is damaged"),
         (other_columns, "its columns are not those of a step"),
         (of_another_step, "it is of step 2, not of 4"),
         (first_episode(runs=[3, 1]), "runs do not add up"),
         (first_episode(logprobs=[0.0]), "log-probabilities are not one a sampled token"),
-        (first_episode(logprobs=[float("nan")] * 8), "is no number|not one a sampled token"),
         (first_episode(token_ids=[-1, 5]), "whole numbers from 0"),
-        (first_episode(finish_reason="?"), "finish_reason"),
         (lambda path: change_rows(path, lambda rows: rows.reverse()), "facts|out of order|Expecting"),
         (lambda path: change_rows(path, lambda rows: rows[0].update(facts='{"format": 1}')), "facts of the step"),
         (lambda path: change_rows(path, lambda rows: rows[0].update(facts="[" * 100_000)), "is damaged"),

@@ -181,26 +181,41 @@ def test_tied_step_trains_nothing_says_so_and_goes_on(settings: dict[str, Any]) 
     assert any("rewards in every group are equal" in event["message"] for event in events)
 
 
-def test_none_rewards_are_left_out(settings: dict[str, Any]) -> None:
-    def sometimes(completions: list[str], **columns: Any) -> list[float | None]:
-        return [None if n % 4 == 0 else float(len(text) + n) for n, text in enumerate(completions)]
+def test_rewards_of_all_kinds_in_one_run(settings: dict[str, Any]) -> None:
+    """Sync and async, with weights; None; with metrics and columns of their own; told of the run's state."""
+    seen = []
 
-    trainer = build(settings, reward=sometimes)
-    trainer.train()
-    assert trainer.state.log_history[0]["frac_reward_none"] == 0.25
-    assert np.isfinite(trainer.state.log_history[0]["loss"])
-
-
-def test_several_rewards_sync_and_async_with_weights(settings: dict[str, Any]) -> None:
     async def length(completions: list[str], **columns: Any) -> list[float]:
         await asyncio.sleep(0)
         return [float(len(text)) for text in completions]
+
+    def sometimes(
+        completions: list[str], trainer_state: Any = None, log_metric: Any = None, log_extra: Any = None, **columns: Any
+    ) -> list[float | None]:
+        seen.append(trainer_state.global_step)
+        for name in ("words", "step", "reward"):  # the run has numbers of its own of two of these names
+            log_metric(name, 3.0)
+        log_extra("first letter", [text[:1] for text in completions])
+        return [None if n % 4 == 0 else float(len(text) + n) for n, text in enumerate(completions)]
 
     trainer = build(settings, reward=[share_of_letters, length], reward_weights=[1.0, 0.5], max_steps=1)
     trainer.train()
     first = trainer.state.log_history[0]
     expected = first["rewards/share_of_letters/mean"] + 0.5 * first["rewards/length/mean"]
     assert first["reward"] == pytest.approx(expected)
+
+    settings["output_dir"] += "-none"
+    trainer = build(settings, reward=sometimes)
+    trainer.train()
+    told = trainer.state.log_history[0]
+    assert told["frac_reward_none"] == 0.25
+    assert np.isfinite(told["loss"])
+    assert seen == [0, 1]
+    assert (told["words"], told["logged/step"], told["logged/reward"]) == (3.0, 3.0, 3.0)
+    assert told["step"] == 1
+    assert told["reward"] != 3.0
+    for row in RunFolder.read(settings["output_dir"]).read_completions(1):
+        assert row["first letter"] == row["completion"][:1]
 
 
 def test_a_task_brings_prompts_rewards_and_length(settings: dict[str, Any]) -> None:
@@ -212,29 +227,6 @@ def test_a_task_brings_prompts_rewards_and_length(settings: dict[str, Any]) -> N
     questions = {prompt.content[-1]["content"] for prompt in trainer.prompts}
     assert questions.isdisjoint(prompt.content[-1]["content"] for prompt in trainer.eval_prompts)
     assert trainer.prompts[0].content[0] == {"role": "system", "content": "Answer with the number only."}
-
-
-def test_rewards_log_metrics_and_columns_and_see_the_state(settings: dict[str, Any]) -> None:
-    seen = []
-
-    def talkative(
-        completions: list[str], trainer_state: Any = None, log_metric: Any = None, log_extra: Any = None, **columns: Any
-    ) -> list[float]:
-        seen.append(trainer_state.global_step)
-        for name in ("words", "step", "reward"):  # the run has numbers of its own of two of these names
-            log_metric(name, 3.0)
-        log_extra("first letter", [text[:1] for text in completions])
-        return share_of_letters(completions)
-
-    trainer = build(settings, reward=talkative)
-    trainer.train()
-    assert seen == [0, 1]
-    told = trainer.state.log_history[0]
-    assert (told["words"], told["logged/step"], told["logged/reward"]) == (3.0, 3.0, 3.0)
-    assert told["step"] == 1
-    assert 0 <= told["reward"] <= 1
-    for row in RunFolder.read(settings["output_dir"]).read_completions(1):
-        assert row["first letter"] == row["completion"][:1]
 
 
 @pytest.mark.parametrize(

@@ -66,26 +66,18 @@ class Sampled:
 
 
 class Source(Protocol):
-    """What samples come from: a `GRPOTrainer`."""
+    """What samples come from: a `GRPOTrainer`, which describes these. `sample_step` may be called from a thread."""
 
     state: TrainerState
     engine: Sampler
 
-    def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled:
-        """Groups for one step from a position in the data on; may be called from another thread."""
-        ...
+    def sample_step(self, phase: ResolvedPhase, position: int, version: int, progress: Progress) -> Sampled: ...
 
-    def next_phase(self) -> ResolvedPhase:
-        """The phase in force for the next step."""
-        ...
+    def next_phase(self) -> ResolvedPhase: ...
 
-    def steps_ahead(self) -> int:
-        """How many steps after the next one may be sampled before it is trained on."""
-        ...
+    def steps_ahead(self) -> int: ...
 
-    def publish(self) -> None:
-        """Give the policy's weights to the sampler."""
-        ...
+    def publish(self) -> None: ...
 
 
 class Samples:

@@ -453,7 +453,7 @@ def read_step(path: Path, step: int) -> StoredStep:
             raise
         except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
             raise RunFolderError(
-                f"{path} is damaged ({str(error)[:300]}); restore it from a backup, or replay another step"
+                f"{path} is damaged ({str(error)[:300]}); restore it from a backup, or choose another step"
             ) from error
 
 

@@ -251,7 +251,8 @@ class GRPOTrainer:
         return self.phases.at(self._elapsed())
 
     def steps_ahead(self) -> int:
-        """Nothing is sampled ahead over the end of the run or of a phase, or over a checkpoint.
+        """How many steps after the next one may be sampled before it is trained on: none over the end of the run or of
+        a phase, or over a checkpoint.
 
         What follows a checkpoint is then sampled from its weights, and a resumed run has the numbers of the unbroken
         one.
