@@ -116,7 +116,7 @@ def test_rollout_says_what_a_row_is(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("use_peft", [True, False])
-@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("loaded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reference_that_is_another_model(settings: dict[str, Any], other: Path, use_peft: bool, loaded: bool) -> None:
     model = type(tiny_model("llama")).from_pretrained(other)
     expected = model(TOKENS).logits

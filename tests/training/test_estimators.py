@@ -47,7 +47,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("function", ["batch_normalised", "kl_in_reward"])
+@pytest.mark.parametrize("function", ["kl_in_reward", pytest.param("batch_normalised", marks=pytest.mark.slow)])
 def test_a_file_of_ones_own_trains_and_resumes(settings: dict[str, Any], elsewhere: Path, function: str) -> None:
     changes = {
         "adv_estimator": f"mine.py:{function}",
@@ -217,6 +217,7 @@ def playing(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"max_conversation_tokens": 600, "action_format": "choice", "max_completion_length": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gigpo", "remax", "optimal_token_baseline", "mine.py:kl_in_reward"])
 def test_agents_in_a_world_given_as_an_object(settings: dict[str, Any], elsewhere: Path, name: str) -> None:
     world = House(rooms=2, num_train=6, num_eval=2)

@@ -160,7 +160,7 @@ def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
     assert not (tmp_path / "without" / "ledger").exists()
 
 
-@pytest.mark.parametrize("estimator", ["exact", "exact_weighted"])
+@pytest.mark.parametrize("estimator", ["exact", pytest.param("exact_weighted", marks=pytest.mark.slow)])
 def test_a_kl_over_the_vocabulary_is_a_part_of_the_loss(estimator: str) -> None:
     batch = with_masks(make_batch())
     (seen,), done, _ = passes_of(batch, beta=0.3, kl_estimator=estimator)
