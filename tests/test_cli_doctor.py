@@ -1,4 +1,4 @@
-"""`covey doctor` and what `covey plan` says of several processes, called as a user would."""
+"""`covey doctor`, called as a user would."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_what_is_no_target(tmp_path: Path, covey: Command, recipe_folder: Path) 
     (tmp_path / "bad.toml").write_text("[[[")
     assert covey("doctor", tmp_path / "bad.toml")[0] == 2
     run = run_of(tmp_path / "run", [{}] * 6)
-    assert "--cluster and settings go with a recipe" in covey("doctor", "--cluster", run)[2]
+    assert "and settings go with a recipe" in covey("doctor", "--cluster", run)[2]
     status, _, told = covey("doctor", "--cluster", recipe_folder)
     assert status == 2
     assert "nothing of this run is placed on a Ray cluster" in told
@@ -99,7 +99,8 @@ def test_a_recipe_is_tried(recipe_folder: Path, tmp_path: Path, covey: Command) 
     assert shown.count("reward 0.") + shown.count("reward 1:") >= 3
     assert "completions_truncated\n" in shown
     assert "Raise sampling.max_completion_length" in shown
-    assert "memory by formula" in shown
+    assert "peak memory of the process" in shown
+    assert "6 steps with 3 evaluations" in shown
     assert not (tmp_path / "run").exists()
     status, _, told = covey("doctor", recipe_folder, "rewards.functions=nothing.py:f")
     assert status == 2
@@ -116,23 +117,21 @@ def test_rewards_that_are_all_equal_are_found(recipe_folder: Path, tmp_path: Pat
 
 def test_rows_that_are_left_out_are_found(recipe_folder: Path, covey: Command) -> None:
     limits = ("data.max_prompt_length=9", "data.long_prompts=drop")
-    status, shown, told = covey("doctor", recipe_folder, *limits)
+    status, shown, told = covey("doctor", recipe_folder, *limits, "--json")
     assert status == 1, told
-    assert "prompts_left_out" in shown
-    assert "rows are left out: their prompts are too long" in shown
+    found = json.loads(shown)
+    assert found["findings"][0]["code"] == "prompts_left_out"
+    assert "rows are left out: their prompts are too long" in found["findings"][0]["message"]
+    assert found["steps"] == 6
+    assert found["step_seconds"] == pytest.approx(sum(part["amount"] for part in found["seconds"]))
 
 
-def test_a_plan_of_several_processes_measures_one(recipe_folder: Path, covey: Command) -> None:
+def test_of_several_processes_one_is_measured(recipe_folder: Path, covey: Command) -> None:
     several = ("distributed.samplers=3", "distributed.learners=2", "distributed.groups_per_unit=1")
-    status, shown, told = covey("plan", recipe_folder, *several)
-    assert status == 0, told
+    status, shown, told = covey("doctor", recipe_folder, *several)
+    assert status == 1, told
     assert "layout: 2 processes train (started by " in shown
     assert "), 3 Ray actors sample, in units of 1 x 4 completions" in shown
-    assert shown.index("each of 3 samplers") < shown.index("one step of one process")
-    assert "a sync: 0.0 MB to each of 3" in shown
-    found = json.loads(covey("plan", recipe_folder, *several, "--json")[1])
-    learner, sampler = found["forecast"]["processes"]
-    assert (learner["count"], sampler["count"]) == (2, 3)
-    assert [part["name"] for part in learner["learning"]][-1] == "exact sum of gradients"
-    assert not learner["sampling"]
-    assert found["forecast"]["receivers"] == 3
+    assert "one step of one process" in shown
+    assert "the run:" not in shown
+    assert "covey doctor RECIPE" in covey("plan", recipe_folder)[2]

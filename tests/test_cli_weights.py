@@ -83,7 +83,7 @@ def test_a_run_is_gone_on_with_and_looked_at_from_another_folder(
     status, _, said = covey("train", recipe_folder, *data, "model.adapter=start", "run.output_dir=run")
     assert status == 0, said
     monkeypatch.chdir(other)
-    for command in (("resume", "schedule.max_steps=2"), ("eval",), ("replay",)):
+    for command in (("resume", "schedule.max_steps=2"), ("eval",), ("doctor", "--step", "2")):
         status, _, said = covey(command[0], "../here/run", *command[1:])
         assert status == 0, (command, said)
 

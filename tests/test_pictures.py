@@ -17,7 +17,7 @@ from transformers import Idefics3Processor
 
 import covey
 from covey.errors import DataError, ModelError
-from covey.pytorch.models.empty import empty_model
+from covey.pytorch.footprint import empty_model
 from covey.pytorch.models.loading import load_model
 from covey.serving.chat import chat_text
 from covey.serving.neutral import RequestError

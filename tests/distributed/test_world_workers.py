@@ -169,7 +169,7 @@ def test_a_step_on_workers(settings: dict[str, Any], tmp_path: Path, monkeypatch
 
     said = []
     for name, where in (("here", start.make_worlds), ("there", on_workers)):
-        monkeypatch.setattr("covey.training.agents.make_worlds", where)
+        monkeypatch.setattr("covey.training.setup.make_worlds", where)
         trainer = GRPOTrainer(args=GRPOConfig(**(settings | world | {"output_dir": str(tmp_path / name)})))
         trainer.train()
         folder = RunFolder.read(tmp_path / name)

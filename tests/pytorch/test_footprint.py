@@ -25,12 +25,12 @@ from covey.pytorch.footprint import (
     Shape,
     activation_bytes,
     backward_bytes,
+    build_empty,
     head_bytes,
     peak_bytes,
     phases,
 )
 from covey.pytorch.logprobs import CHUNK_BYTES, Head, score_tokens
-from covey.pytorch.models.empty import build_empty, with_adapter
 from covey.pytorch.models.lora import attach_lora
 from covey.pytorch.policy import Policy
 from covey.rollout.packing import Pack, pack_episodes
@@ -169,7 +169,7 @@ def test_weights_and_moments_are_counted_without_memory() -> None:
         num_key_value_heads=8,
         tie_word_embeddings=False,
     )
-    shape = Shape.of(with_adapter(build_empty(config, "bfloat16"), r=16))
+    shape = Shape.of(build_empty(config, "bfloat16", r=16))
     matrices = 4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336
     assert shape.inside == 32 * (matrices + 2 * 4096) + 4096
     assert shape.head == shape.embedding == 128256 * 4096
@@ -180,7 +180,7 @@ def test_weights_and_moments_are_counted_without_memory() -> None:
     assert held["weights"] == 2 * 8_030_261_248
     assert held["AdamW's moments"] == 8 * shape.trained
     everything = Shape.of(build_empty(config, "float32"))
-    assert everything.trained == everything.numbers == 8_030_261_248
+    assert everything.trained == 8_030_261_248
     chosen = Choices(dtype="float32", sampler_dtype="float32", reference_copy=True, layers="own")
     held = phases(everything, chosen)["held"]
     assert held["AdamW's moments"] == 2 * held["weights"] == 2 * held["reference"]

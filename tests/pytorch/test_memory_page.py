@@ -13,9 +13,8 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config
 
 from covey.config import GRPOConfig
-from covey.pytorch.footprint import Shape
-from covey.pytorch.models.empty import build_empty, with_adapter
-from covey.training.device_memory import Recipe, dtype_of, longest
+from covey.pytorch.footprint import Shape, build_empty
+from covey.training.checkup import Recipe, dtype_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 DEVICES = (12, 24, 48, 80, 141)
@@ -62,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def cells(name: str, shapes: dict[bool, Shape], way: str) -> list[str]:
     config = GRPOConfig(beta=0.0, max_completion_length=1, num_generations=8, tokens_per_micro_batch=1, **WAYS[way])
     recipe = Recipe(config, shapes[config.model.use_peft], fused=True)
-    found = [longest(recipe, size * 1e9) for size in DEVICES]
+    found = [recipe.longest(size * 1e9) for size in DEVICES]
     most = recipe.shape.context - recipe.prompt
     rounded = [most if tokens == most else tokens // 128 * 128 for tokens in found]
     return [name, way, *(f"{tokens:,}" if tokens >= 128 else "-" for tokens in rounded)]
@@ -73,10 +72,7 @@ def table() -> str:
     for name, config in MODELS.items():
         shapes = {
             use_peft: Shape.of(
-                with_adapter(
-                    build_empty(config, dtype_of(GRPOConfig(use_peft=use_peft))),
-                    **({"r": 16} if use_peft else {"use_peft": False}),
-                )
+                build_empty(config, dtype_of(GRPOConfig(use_peft=use_peft)), **({"r": 16} if use_peft else {}))
             )
             for use_peft in (True, False)
         }

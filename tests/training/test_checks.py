@@ -71,7 +71,7 @@ def test_accuracy_is_the_named_reward(settings: dict[str, Any]) -> None:
     assert trainer.best_metric == "eval/accuracy"
 
 
-@pytest.mark.parametrize("use_peft", [True, False])
+@pytest.mark.parametrize("use_peft", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_whose_first_evaluation_is_the_best_ends_with_those_weights(
     settings: dict[str, Any], use_peft: bool
 ) -> None:

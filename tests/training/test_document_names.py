@@ -76,6 +76,32 @@ def test_train_step_is_the_step_of_train(settings: dict[str, Any]) -> None:
     assert (by_steps.state.global_step, by_steps.state.data_position) == (3, position)
 
 
+def test_a_step_by_hand_is_the_step_of_train(settings: dict[str, Any]) -> None:
+    once = {"max_steps": 1, "num_iterations": 1, "lr_scheduler_type": "constant"}
+    by_hand, trained = make(settings, **once), make(settings, **once)
+    trained.train()
+
+    rollout = by_hand.rollout()
+    assert [group.rewards.shape for group in rollout.groups] == [(4,), (4,)]
+    loss = by_hand.compute_loss(rollout)
+    assert loss == pytest.approx(trained.state.log_history[0]["loss"], abs=1e-7)
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in by_hand.policy_model.parameters())
+    by_hand.learner.optim_step(by_hand.args.learning_rate)
+    for name, tensor in trained.policy.state_dict().items():
+        torch.testing.assert_close(by_hand.policy.state_dict()[name], tensor)
+
+
+def test_the_reference_is_frozen(settings: dict[str, Any]) -> None:
+    trainer, tokens = make(settings), torch.tensor([[5, 6, 7]])
+    before = trainer.ref_model(tokens).logits
+    torch.testing.assert_close(trainer.policy_model(tokens).logits.detach(), before)
+    trainer.compute_loss(trainer.rollout(ROWS[3:]))
+    trainer.learner.optim_step(0.1)
+    assert torch.equal(trainer.ref_model(tokens).logits, before)
+    assert not torch.equal(trainer.policy_model(tokens).logits, before)
+    assert make(settings, beta=0.0).ref_model is None
+
+
 def test_rollout_says_what_a_row_is(settings: dict[str, Any]) -> None:
     trainer = make(settings)
     assert len(trainer.rollout(ROWS[:1]).groups) == len(trainer.rollout(ROWS[0]).groups) == 1  # type: ignore[arg-type]
@@ -90,7 +116,7 @@ def test_rollout_says_what_a_row_is(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("use_peft", [True, False])
-@pytest.mark.parametrize("loaded", [True, False])
+@pytest.mark.parametrize("loaded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_reference_that_is_another_model(settings: dict[str, Any], other: Path, use_peft: bool, loaded: bool) -> None:
     model = type(tiny_model("llama")).from_pretrained(other)
     expected = model(TOKENS).logits

@@ -47,7 +47,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("function", ["batch_normalised", "kl_in_reward"])
+@pytest.mark.parametrize("function", ["kl_in_reward", pytest.param("batch_normalised", marks=pytest.mark.slow)])
 def test_a_file_of_ones_own_trains_and_resumes(settings: dict[str, Any], elsewhere: Path, function: str) -> None:
     changes = {
         "adv_estimator": f"mine.py:{function}",
@@ -125,6 +125,9 @@ def test_squared_probabilities_are_those_of_the_plain_model(settings: dict[str, 
             "def mine(step):\n    return step.rewards - 0.5\nmine.teaches = lambda group: 1 / 0\n",
             "its attribute teaches raised ZeroDivisionError: division by zero at .*own.py:3",
         ),
+        ("def mine(step):\n    return step.rewards[:1]\n", r".*shape \(1,\) for 8 completions"),
+        ("def mine(step):\n    return step.rewards * float('nan')\n", ".*not finite"),
+        ("def mine(step):\n    return step.nothing\n", r".*AttributeError.*own\.py:2, in mine"),
     ],
 )
 def test_what_an_estimator_may_not_do_is_named(
@@ -214,6 +217,7 @@ def playing(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"max_conversation_tokens": 600, "action_format": "choice", "max_completion_length": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gigpo", "remax", "optimal_token_baseline", "mine.py:kl_in_reward"])
 def test_agents_in_a_world_given_as_an_object(settings: dict[str, Any], elsewhere: Path, name: str) -> None:
     world = House(rooms=2, num_train=6, num_eval=2)
@@ -242,21 +246,6 @@ def test_what_does_not_fit_is_said_before_the_model_is_loaded(
     world = House(rooms=2, num_train=6, num_eval=2)
     with pytest.raises(ConfigError, match=r"data\.task='arithmetic'.*come from its world"):
         GRPOTrainer(args=GRPOConfig(**settings, task="arithmetic"), world=world)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return step.rewards[:1]", r"shape \(1,\) for 8 completions"),
-        ("return step.rewards * float('nan')", "not finite"),
-        ("return step.nothing", r"AttributeError.*own\.py:2, in own"),
-    ],
-)
-def test_a_faulty_estimator_is_named(settings: dict[str, Any], elsewhere: Path, body: str, message: str) -> None:
-    (elsewhere / "own.py").write_text(f"def own(step):\n    {body}\n")
-    trainer = build(settings, adv_estimator="own.py:own")
-    with pytest.raises(ConfigError, match=r"adv_estimator='.*own\.py:own'.*" + message):
-        trainer.train()
 
 
 def test_questions_that_are_always_right_keep_their_weight_where_the_batch_is_the_baseline() -> None:

@@ -22,6 +22,7 @@ from covey.types import Trajectory
 
 WORLDS = Path(__file__).parents[1] / "environments" / "worlds.py"
 FORMATS = ("choice", "text", "tags", "tool")
+MORE = [("choice", "steps"), *[(format, mode) for format in ("text", "tags") for mode in ("conversation", "steps")]]
 
 
 @pytest.fixture
@@ -52,7 +53,11 @@ def test_an_action_is_read_back(format: Any, action: str) -> None:
 
 @pytest.mark.parametrize(
     ("format", "mode"),
-    [*[(format, mode) for format in FORMATS for mode in ("conversation", "steps")][:-2], ("tool", "steps")],
+    [
+        ("choice", "conversation"),
+        ("tool", "steps"),
+        *(pytest.param(format, mode, marks=pytest.mark.slow) for format, mode in MORE),
+    ],
 )  # three calls of tools are more characters than the tiny model's context
 def test_the_expert_speaks_as_the_policy_would(playing: dict[str, Any], format: str, mode: str) -> None:
     trainer = GRPOTrainer(args=GRPOConfig(**playing | {"action_format": format, "context_mode": mode}))
@@ -107,6 +112,7 @@ def test_the_loss_is_the_mean_negative_log_probability(playing: dict[str, Any]) 
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_what_is_left_behind_can_be_trained_on(playing: dict[str, Any], tmp_path: Path) -> None:
     config = GRPOConfig(**playing | {"max_steps": 1})
     found = imitate(config, tmp_path / "first", episodes=6, epochs=3, episodes_per_step=3)
@@ -122,12 +128,14 @@ def test_what_is_left_behind_can_be_trained_on(playing: dict[str, Any], tmp_path
         imitate(config, tmp_path / "first")
 
 
+@pytest.mark.slow
 def test_of_whole_models_too(playing: dict[str, Any], tmp_path: Path) -> None:
     config = GRPOConfig(**playing | {"use_peft": False, "max_steps": 1})
     imitate(config, tmp_path / "first", episodes=2, epochs=1, evaluate=False)
     GRPOTrainer(args=config.replace(model=str(tmp_path / "first/adapter"))).train()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_imitated(playing: dict[str, Any], tmp_path: Path) -> None:
     config = GRPOConfig(**playing)
     with pytest.raises(ConfigError, match="episodes=0"):
@@ -179,7 +187,7 @@ def test_an_expert_that_fails_costs_its_own_episode(playing: dict[str, Any], tmp
 def test_command(playing: dict[str, Any], tmp_path: Path, covey: Command) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(GRPOConfig(**playing).to_toml())
-    status, said, problem = covey("imitate", recipe, "--episodes", 4, "--epochs", 1, "schedule.max_steps=1")
+    status, said, problem = covey("play", recipe, "--imitate", "--episodes", 4, "--epochs", 1, "schedule.max_steps=1")
     assert status == 0, problem
     assert "learnt from 4 episodes of the expert" in said
     assert "held out, after" in said

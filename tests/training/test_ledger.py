@@ -17,8 +17,8 @@ from covey.config import GRPOConfig
 from covey.config.algorithm import AlgorithmConfig
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
-from covey.training import ledger
-from covey.training.ledger import Ledger, token_columns
+from covey.training import tables
+from covey.training.tables import Ledger, token_columns
 from covey.training.update import Pass, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss
@@ -117,7 +117,7 @@ def test_rows_name_tokens_and_reasons_and_are_bounded(monkeypatch: pytest.Monkey
     assert masked[0]["loss"] == masked[0]["gradient"] == 0
     first = batch.episodes[0]
     assert [r["token"] for r in one.rows if r["row"] == 0] == [f"<{t}>" for t in first.token_ids[first.sampled]]
-    monkeypatch.setattr(ledger, "MOST_TOKENS", 10)
+    monkeypatch.setattr(tables, "MOST_TOKENS", 10)
     few = Ledger(str)
     few(seen)
     assert 0 < len(few.rows) <= 10
@@ -160,7 +160,7 @@ def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
     assert not (tmp_path / "without" / "ledger").exists()
 
 
-@pytest.mark.parametrize("estimator", ["exact", "exact_weighted"])
+@pytest.mark.parametrize("estimator", ["exact", pytest.param("exact_weighted", marks=pytest.mark.slow)])
 def test_a_kl_over_the_vocabulary_is_a_part_of_the_loss(estimator: str) -> None:
     batch = with_masks(make_batch())
     (seen,), done, _ = passes_of(batch, beta=0.3, kl_estimator=estimator)

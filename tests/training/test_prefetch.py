@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_kill_and_resume import DRIVER, VOLATILE, environment, numbers, run
+from test_kill_and_resume import VOLATILE, killed, numbers, run
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, RewardError
@@ -24,9 +22,8 @@ from covey.rollout.collect import AnswerCollector, Rollout, collect_groups
 from covey.rollout.learning import Correction
 from covey.rollout.scoring import Logged
 from covey.training import setup
-from covey.training.prefetch import PrefetchedSamples, Sampled, Worker, staleness_metrics
-from covey.training.schedule import Elapsed, PhasePlan
-from covey.training.state import TrainerState
+from covey.training.prefetch import PrefetchedSamples, Sampled, staleness_metrics
+from covey.training.schedule import Elapsed, PhasePlan, TrainerState
 from covey.training.update import update
 from covey.types import Completion, Episode, Group, Prompt
 
@@ -37,56 +34,7 @@ THREAD = "covey-sampling"
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
     yield
-    assert THREAD not in [thread.name for thread in threading.enumerate()]
-
-
-# --- the thread ----------------------------------------------------------------------------------------------------
-
-
-def test_results_come_in_order_and_no_more_are_made_than_allowed() -> None:
-    made: list[int] = []
-    worker: Worker[int] = Worker(lambda: made.append(len(made)) or made[-1])
-    assert worker.take(ahead=2) == 0
-    worker.finish()
-    assert made == [0, 1, 2]
-    assert [worker.take(ahead=0), worker.take(ahead=0)] == [1, 2]
-    assert worker.idle
-    assert made == [0, 1, 2]
-    worker.close()
-
-
-def test_an_error_comes_after_the_results_before_it_and_ends_the_making() -> None:
-    made: list[int] = []
-
-    def produce() -> int:
-        made.append(len(made))
-        if made[-1] == 1:
-            raise RewardError("no such luck")
-        return made[-1]
-
-    worker: Worker[int] = Worker(produce)
-    assert worker.take(ahead=5) == 0
-    worker.finish()
-    with pytest.raises(RewardError, match="no such luck"):
-        worker.take(ahead=5)
-    assert made == [0, 1]
-    worker.close()
-
-
-def test_closing_gives_up_what_is_under_way() -> None:
-    begun = threading.Event()
-
-    def produce() -> int:
-        while True:  # never ends by itself
-            worker.check()
-            begun.set()
-
-    worker: Worker[int] = Worker(produce)
-    with worker._changed:
-        worker._allowed = 1
-        worker._changed.notify_all()
-    assert begun.wait(30)
-    worker.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(THREAD)]
 
 
 # --- ages, with a sampler of our own --------------------------------------------------------------------------------
@@ -105,6 +53,8 @@ class FakeRun:
         self.state = TrainerState(policy_version=0)
         self.gate = threading.Semaphore(0)
         self.synced: list[int] = []
+        self.asked: list[int] = []
+        self.error_at = -1
         plan = PhasePlan((), temperature=1.0, beta=0.0, num_generations=2)
         self.next_phase = lambda: plan.at(Elapsed())
         self.steps_ahead = lambda: max_staleness
@@ -115,6 +65,9 @@ class FakeRun:
     def sample_step(self, phase: Any, position: int, version: int, progress: Any) -> Sampled:
         while not self.gate.acquire(timeout=0.01):
             progress(0, 1)
+        self.asked.append(position)
+        if position == self.error_at:
+            raise RewardError("no such luck")
         return Sampled(
             Rollout((group(version), group(version)), 0.0, 0.0, 2), phase, position + 2, None, Logged({}, {})
         )
@@ -152,10 +105,11 @@ def test_dropping_goes_on_without_waiting_and_drops_what_is_too_old() -> None:
     fake = FakeRun(2, drop=True)
     fake.gate.release(2)  # the groups of two steps; those of the third are under way
     assert fake.step()[1]["staleness/mean"] == 0
+    wait(list(fake.samples._begun)[:1])
     assert fake.step()[1]["staleness/mean"] == 1  # did not wait for the third
     assert fake.synced == []  # and published nothing: the sampler is busy
     fake.gate.release(100)
-    fake.samples._thread.finish()  # the third and the fourth, from the first weights
+    wait(fake.samples._begun)  # the third and the fourth, from the first weights
     fake.state.policy_version = 3
     position, metrics = fake.step()
     # both are three steps old; the fifth is sampled anew
@@ -174,7 +128,25 @@ def test_an_evaluation_finds_the_sampler_quiet_and_up_to_date() -> None:
     fake.gate.release(100)
     fake.samples.pause()
     assert fake.synced == [1]
-    assert fake.samples._thread.idle
+    assert all(each.done() for each in fake.samples._begun)
+    fake.samples.close()
+
+
+def test_an_error_comes_after_the_groups_before_it_and_ends_the_sampling() -> None:
+    fake = FakeRun(5, drop=False)
+    fake.gate.release(100)
+    fake.error_at = 2
+    assert fake.step()[0] == 2
+    with pytest.raises(RewardError, match="no such luck"):
+        fake.step()
+    assert fake.asked == [0, 2]
+    fake.samples.close()
+
+
+def test_closing_gives_up_what_is_under_way() -> None:
+    fake = FakeRun(1, drop=False)
+    fake.gate.release(1)
+    fake.samples.next()  # the second is under way, and never ends by itself
     fake.samples.close()
 
 
@@ -220,6 +192,7 @@ def same_weights(one: GRPOTrainer, other: GRPOTrainer) -> bool:
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -> None:
     trainer = build(settings, max_steps=3, max_staleness=0)
     trainer.train()
@@ -254,7 +227,7 @@ def test_without_staleness_the_run_is_the_plain_loop(settings: dict[str, Any]) -
     plain.close()
 
 
-@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("staleness", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_waiting_gives_the_same_numbers_again(settings: dict[str, Any], staleness: int) -> None:
     first, second = (build(settings, name, max_staleness=staleness) for name in ("first", "second"))
     first.train()
@@ -308,7 +281,7 @@ def test_the_next_step_is_sampled_while_this_one_is_learnt(
 
     monkeypatch.setattr(trainer.learner, "forward_backward", note)
     trainer.train()
-    assert threads == [THREAD] * 2 + ["MainThread"]  # the last is the evaluation at the end
+    assert threads == [THREAD + "_0"] * 2 + ["MainThread"]  # the last is the evaluation at the end
 
 
 def test_a_stale_batch_is_corrected(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +328,7 @@ def test_which_correction() -> None:
     assert chosen == Correction("sequence_mask", 3.0)
 
 
+@pytest.mark.slow
 def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None:
     often = build(settings, "often", max_staleness=2, eval_steps=1)
     never = build(settings, "never", max_staleness=2, eval_steps=0, eval_on_start=False)
@@ -367,26 +341,24 @@ def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None
     assert often.evaluate()["eval/reward"] == evaluations[-1]
 
 
+VARIANTS: list[dict[str, Any]] = [
+    {"dynamic_sampling": True, "max_staleness": 4, "num_iterations": 2, "lora_dropout": 0.1},
+    {"max_generations": 9, "kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0},
+    {"prompt_weighting": "difficulty", "reward": begins_with_a_letter, "correctness": "begins_with_a_letter"},
+    {"kl_estimator": "exact", "use_peft": False},
+    {"phases": [{"tokens": 300, "temperature": 0.7}, {"tokens": 300, "num_generations": 2}, {"steps": 2}]},
+    {
+        "world": "house:rooms=2,num_train=6,num_eval=3",
+        "action_format": "choice",
+        "max_completion_length": 16,
+        "parallel_episodes": 1,  # with several, the order in which worlds answer shows in the last digits
+        "max_conversation_tokens": 600,
+    },
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"dynamic_sampling": True},
-        {"max_generations": 9},
-        {"prompt_weighting": "difficulty", "reward": begins_with_a_letter, "correctness": "begins_with_a_letter"},
-        {"max_staleness": 4, "num_iterations": 2},
-        {"kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0},
-        {"kl_estimator": "exact", "use_peft": False},
-        {"lora_dropout": 0.1},
-        {"phases": [{"tokens": 300, "temperature": 0.7}, {"tokens": 300, "num_generations": 2}, {"steps": 2}]},
-        {
-            "world": "house:rooms=2,num_train=6,num_eval=3",
-            "action_format": "choice",
-            "max_completion_length": 16,
-            "parallel_episodes": 1,  # with several, the order in which worlds answer shows in the last digits
-            "max_conversation_tokens": 600,
-        },
-    ],
-    ids=" ".join,
+    "changes", [VARIANTS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS[1:])], ids=" ".join
 )
 def test_every_variant_trains_and_can_be_repeated(settings: dict[str, Any], changes: dict[str, Any]) -> None:
     changes = {"max_staleness": 1, "eval_steps": 2, "max_steps": 4} | changes
@@ -466,30 +438,18 @@ def test_a_checkpoint_is_resumed_to_the_same_bits(settings: dict[str, Any]) -> N
     assert same_weights(again, whole)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(recipe_folder: Any, tmp_path: Any) -> None:
     ahead = ("schedule.max_staleness=1", "run.save_steps=3")
     run("train", str(recipe_folder), f"run.output_dir={tmp_path / 'whole'}", *ahead)
     folder = tmp_path / "run"
-    arguments = ["update", "5", "train", str(recipe_folder), f"run.output_dir={folder}", *ahead]
-    process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *arguments],
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "PAUSED"
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
-        process.stdout.close()
+    killed("update", 5, "train", str(recipe_folder), f"run.output_dir={folder}", *ahead)
     run("resume", str(folder))
     assert numbers(folder) == numbers(tmp_path / "whole")
     assert [record["staleness/max"] for record in numbers(folder) if "loss" in record] == [0, 1, 1, 0, 1, 1]
 
 
+@pytest.mark.slow
 def test_dropping_trains_and_can_be_evaluated_afterwards(settings: dict[str, Any]) -> None:
     trainer = build(settings, max_staleness=2, stale_groups="drop", eval_steps=2, max_steps=6)
     trainer.train()

@@ -17,8 +17,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.errors import CoveyError
 from covey.functions import load_function, user_file_hashes
 from covey.observe.run_folder import RunFolder
-from covey.training.checkpoint import load_checkpoint
-from covey.training.restoring import changed_settings, checked_state, find_checkpoint, lost_lines
+from covey.training.checkpoint import changed_settings, checked_state, find_checkpoint, load_checkpoint, lost_lines
 
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four")]
 LAST = "checkpoints/step_000002"

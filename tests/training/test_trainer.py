@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from test_kill_and_resume import numbers
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
@@ -18,7 +21,8 @@ from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFol
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
 
-GMPO = f"{Path(__file__).parents[2]}/recipes/gmpo/gmpo.py:gmpo"
+GMPO_FILE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
+GMPO = f"{GMPO_FILE}:gmpo"
 ROWS = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
 
 
@@ -87,48 +91,35 @@ def test_first_step_has_no_kl_and_ratio_one(settings: dict[str, Any]) -> None:
     assert single.state.log_history[0]["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss_type": "dapo"},
-        {"loss_type": "bnpo", "mask_truncated_completions": True},
-        {"loss_type": "dr_grpo", "adv_estimator": "dr_grpo"},
-        {"loss_type": "gspo", "num_iterations": 2},
-        {"loss_type": "gspo_token"},
-        {"loss_type": "cispo", "adv_estimator": "rloo"},
-        {"loss_type": "sapo", "scale_rewards": "batch"},
-        {"loss_type": "reinforce", "entropy_coef": 0.01},
-        {"loss_type": "kl_cov", "num_iterations": 2},
-        {"loss_type": "clip_cov", "loss_parameters": {"clip_cov_lb": 0.01}},
-        {"loss_type": GMPO, "loss_parameters": {"clip": 0.3}, "num_iterations": 2},
-        {"use_adaptive_entropy": True, "entropy_target": 9.0},
-        {"kl_estimator": "exact"},
-        {"kl_estimator": "exact_weighted", "beta": 0.1},
-        {"kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0, "num_iterations": 2},
-        {"reference_drift_threshold": 0.5, "reference_update": "copy", "reference_update_steps": 1},
-        {"reference_update": "ema", "reference_update_steps": 1},
-        {"top_entropy_quantile": 0.3},
-        {"keep_sampling_mask": True, "top_k": 5, "top_p": 0.9},
-        {"importance_sampling_correction": "token_truncate"},
-        {"importance_sampling_correction": "sequence_mask", "num_iterations": 2},
-        {"validity_mask": True, "validity_min_length": 1},
-        {"soft_overlong_cache": 4},
-        {"multi_objective_aggregation": "normalize_then_sum"},
-        {"dynamic_sampling": True},
-        {"max_generations": 9},
-        {"max_generations": 9, "dynamic_sampling": True, "down_sampling": "max_variance", "down_sampling_size": 3},
-        {"use_peft": False, "embedding_lr": 1e-3},
-        {"use_peft": False, "reference_update": "copy", "reference_update_steps": 1, "beta": 0.1},
-        {"gradient_checkpointing": True},
-        {"prefix_sharing": False},
-        {"lora_dropout": 0.1},
-        {"lr_scheduler_type": "cosine", "warmup_steps": 1},
-        {"quantization": "nf4", "optimizer": "adamw_8bit"},
-        {"quantization": "int8", "gradient_checkpointing": True, "beta": 0.1},
-        {"quantization": "torchao_int8", "kl_estimator": "exact", "beta": 0.1},
-    ],
-    ids=str,
-)
+FAST: list[dict[str, Any]] = [
+    {"loss_type": "dapo", "kl_estimator": "exact", "soft_overlong_cache": 4, "lr_scheduler_type": "cosine"},
+    {"loss_type": GMPO, "loss_parameters": {"clip": 0.3}, "num_iterations": 2, "keep_sampling_mask": True, "top_k": 5},
+    {"use_peft": False, "reference_update": "copy", "reference_update_steps": 1, "beta": 0.1},
+]
+SLOW: list[dict[str, Any]] = [
+    {"loss_type": "bnpo", "mask_truncated_completions": True, "gradient_checkpointing": True, "warmup_steps": 1},
+    {"loss_type": "dr_grpo", "adv_estimator": "dr_grpo", "prefix_sharing": False},
+    {"loss_type": "gspo", "num_iterations": 2, "importance_sampling_correction": "sequence_mask"},
+    {"loss_type": "gspo_token", "lora_dropout": 0.1, "validity_mask": True, "validity_min_length": 1},
+    {"loss_type": "cispo", "adv_estimator": "rloo", "importance_sampling_correction": "token_truncate"},
+    {"loss_type": "sapo", "scale_rewards": "batch", "reference_update": "ema", "reference_update_steps": 1},
+    {"loss_type": "reinforce", "entropy_coef": 0.01, "multi_objective_aggregation": "normalize_then_sum"},
+    {"loss_type": "kl_cov", "num_iterations": 2},
+    {"loss_type": "clip_cov", "loss_parameters": {"clip_cov_lb": 0.01}},
+    {"use_adaptive_entropy": True, "entropy_target": 9.0, "dynamic_sampling": True},
+    {"kl_estimator": "exact_weighted", "beta": 0.1, "top_entropy_quantile": 0.3},
+    {"kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0, "num_iterations": 2},
+    {"reference_drift_threshold": 0.5, "reference_update": "copy", "reference_update_steps": 1},
+    {"max_generations": 9},
+    {"max_generations": 9, "dynamic_sampling": True, "down_sampling": "max_variance", "down_sampling_size": 3},
+    {"use_peft": False, "embedding_lr": 1e-3},
+    {"quantization": "nf4", "optimizer": "adamw_8bit"},
+    {"quantization": "int8", "gradient_checkpointing": True, "beta": 0.1},
+    {"quantization": "torchao_int8", "kl_estimator": "exact", "beta": 0.1},
+]
+
+
+@pytest.mark.parametrize("changes", [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)], ids=str)
 def test_every_variant_trains(settings: dict[str, Any], changes: dict[str, Any]) -> None:
     trainer = build(settings, **changes)
     before = trainer.policy.state_dict()
@@ -190,26 +181,41 @@ def test_tied_step_trains_nothing_says_so_and_goes_on(settings: dict[str, Any]) 
     assert any("rewards in every group are equal" in event["message"] for event in events)
 
 
-def test_none_rewards_are_left_out(settings: dict[str, Any]) -> None:
-    def sometimes(completions: list[str], **columns: Any) -> list[float | None]:
-        return [None if n % 4 == 0 else float(len(text) + n) for n, text in enumerate(completions)]
+def test_rewards_of_all_kinds_in_one_run(settings: dict[str, Any]) -> None:
+    """Sync and async, with weights; None; with metrics and columns of their own; told of the run's state."""
+    seen = []
 
-    trainer = build(settings, reward=sometimes)
-    trainer.train()
-    assert trainer.state.log_history[0]["frac_reward_none"] == 0.25
-    assert np.isfinite(trainer.state.log_history[0]["loss"])
-
-
-def test_several_rewards_sync_and_async_with_weights(settings: dict[str, Any]) -> None:
     async def length(completions: list[str], **columns: Any) -> list[float]:
         await asyncio.sleep(0)
         return [float(len(text)) for text in completions]
+
+    def sometimes(
+        completions: list[str], trainer_state: Any = None, log_metric: Any = None, log_extra: Any = None, **columns: Any
+    ) -> list[float | None]:
+        seen.append(trainer_state.global_step)
+        for name in ("words", "step", "reward"):  # the run has numbers of its own of two of these names
+            log_metric(name, 3.0)
+        log_extra("first letter", [text[:1] for text in completions])
+        return [None if n % 4 == 0 else float(len(text) + n) for n, text in enumerate(completions)]
 
     trainer = build(settings, reward=[share_of_letters, length], reward_weights=[1.0, 0.5], max_steps=1)
     trainer.train()
     first = trainer.state.log_history[0]
     expected = first["rewards/share_of_letters/mean"] + 0.5 * first["rewards/length/mean"]
     assert first["reward"] == pytest.approx(expected)
+
+    settings["output_dir"] += "-none"
+    trainer = build(settings, reward=sometimes)
+    trainer.train()
+    told = trainer.state.log_history[0]
+    assert told["frac_reward_none"] == 0.25
+    assert np.isfinite(told["loss"])
+    assert seen == [0, 1]
+    assert (told["words"], told["logged/step"], told["logged/reward"]) == (3.0, 3.0, 3.0)
+    assert told["step"] == 1
+    assert told["reward"] != 3.0
+    for row in RunFolder.read(settings["output_dir"]).read_completions(1):
+        assert row["first letter"] == row["completion"][:1]
 
 
 def test_a_task_brings_prompts_rewards_and_length(settings: dict[str, Any]) -> None:
@@ -223,32 +229,13 @@ def test_a_task_brings_prompts_rewards_and_length(settings: dict[str, Any]) -> N
     assert trainer.prompts[0].content[0] == {"role": "system", "content": "Answer with the number only."}
 
 
-def test_rewards_log_metrics_and_columns_and_see_the_state(settings: dict[str, Any]) -> None:
-    seen = []
-
-    def talkative(
-        completions: list[str], trainer_state: Any = None, log_metric: Any = None, log_extra: Any = None, **columns: Any
-    ) -> list[float]:
-        seen.append(trainer_state.global_step)
-        for name in ("words", "step", "reward"):  # the run has numbers of its own of two of these names
-            log_metric(name, 3.0)
-        log_extra("first letter", [text[:1] for text in completions])
-        return share_of_letters(completions)
-
-    trainer = build(settings, reward=talkative)
-    trainer.train()
-    assert seen == [0, 1]
-    told = trainer.state.log_history[0]
-    assert (told["words"], told["logged/step"], told["logged/reward"]) == (3.0, 3.0, 3.0)
-    assert told["step"] == 1
-    assert 0 <= told["reward"] <= 1
-    for row in RunFolder.read(settings["output_dir"]).read_completions(1):
-        assert row["first letter"] == row["completion"][:1]
-
-
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"quantization": "nf4", "optimizer": "adamw_8bit"}, {"use_peft": False, "autocast": "float16"}],
+    [
+        {},
+        pytest.param({"quantization": "nf4", "optimizer": "adamw_8bit"}, marks=pytest.mark.slow),
+        pytest.param({"use_peft": False, "autocast": "float16"}, marks=pytest.mark.slow),
+    ],
     ids=["plain", "quantised", "float16"],
 )
 def test_reward_error_names_function_and_run_is_resumable(settings: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -376,3 +363,50 @@ def test_bad_input_is_one_clear_error(settings: dict[str, Any], tmp_path: Path) 
     ready.train()
     with pytest.raises(RunFolderError, match="resume_from_checkpoint=True"):
         trainer().train()
+
+
+# --- a loss from a file
+
+
+class StopAtThree:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(GMPO_FILE, "mine.py")
+    settings |= {"loss_type": "mine.py:gmpo", "loss_parameters": {"clip": 0.2}, "num_iterations": 2, "max_steps": 5}
+    settings |= {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.01, "save_steps": 2}
+
+    def trainer(run: str, callbacks: Any = ()) -> GRPOTrainer:
+        args = GRPOConfig(**(settings | {"output_dir": run}))
+        return GRPOTrainer(reward_funcs=share_of_letters, args=args, train_dataset=ROWS, callbacks=callbacks)
+
+    trainer("whole").train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer("broken", [StopAtThree()]).train()
+    resumed = trainer("broken")
+    resumed.train(resume_from_checkpoint=Path("broken/checkpoints/step_000002"))
+    assert numbers(Path("broken")) == numbers(Path("whole"))
+    one, other = (load_file(Path(run, "adapter", "adapter_model.safetensors")) for run in ("whole", "broken"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    steps = [record for record in RunFolder.read("whole").read_metrics() if "entropy_coef" in record]
+    assert [round(record["entropy_coef"], 6) for record in steps] == [0.015, 0.035, 0.055, 0.075, 0.095]
+    assert resumed.state.entropy_coef == pytest.approx(0.1)
+    assert GRPOConfig.from_toml("broken/config.toml").loss_type == str(Path("mine.py:gmpo").resolve())
+
+
+def test_a_bad_loss_is_found_before_anything_is_loaded(settings: dict[str, Any]) -> None:
+    args = GRPOConfig(**(settings | {"loss_type": "nowhere.py:mine", "model": "no/such-model"}))
+    with pytest.raises(ConfigError, match=r"loss_type='nowhere.py:mine': nowhere.py: no such file"):
+        GRPOTrainer(reward_funcs=share_of_letters, args=args, train_dataset=ROWS)
+
+
+def test_the_recipe_names_the_file_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(GMPO_FILE.parents[2])
+    config = GRPOConfig.from_toml(GMPO_FILE.parent / "recipe.toml")
+    assert dict(config.algorithm.objective().parameters) == {"clip": 0.4}

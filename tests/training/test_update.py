@@ -11,7 +11,7 @@ import torch
 from learner_cases import make_batch, make_learner
 
 from covey.config.algorithm import AlgorithmConfig
-from covey.training.state import TrainerState
+from covey.training.schedule import TrainerState
 from covey.training.update import Update, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kill_and_resume import DRIVER, environment, numbers
+from test_kill_and_resume import killed, numbers
 from typer.testing import CliRunner
 
 from covey import GRPOConfig, GRPOTrainer
@@ -166,15 +162,9 @@ def test_play_from_the_command_line(folder: Path) -> None:
 
 
 def covey(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "covey", *map(str, arguments)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    done = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 def learned(run: Path) -> list[dict[str, Any]]:
@@ -194,23 +184,16 @@ def recipe_of(folder: Path, recipe_folder: Path, what: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_killed_run_in_a_strangers_world_is_resumed_by_the_command(folder: Path, recipe_folder: Path) -> None:
     recipe = recipe_of(folder, recipe_folder, 'environment = world: "maze.py:Maze:size=2"')
     covey("train", recipe, f"run.output_dir={folder / 'whole'}")
-    killed = folder / "killed"
-    arguments = [sys.executable, "-c", DRIVER, "update", "2", "train", str(recipe), f"run.output_dir={killed}"]
-    process = subprocess.Popen(arguments, env=environment(), stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == "PAUSED"
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait(timeout=30)
-        process.stdout.close()
-    assert not RunFolder.read(killed).needs_python
-    covey("resume", killed)
-    assert learned(killed) == learned(folder / "whole")
-    assert "eval/accuracy" in covey("eval", killed)
+    run = folder / "killed"
+    killed("update", 2, "train", str(recipe), f"run.output_dir={run}")
+    assert not RunFolder.read(run).needs_python
+    covey("resume", run)
+    assert learned(run) == learned(folder / "whole")
+    assert "eval/accuracy" in covey("eval", run)
 
 
 def test_a_strangers_task_trains_and_samples(folder: Path, recipe_folder: Path) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from covey.algorithms import mismatch_correction, policy_loss
 from covey.rollout.batching import make_batch
 from covey.rollout.learning import Gradients, entropy_weights, loss_weights
-from covey.training.state import TrainerState
+from covey.training.schedule import TrainerState
 from covey.training.update import update
 from covey.trl import GRPOConfig
 from covey.trl.translate import settings

@@ -1,5 +1,5 @@
-"""The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `replay`, `play`, `imitate`, `export`,
-`serve`, `watch`, `report`, `config`.
+"""The command line: `covey train`, `resume`, `eval`, `sample`, `doctor`, `report`, `watch`, `play`, `export`, `serve`,
+`config`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -22,9 +22,7 @@ from covey import __version__
 from covey.cli.doctor import doctor
 from covey.cli.ending import said_by_signals
 from covey.cli.export import export
-from covey.cli.imitate import imitate
-from covey.cli.plan import plan
-from covey.cli.replay import replay
+from covey.cli.play import play
 from covey.cli.report import report
 from covey.cli.results import (
     PER_KIND,
@@ -161,7 +159,6 @@ def resume(
             print_summary(out, trainer, run)
 
 
-app.command()(plan)
 app.command()(doctor)
 
 
@@ -313,33 +310,11 @@ def show_config(
     say(out, config.to_toml())
 
 
-@app.command()
-def play(
-    world: Annotated[str, typer.Argument(help="A world, with options: house, house:rooms=4.")],
-    number: Annotated[int, typer.Option("-n", "--number", min=0, help="Which of the held-out tasks.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the world.")] = 0,
-    expert: Annotated[
-        bool, typer.Option("--expert", help="Let the world's own expert play, where it has one.")
-    ] = False,
-    max_turns: Annotated[int | None, typer.Option(min=1, help="Actions; default: what the world says.")] = None,
-) -> None:
-    """Play an episode of a world in the terminal, seeing what a model would see."""
-    from covey.cli.play import play_in_terminal
-    from covey.environments.registry import get_world
-
-    chosen = get_world(world)
-    tasks = chosen.eval_tasks()
-    if number >= len(tasks):
-        raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
-    play_in_terminal(out, chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
-
-
-app.command()(imitate)
+app.command()(play)
 app.command()(export)
 app.command()(serve)
 app.command()(watch)
 app.command()(report)
-app.command()(replay)
 
 
 def _evaluate_choices(
@@ -391,7 +366,7 @@ def _name(config: GRPOConfig) -> str:
 
 def _show(result: Evaluation, number: int) -> None:
     """Print completions, marked as right or wrong where that is known; of agents, what they saw and did."""
-    from covey.training.rows import transcript
+    from covey.training.tables import transcript
 
     played = [trajectory for group in result.rollout.groups for trajectory in group.trajectories]
     for trajectory in played[:number]:

@@ -1,7 +1,8 @@
-"""`covey doctor`: what is wrong with a run, with a recipe before it is run, or with a cluster."""
+"""`covey doctor`: what is wrong with a run or one of its steps, with a recipe before it is run, or with a cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,19 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
-from covey.cli.plan import print_forecast, print_plan
 from covey.cli.weights import Overrides, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
-from covey.observe.console import say, visible
+from covey.observe.console import print_table, say, visible
 from covey.observe.doctor import Diagnosis, findings
+from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from covey.training.checkup import Plan
     from covey.types import Group
 
 out = Console()
+err = Console(stderr=True)
 _say = partial(say, out)
 _SHOWN = 3
 """Completions of a recipe that are printed."""
@@ -30,30 +34,56 @@ _SHOWN = 3
 def doctor(
     target: Annotated[Path, typer.Argument(help="The folder of a run, or a recipe that is to be run.")],
     overrides: Overrides = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Compute this step of a run again from its folder, and compare it with what was recorded."
+        ),
+    ] = None,
+    device_memory: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="GB",
+            min=0.1,
+            max=1e6,
+            help="Tell by formula whether the recipe fits into a GPU of so many GB (10^9 bytes); of the model only "
+            "the configuration is read, and no GPU is needed. May be given several times.",
+        ),
+    ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Only look at the cluster that the recipe would run on. Trains nothing.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="A run's findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Say what is wrong: with a run, from its metrics; with a recipe, from two steps of it; with a cluster.
+    """Say what is wrong: with a run, from its metrics or by computing a step again; with a recipe, from two steps of
+    it, and what a step costs; with a cluster.
 
     Exit status: 0 = nothing is wrong (of a run: at its end), 1 = something is, 2 = it could not be looked at, or the
     cluster is refused.
     """
     if RunFolder.is_run(target):
-        if cluster or overrides:
+        if cluster or device_memory or (overrides and step is None):
             raise ConfigError(
-                f"{target}: is a run; --cluster and settings go with a recipe, such as {target}/config.toml"
+                f"{target}: is a run; --cluster, --device-memory and settings go with a recipe, such as "
+                f"{target}/config.toml"
             )
-        found = _of_run(target, as_json=as_json)
+        if step is None:
+            found = _of_run(target, as_json=as_json)
+        else:
+            found = _of_step(target, step, overrides or [], as_json=as_json)
     else:
         file = recipe_file(target)
         if not file.exists():
             raise ConfigError(f"{target}: is neither the folder of a run (with versions.json) nor a recipe")
-        if as_json:
-            raise ConfigError("--json: goes with the folder of a run; for a recipe use covey plan --json")
+        if step is not None:
+            raise ConfigError(f"--step {step}: goes with the folder of a run, and {target} is a recipe")
         config = GRPOConfig.from_toml(file, overrides=overrides or [])
-        found = _of_cluster(config) if cluster else _of_recipe(config)
+        if cluster:
+            found = _of_cluster(config)
+        elif device_memory:
+            found = _of_device_memory(config, device_memory, as_json=as_json)
+        else:
+            found = _of_recipe(config, as_json=as_json)
     if found:
         raise typer.Exit(1)
 
@@ -88,39 +118,140 @@ def _of_run(path: Path, *, as_json: bool) -> bool:
     return bool(present)
 
 
-def _of_recipe(config: GRPOConfig) -> bool:
+def _of_step(run: Path, step: int, moved: Sequence[str], *, as_json: bool) -> bool:
+    """Compute a step again, with the run's things where `moved` says they are."""
+    from covey.training.replay import replay
+
+    with err.status("reading") as status:
+        report = replay(run, step, moved, progress=lambda doing: status.update(visible(doing, 200)))
+    if as_json:
+        out.print_json(data=plain(report.to_dict()))
+        return not report.agrees
+    table = Table("compared", "values", "unequal bits", "largest difference", "tolerance", "")
+    for check in report.checks:
+        verdict = "DIFFERS" if check.wrong else "agrees" if check.unequal else "equal"
+        row = (str(check.compared), str(check.unequal), f"{check.largest:.2g}", f"{check.tolerance:g}", verdict)
+        table.add_row(visible(check.name, 100), *row, style="red" if check.wrong else None)
+    print_table(out, table)
+    for check in report.checks:
+        for text in check.wrong[:5]:
+            _say(visible(f"{check.name}: {text}", 2000), "red")
+        if len(check.wrong) > 5:
+            _say(f"{check.name}: {len(check.wrong) - 5} more", "red")
+    for note in report.notes:
+        _say(visible(note, 2000), "dim")
+    if report.agrees:
+        how = ", bit for bit" if report.exact else " within the tolerances"
+        _say(f"step {report.step} is what was recorded{how}", "bold green")
+    else:
+        wrong = ", ".join(check.name for check in report.checks if check.wrong)
+        _say(f"step {report.step} differs from what was recorded: {wrong}", "bold red")
+    return not report.agrees
+
+
+def _of_recipe(config: GRPOConfig, *, as_json: bool) -> bool:
+    """Take two steps, in one process whatever the layout is."""
     from covey.distributed.start import layout
-    from covey.training.checkup import checkup, prompts_of
-    from covey.training.forecast import alone, forecast
-    from covey.training.plan import measure
+    from covey.training.checkup import checkup, measure
     from covey.training.trainer import GRPOTrainer
 
     groups: list[Group] = []
-    trainer = GRPOTrainer(args=alone(config))
-    prompts = prompts_of(trainer)
-    if trainer.world is not None:
-        _say(f"world: {prompts.rows} tasks, {prompts.held_out or 'no'} held out")
-    else:
-        _say(
-            f"data: {prompts.kept} of {prompts.rows} rows are prompts of {prompts.mean:.0f} tokens on average, at most "
-            f"{prompts.longest}; the context has room for {prompts.room} beside the longest completion; "
-            f"{prompts.held_out or 'no'} held-out prompts"
-        )
-    known, where = forecast(trainer, config), layout(config)
-    print_forecast(known, where)
+    where, chosen = layout(config), config.distributed
+    several = chosen.samplers is not None or chosen.learners > 1
+    trainer = GRPOTrainer(args=config.replace(learners=1, learner_kind="auto", samplers=0) if several else config)
     plan = measure(trainer, groups)
+    found = checkup(trainer, plan)
+    if as_json:
+        out.print_json(data=plan.to_dict() | {"layout": where, "findings": [asdict(one) for one in found]})
+        return bool(found)
+    lengths, held_out = [len(prompt.token_ids) for prompt in trainer.prompts], len(trainer.eval_prompts)
+    if where:
+        _say(f"layout: {where}")
+    if trainer.world is not None:
+        _say(f"world: {len(lengths)} tasks, {held_out or 'no'} held out")
+    else:
+        room = trainer.engine.context_length - config.sampling.max_completion_length
+        _say(
+            f"data: {len(lengths)} of {len(trainer.data.train)} rows are prompts of {sum(lengths) / len(lengths):.0f} "
+            f"tokens on average, at most {max(lengths)}; the context has room for {room} beside the longest "
+            f"completion; {held_out or 'no'} held-out prompts"
+        )
     for group in groups[:_SHOWN]:
-        reward, text = group.rewards[0], group.episodes[0].text
-        _say(f"  reward {reward:g}: {visible(text, 300)!r}")
-    print_plan(plan, alone=not where)
+        _say(f"  reward {group.rewards[0]:g}: {visible(group.episodes[0].text, 300)!r}")
+    _print_plan(plan, alone=not where)
     names = ("reward", "reward_std", "frac_reward_zero_std", "frac_reward_none", "completions/clipped_ratio")
     _say("; ".join(f"{name} {plan.metrics[name]:.3g}" for name in names))
-    found = checkup(prompts, plan, list(known.warnings()) if known is not None else ())
     for diagnosis in found:
         _tell(diagnosis)
     if not found:
         _say("nothing is wrong that two steps could show")
     return bool(found)
+
+
+def _print_plan(found: Plan, *, alone: bool) -> None:
+    """What two steps took; without `alone` the run has several processes, and what they took is not its time."""
+    for title, parts, unit, digits, size in (
+        ("one step" if alone else "one step of one process", found.seconds, "s", 1, 1.0),
+        (f"peak memory of the {found.device}", found.memory, "GB", 2, 1e9),
+    ):
+        total = sum(part.amount for part in parts)
+        table = Table(title, unit, "share", "to halve it")
+        for part in sorted(parts, key=lambda part: -part.amount):
+            share = part.amount / total if total else 0.0
+            advice = part.advice if share >= 0.15 else ""
+            table.add_row(part.name, f"{part.amount / size:.{digits}f}", f"{100 * share:.0f} %", advice)
+        table.add_row("total", f"{total / size:.{digits}f}", "", "", style="bold")
+        print_table(out, table)
+    _say(
+        f"completions of {found.mean_length:.0f} tokens on average; {100 * found.mixed_share:.0f} % of the groups have "
+        "unequal rewards, the others need no update"
+    )
+    if found.run_seconds is not None and alone:
+        evaluations = f" with {found.num_evaluations} evaluations" if found.num_evaluations else ""
+        _say(
+            f"the run: {found.steps} steps{evaluations}, about {found.run_seconds / 60:.1f} minutes if it stays so "
+            f"(finding out took {found.probe_seconds:.0f} s)"
+        )
+
+
+def _of_device_memory(config: GRPOConfig, sizes: Sequence[float], *, as_json: bool) -> bool:
+    """By formula: the parts, and for GPUs of these sizes in GB whether they fit and how much would."""
+    from covey.training.checkup import Recipe
+    from covey.training.setup import load_task, load_world, with_defaults
+
+    recipe = Recipe.of(with_defaults(config, load_world(config) or load_task(config)))
+    shape, chosen, rooms = recipe.shape, recipe.choices(), [size * 1e9 for size in sorted(sizes)]
+    parts = recipe.phases(rooms[-1])
+    fits = [
+        {"room": room, "peak": recipe.peak(room), "longest": recipe.longest(room), "tokens": recipe.tokens(room)}
+        for room in rooms
+    ]
+    if as_json:
+        devices = [each | {"fits": each["peak"] <= each["room"]} for each in fits]
+        out.print_json(data={"parts": parts, "devices": devices})
+        return fits[-1]["peak"] > rooms[-1]
+    known = "" if config.data.max_prompt_length else " (taken to have so many: data.max_prompt_length says it)"
+    _say(
+        f"{config.model.model}: {(shape.embedding + shape.head + shape.inside) / 1e9:.2f} billion weights, "
+        f"{shape.trained / 1e6:,.0f} million numbers trained; prompts of {recipe.prompt} tokens{known}, "
+        f"{chosen.longest - recipe.prompt} tokens after them"
+    )
+    table = Table("by formula, not measured on a GPU", "GB", "when")
+    for when, own in parts.items():
+        for name, amount in sorted(own.items(), key=lambda part: -part[1]):
+            table.add_row(name, f"{amount / 1e9:.2f}", "always" if when == "held" else when)
+    print_table(out, table)
+    if chosen.longest > shape.context:
+        _say(f"longer than the {shape.context:,} tokens that the model was built for: it will not be trained so")
+    for each in fits:
+        verdict = "fits" if each["peak"] <= each["room"] else "does not fit"
+        tokens = f"{each['longest']:,} tokens after the prompt" if each["longest"] else "no completion of any length"
+        passes = f"optim.tokens_per_micro_batch up to {each['tokens']:,}" if each["tokens"] else "no pass of any size"
+        _say(
+            f"{each['room'] / 1e9:g} GB: {verdict}, {each['peak'] / 1e9:.2f} GB at the most; with these settings: "
+            f"{tokens}, {passes}"
+        )
+    return fits[-1]["peak"] > rooms[-1]
 
 
 def _of_cluster(config: GRPOConfig) -> bool:

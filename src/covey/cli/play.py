@@ -1,32 +1,84 @@
-"""`covey play`: an episode in the terminal."""
+"""`covey play`: an episode of a world in the terminal, by a person or the world's own expert; `--imitate` learns from
+the expert.
+"""
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 from rich.console import Console
 
-from covey.environments import EnvironmentPool, Observation, Outcome, TaskInstance, World, parse_action
-from covey.errors import EpisodeError
-from covey.observe.console import visible
+from covey.cli.ending import said_by_signals
+from covey.cli.weights import Overrides, recipe_file
+from covey.config.names import canonical_names
+from covey.config.text import parse_overrides
+from covey.config.whole import GRPOConfig
+from covey.environments import EnvironmentPool, Observation, TaskInstance, World, parse_action
+from covey.environments.registry import get_world
+from covey.errors import ConfigError, EpisodeError
+from covey.observe.console import say, visible
+
+out = Console()
+err = Console(stderr=True)
 
 
-def play_in_terminal(
-    out: Console, world: World, task: TaskInstance, *, seed: int, expert: bool, max_turns: int
+def play(
+    world: Annotated[
+        str,
+        typer.Argument(
+            metavar="WORLD|RECIPE", help="A world, with options: house, house:rooms=4; with --imitate a recipe."
+        ),
+    ],
+    overrides: Overrides = None,
+    number: Annotated[int, typer.Option("-n", "--number", min=0, help="Which of the held-out tasks.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the world.")] = 0,
+    expert: Annotated[
+        bool, typer.Option("--expert", help="Let the world's own expert play, where it has one.")
+    ] = False,
+    max_turns: Annotated[int | None, typer.Option(min=1, help="Actions; default: what the world says.")] = None,
+    imitate: Annotated[
+        bool, typer.Option("--imitate", help="Let the recipe's model learn from episodes that the expert plays.")
+    ] = False,
+    episodes: Annotated[int, typer.Option(min=1, help="With --imitate: of training tasks.")] = 200,
+    epochs: Annotated[int, typer.Option(min=1, help="With --imitate: passes over those that succeeded.")] = 2,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="With --imitate: empty or new; default: the recipe's run.output_dir with -imitation."
+        ),
+    ] = None,
 ) -> None:
-    """Show observations, read actions from the keyboard (or take the expert's), until the episode ends.
+    """Play an episode of a world in the terminal, seeing what a model would see.
 
-    Raises:
-        EpisodeError: the environment failed, or has no expert.
+    With --imitate a recipe's model learns what the world's expert does, so that training begins with a policy that
+    sometimes succeeds. That leaves `adapter/`, the losses and what the expert did; then: covey train RECIPE
+    model.adapter=FOLDER/adapter
     """
+    if imitate:
+        _imitate(Path(world), overrides or [], episodes, epochs, folder)
+        return
+    if overrides:
+        raise ConfigError(f"{overrides[0]}: settings go with --imitate; a world's options are written {world}:NAME=...")
+    chosen = get_world(world)
+    tasks = chosen.eval_tasks()
+    if number >= len(tasks):
+        raise ConfigError(f"--number={number}: {world} has {len(tasks)} held-out tasks; use 0 to {len(tasks) - 1}")
+    _play(chosen, tasks[number], seed=seed, expert=expert, max_turns=max_turns or chosen.max_turns)
+
+
+def _play(world: World, task: TaskInstance, *, seed: int, expert: bool, max_turns: int) -> None:
+    """Show observations, read actions from the keyboard (or take the expert's), until the episode ends."""
     with EnvironmentPool(world, places=1) as pool:
         pool.reset(0, task, seed)
-        seen = _answer(pool)
-        assert isinstance(seen, Observation)
-        total = 0.0
+        seen, total = _answer(pool), 0.0
         if world.system_prompt:
             out.print(world.system_prompt, style="dim", markup=False, highlight=False)
         for turn in range(1, max_turns + 1):
-            _show(out, seen)
-            action = pool.expert_action(0) if expert else _read(out, seen)
+            _show(seen)
+            action = pool.expert_action(0) if expert else _read(seen)
             if action is None:
                 if expert:
                     raise EpisodeError("this world has no expert; play yourself, without --expert")
@@ -36,32 +88,32 @@ def play_in_terminal(
                 out.print(f"> {visible(action, 200)}", markup=False, highlight=False)
             pool.step(0, action)
             outcome = _answer(pool)
-            assert isinstance(outcome, Outcome)
             seen, total = outcome.observation, total + outcome.reward
             if not outcome.valid:
                 out.print("(no valid action)", style="dim", highlight=False)
             if outcome.done:
-                _show(out, seen)
+                _show(seen)
                 ending = "solved" if outcome.success else "over"
                 out.print(f"{ending} after {turn} actions, reward {total:g}", style="bold", highlight=False)
                 return
         out.print(f"no actions left after {max_turns}, reward {total:g}", style="bold", highlight=False)
 
 
-def _answer(pool: EnvironmentPool) -> Observation | Outcome:
+def _answer(pool: EnvironmentPool) -> Any:
+    """What was seen after a reset, or the outcome of an action."""
     ((_, found),) = pool.wait()
     if isinstance(found, EpisodeError):
         raise found
     return found
 
 
-def _show(out: Console, seen: Observation) -> None:
+def _show(seen: Observation) -> None:
     out.print(visible(seen.text, 5000), markup=False, highlight=False)
     if seen.actions:
         out.print("Actions: " + visible("; ".join(seen.actions), 2000), style="dim", markup=False, highlight=False)
 
 
-def _read(out: Console, seen: Observation) -> str | None:
+def _read(seen: Observation) -> str | None:
     """An action from the keyboard; None at the end of the input."""
     while True:
         try:
@@ -73,3 +125,30 @@ def _read(out: Console, seen: Observation) -> str | None:
             return action
         if said.strip():
             return said.strip()
+
+
+def _imitate(recipe: Path, overrides: list[str], episodes: int, epochs: int, folder: Path | None) -> None:
+    from covey.training.imitation import imitate as learn
+
+    config = GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides)
+    with said_by_signals(), err.status("loading") as status:
+        found = learn(
+            config,
+            Path(f"{config.run.output_dir}-imitation") if folder is None else folder,
+            episodes=episodes,
+            epochs=epochs,
+            told=lambda doing, done, of: status.update(f"{doing}: {done} of {of}" if done else f"{doing}: {of}"),
+        )
+    left_out = f", {found.failed} in which it failed left out" if found.failed else ""
+    lines = [f"learnt from {found.episodes} {'episode' if found.episodes == 1 else 'episodes'} of the expert{left_out}"]
+    lines += [f"left out: {ending}" for ending in found.why[:5]]
+    lines += [f"-log p of a token: {found.losses[0]:.3f} nats at first, {found.losses[-1]:.3f} in the last step"]
+    for name, when in (("before", found.before), ("after", found.after)):
+        if when:
+            low, high = when["eval/accuracy_low"], when["eval/accuracy_high"]
+            lines += [f"held out, {name}: {when['eval/accuracy']:.1%} (95 %: {low:.1%} to {high:.1%})"]
+    field = "adapter" if config.model.use_peft else "model"
+    kept = [setting for setting in overrides if field not in canonical_names(parse_overrides([setting]))]
+    again = ["covey", "train", str(recipe), *kept, f"model.{field}={found.folder / 'adapter'}"]
+    for line in [*lines, f"continue: {shlex.join(again)}"]:
+        say(out, visible(line, 2000))

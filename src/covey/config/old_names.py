@@ -9,6 +9,9 @@ COMMANDS: dict[str, str] = {
     "completions": "covey report RUN --step last",
     "curve": "covey report RUN -o FILE.png",
     "questions": "covey report RUN",
+    "plan": "covey doctor RECIPE",
+    "replay": "covey doctor RUN --step N",
+    "imitate": "covey play RECIPE --imitate",
 }
 """Command -> what to type instead, such as `covey doctor RECIPE`."""
 

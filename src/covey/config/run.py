@@ -45,7 +45,7 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
     keep_batches: bool = Field(
         default=True,
         description="Keep the token ids, log-probabilities and rewards that each step trained on, from which "
-        "`covey replay` computes the step again; about 6 bytes a token.",
+        "`covey doctor RUN --step N` computes the step again; about 6 bytes a token.",
     )
     ledger: str = Field(
         default="sampled:2",

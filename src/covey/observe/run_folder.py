@@ -6,8 +6,8 @@
     questions.jsonl         one line for each step: of each question's completions, how many were right
     completions/            step_000012.parquet: what was sampled, with rewards and advantages;
                             eval_000012.parquet: the same for an evaluation
-    ledger/                 step_000012.parquet: what tokens got; see covey.training.ledger
-    batches/                step_000012.parquet: what the step was trained on; see covey.training.batches
+    ledger/                 step_000012.parquet: what tokens got; see covey.training.tables
+    batches/                step_000012.parquet: what the step was trained on; see covey.training.tables
     checkpoints/            step_000010/: see covey.training.checkpoint
     samplers.json           who samples, with which weights
     units/                  what was sampled since the newest one, where units are kept: see covey.distributed.journal

@@ -1,38 +1,41 @@
 """How much memory a model takes on a GPU, by formula: no weight is loaded and no device is asked.
 
-Sizes are of one process. A token is a packed one, a number is an element of a tensor.
-
     held        weights, adapter, moments, a reference that is a copy, what the sampler does not give back
     starting    what compares ways of running the model with its own float32: embedding, head and a layer in float32
     sampling    the sampler's copy of the layers; keys and values; logits and what is drawn from them
     learning    gradients; activations of a pass; the larger of the head's chunk and a layer's backward
     step        gradients; what of the moments waits in the host's memory, a slice at a time
 
-What is held is there always, and of the other four one at a time. Activations are those of `covey.pytorch.fused` or of
-transformers' layers under autograd, for models of Llama's shape; for a mixture's experts and other shapes they are a
-guess. `tests/pytorch/test_footprint.py` compares each formula with what the code allocates.
-
-The formats of weights are in `BYTES_PER_WEIGHT`, those of moments in `BYTES_PER_MOMENTS`.
+What is held is there always, of the others one at a time. Sizes are of one process and of models of Llama's shape; for
+others they are a guess. `tests/pytorch/test_footprint.py` compares each formula with what the code allocates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from peft import PeftConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from covey.errors import ModelError
 from covey.pytorch.logprobs import CHUNK_BYTES
+from covey.pytorch.models.loading import gguf_read_once, locate, quiet
+from covey.pytorch.models.lora import attach_lora
+from covey.pytorch.models.senses import refuse_senses
 from covey.pytorch.offload import SLICE_BYTES
 
+# Bytes of a frozen number in the layers by its format, scales included; of both moments of a trained number by the
+# optimiser; of a number that is computed with.
 BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "nf4": 0.52, "int8": 1.0, "torchao_int8": 1.0}
-"""Of the frozen matrices in the layers, by their format; scales included."""
 BYTES_PER_MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.03, "paged_adamw_8bit": 2.03}
-"""Of both moments of a trained number, by the optimiser."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""Of a number that is computed with."""
 PREFILL_TOKENS = 2048
 """Tokens of prompts that the sampler computes at once (`covey.pytorch.engine.device`)."""
-
-Layers = Literal["fused", "own"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +93,6 @@ class Shape:
             context=int(getattr(told, "max_position_embeddings", None) or 1 << 62),
         )
 
-    @property
-    def numbers(self) -> int:
-        """Of the model without an adapter."""
-        return self.embedding + self.head + self.inside
-
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -102,7 +100,7 @@ class Choices:
 
     dtype: str = "bfloat16"
     weights: str = "bfloat16"
-    layers: Layers = "fused"
+    layers: Literal["fused", "own"] = "fused"
     checkpointed: bool = False
     autocast: str = ""
     moments: str = "adamw"
@@ -122,17 +120,10 @@ class Choices:
 def layer_bytes(shape: Shape, chosen: Choices) -> float:
     """What one layer keeps of a token for its backward.
 
-    Fused (`covey.pytorch.fused.decoder`), numbers of b bytes: the input and the sum after attention, 2 H; queries, keys
-    and values after rotation, Q + 2 K; attention's output, Q; gate and up, 2 F; what adapters make of their inputs, r a
-    projection; with norms of heads these before the norm, Q + K; with norms of outputs these before the norm, 2 H. Two
-    norms keep a float32 each.
-
-    A model's own layers under autograd keep for each of two norms its input in float32 (which in float32 is the stream
-    itself) and its output, 4 H + b H, and where the norm's weight is trained what it multiplies, b H; queries, keys and
-    values, Q + 2 K, and attention's output, Q; gate, act(gate), up and their product, 4 F. Norms of heads keep their
-    input in float32, and its product. Under autocast the stream and norms are float32, each of a layer's products
-    reads a narrow copy of its own of what a norm returns (three before attention, two before the MLP), and keys and
-    queries are narrow.
+    Fused: the stream before attention and MLP, 2 H; queries, keys, values and attention's output, 2 Q + 2 K; gate and
+    up, 2 F; an adapter's rank a projection; what norms of heads and of outputs read; a float32 for each of two norms.
+    Under autograd a norm keeps its input in float32 and its output, and what its weight multiplies where that is
+    trained; the MLP 4 F. Under autocast each product reads a narrow copy of its own of what a norm returns.
     """
     h, f, q, k = shape.width, shape.inner, shape.queries, shape.keys
     b = DTYPE_BYTES[chosen.dtype]
@@ -149,9 +140,8 @@ def layer_bytes(shape: Shape, chosen: Choices) -> float:
 
 
 def activation_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
-    """What a pass over so many tokens keeps: of all layers, or, checkpointed, their inputs and one layer's whole.
-
-    Under autocast the layers' matrices in the narrow format too, which their products keep.
+    """What a pass over so many tokens keeps: of all layers, or, checkpointed, their inputs and one layer's whole; under
+    autocast the layers' matrices in the narrow format too.
     """
     each = layer_bytes(shape, chosen)
     stream = shape.width * DTYPE_BYTES[chosen.dtype]
@@ -162,11 +152,8 @@ def activation_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
 
 
 def backward_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
-    """What a layer's backward needs beside what was kept.
-
-    Fused, in the MLP: act(gate), the product's gradient, those of gate and up, 4 F, and the stream's with two copies,
-    3 H. Under autograd, which frees what was kept as it goes, 2 F + H, and of a trained layer its largest matrix'
-    gradient before it is added.
+    """What a layer's backward needs beside what was kept: fused, four arrays of the MLP's width and three of the
+    stream's; under autograd, which frees what was kept, 2 F + H, and a trained layer's largest matrix' gradient.
     """
     b = DTYPE_BYTES[chosen.dtype]
     if chosen.layers == "fused":
@@ -177,11 +164,8 @@ def backward_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
 
 
 def head_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
-    """The head's chunk, and the gradients that it leaves (`covey.pytorch.logprobs`).
-
-    Two buffers of float32 logits, of as many rows as `CHUNK_BYTES` hold; in a narrow dtype a third, narrow one, which
-    multiplies the head. A gradient `[tokens, H]` for each score that has one. A head that is trained has in place of
-    these the gradient of its input, and its own, in float32. Nothing grows with tokens times vocabulary.
+    """The head's chunk (`covey.pytorch.logprobs`), two buffers of float32 logits and in a narrow dtype a third, narrow
+    one; and a gradient `[tokens, H]` for each score that has one, or of a trained head its own and its input's.
     """
     b = DTYPE_BYTES[chosen.dtype]
     rows = max(min(CHUNK_BYTES // (4 * shape.vocabulary), tokens), 1)
@@ -192,7 +176,7 @@ def head_bytes(shape: Shape, chosen: Choices, tokens: int) -> float:
 
 
 def phases(shape: Shape, chosen: Choices) -> dict[str, dict[str, float]]:
-    """Bytes of each part: under "held" what is there always, and under each other name what is there besides then."""
+    """Bytes of each part, by when it is there."""
     b, s = DTYPE_BYTES[chosen.dtype], DTYPE_BYTES[chosen.sampler_dtype]
     tokens, lora = max(chosen.tokens, chosen.longest), shape.adapter > 0
     trained = 4.0 * shape.trained  # float32, whatever the rest is
@@ -246,3 +230,51 @@ def kv_bytes(shape: Shape, dtype: str) -> int:
 def peak_bytes(found: dict[str, dict[str, float]]) -> float:
     """What is held, and the largest of the phases."""
     return sum(found["held"].values()) + max(sum(parts.values()) for name, parts in found.items() if name != "held")
+
+
+def empty_model(
+    source: str,
+    *,
+    dtype: str,
+    trust_remote_code: bool = False,
+    use_peft: bool = True,
+    adapter: str | None = None,
+    **lora: Any,
+) -> nn.Module:
+    """The model that `Policy.load` would train, on torch's device "meta"; of its files only the configuration is read.
+
+    Raises:
+        ModelError: there is no such configuration, or no such model can be built.
+    """
+    folder, gguf_file = locate(source)
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise ModelError(f"{adapter}: holds no adapter_config.json; give the folder of a saved PEFT adapter")
+    try:
+        with quiet():
+            if gguf_file is None:
+                config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            else:
+                with gguf_read_once():
+                    config = AutoConfig.from_pretrained(folder, gguf_file=gguf_file)
+            refuse_senses(config.to_dict(), source)
+            if adapter is not None:
+                lora = {"config": PeftConfig.from_pretrained(adapter)}
+            return build_empty(config, dtype, **lora) if use_peft else build_empty(config, dtype)
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = (str(error).strip().splitlines() or [""])[0][:300]
+        raise ModelError(
+            f"{source}: its configuration cannot be read ({type(error).__name__}: {said}); check the name and the "
+            "network, or give a local folder"
+        ) from error
+
+
+def build_empty(config: Any, dtype: str, **lora: Any) -> nn.Module:
+    """The model of a transformers configuration, with an adapter where `lora` says which."""
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"), no_init_weights():
+        model: nn.Module = auto.from_config(config, dtype=getattr(torch, dtype))
+    model.tie_weights()  # type: ignore[operator]
+    with torch.device("meta"):
+        return attach_lora(model, **lora) if lora else model

@@ -20,17 +20,11 @@ from covey.rollout.scoring import Scorer
 from covey.training import setup
 from covey.types import Prompt
 
+_ACTION = {"action": {"type": "string", "description": "what to do, in words"}}
 _ACT: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "act",
-        "description": "Do something in the world.",
-        "parameters": {
-            "type": "object",
-            "properties": {"action": {"type": "string", "description": "what to do, in words"}},
-            "required": ["action"],
-        },
-    },
+    "name": "act",
+    "description": "Do something in the world.",
+    "parameters": {"type": "object", "properties": _ACTION, "required": ["action"]},
 }
 """The tool of `action_format = "tool"`, shown by the chat template in the model's own way where it has one."""
 _HOW_TO_ACT = {
@@ -40,12 +34,7 @@ _HOW_TO_ACT = {
 
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
-    """Task instances in place of prompts; the world says what is right.
-
-    Raises:
-        ConfigError: there are others.
-        DataError: there is nothing to train on, or an instance is also held out.
-    """
+    """Task instances in place of prompts; the world says what is right."""
     if config.rewards.functions or any(other is not None for other in others):
         raise ConfigError(
             "reward functions or datasets beside a world: a world brings its own tasks and rewards; leave out "
@@ -96,7 +85,7 @@ def make_collector(
     chosen, words = config.environment, data.system_prompt
     template_kwargs: dict[str, Any] = dict(config.data.chat_template_kwargs or {})
     if chosen.action_format == "tool" and "tools" in str(getattr(policy.tokenizer, "chat_template", None)):
-        template_kwargs.setdefault("tools", [_ACT])
+        template_kwargs.setdefault("tools", [{"type": "function", "function": _ACT}])
     else:
         words = " ".join(filter(None, (words, _HOW_TO_ACT.get(chosen.action_format)))) or None
     template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)

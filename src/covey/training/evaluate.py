@@ -150,9 +150,6 @@ def counted_completions(rollout: Rollout) -> BoolArray:
 def correct_completions(rollout: Rollout, is_correct: IsCorrect | None) -> BoolArray | None:
     """`[N]` which completions are right, or which trajectories succeeded, in the order of the groups; None where
     nothing says so.
-
-    Raises:
-        RewardError: the reward that `is_correct` names gave something else than 0, 1 or None.
     """
     if any(group.trajectories for group in rollout.groups):
         return np.array([t.success for group in rollout.groups for t in group.trajectories], dtype=np.bool_)

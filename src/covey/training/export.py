@@ -49,9 +49,6 @@ def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False, i
     """The policy that a run has left: its final one, before its end the best one; with `best` that in any case.
 
     `instead` is what to do where there is none yet.
-
-    Raises:
-        ConfigError: there is none yet, or it is gone or damaged.
     """
     run = folder.path
     again = f"`covey resume {shlex.quote(str(run))}` writes a finished run's adapter anew"
@@ -73,11 +70,7 @@ def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False, i
 
 @contextmanager
 def checkpoint_weights(folder: RunFolder, config: GRPOConfig, step: int) -> Iterator[Weights]:
-    """The policy of a checkpoint, in a folder that is gone when the block ends.
-
-    Raises:
-        CheckpointError, ModelError: there is no such checkpoint, or it is damaged.
-    """
+    """The policy of a checkpoint, in a folder that is gone when the block ends."""
     checkpoint = load_checkpoint(folder.checkpoints / checkpoint_name(step), run_id=folder.run_id)
     shape = next((path for path in (folder.adapter, folder.best) if path.is_dir()), None)
     if config.model.use_peft and shape is not None:  # which says of which form it is, where a program had chosen it
@@ -90,11 +83,7 @@ def checkpoint_weights(folder: RunFolder, config: GRPOConfig, step: int) -> Iter
 
 
 def require_empty(output: str | Path) -> Path:
-    """Where an export goes.
-
-    Raises:
-        ConfigError: something is there already.
-    """
+    """Where an export goes."""
     path = checked_path("OUT", output).expanduser()
     with explained(path, "look at"):
         if path.is_file() or (path.is_dir() and any(path.iterdir())):

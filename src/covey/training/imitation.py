@@ -25,7 +25,7 @@ from covey.errors import ConfigError, DataError
 from covey.files import checked_path, explained, write_atomically
 from covey.rollout.imitation import Dictation, ExpertPlayer
 from covey.training import agents, setup
-from covey.training.rows import transcript
+from covey.training.tables import transcript
 from covey.training.trainer import GRPOTrainer
 from covey.types import Batch, Episode, Trajectory
 
@@ -66,9 +66,10 @@ def imitate(
             than a turn, or the loss is not finite.
         DataError: the expert succeeded in no episode, or there is none.
     """
-    for name, value in {"episodes": episodes, "epochs": epochs, "episodes_per_step": episodes_per_step}.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value}: choose 1 or more")
+    if min(episodes, epochs, episodes_per_step) < 1:
+        raise ConfigError(
+            f"episodes={episodes}, epochs={epochs}, episodes_per_step={episodes_per_step}: 1 or more each"
+        )
     if config.environment.world is None:
         raise ConfigError("this recipe has no environment.world, so there is no expert to imitate; name a world")
     folder = checked_path("folder", folder)
@@ -78,44 +79,39 @@ def imitate(
         if any(folder.iterdir()):
             raise ConfigError(f"{folder}: it is not empty, and nothing is overwritten; choose another folder")
     try:
-        return _imitate(config, folder, episodes, epochs, episodes_per_step, evaluate, told)
+        steps = -(-episodes // episodes_per_step) * epochs
+        here = {"phases": (), "max_steps": steps, "world_workers": 0, "num_iterations": 1, "num_minibatches": 1}
+        config = config.replace(**here, max_optimizer_steps=None)
+        with closing(GRPOTrainer(args=config)) as trainer:
+            measured = len(trainer.eval_prompts) if evaluate else 0
+            told("playing held-out tasks, before", 0, measured)
+            before = trainer.evaluate() if measured else {}
+            played = _play(trainer, episodes, told)
+            good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
+            if not good:
+                endings = "; ".join(_endings(played))
+                raise DataError(
+                    f"the expert succeeded in none of {len(played)} episodes ({endings:.500}); look at what it does "
+                    "with covey play --expert, and whether environment.max_turns and max_conversation_tokens leave it "
+                    "room"
+                )
+            lines = _learn(trainer, good, epochs, episodes_per_step, told)
+            trainer.state.policy_version += 1
+            trainer.publish()
+            told("playing held-out tasks, after", 0, measured)
+            after = trainer.evaluate() if measured else {}
+            with explained(folder):
+                write_atomically(folder / "episodes.jsonl", _as_lines(good))
+                write_atomically(folder / "imitation.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+            trainer.save_model(folder / "adapter")
+        losses = tuple(float(line["loss"]) for line in lines)
+        lost = [trajectory for trajectory in played if not (trajectory.success and trajectory.episodes)]
+        return Imitation(folder, len(good), len(lost), _endings(lost), losses, before, after)
     except BaseException:
         if made:
             with suppress(OSError):
                 folder.rmdir()  # it is empty until all is known
         raise
-
-
-def _imitate(
-    config: GRPOConfig, folder: Path, episodes: int, epochs: int, episodes_per_step: int, evaluate: bool, told: Told
-) -> Imitation:
-    steps = -(-episodes // episodes_per_step) * epochs
-    here = {"phases": (), "max_steps": steps, "world_workers": 0, "num_iterations": 1, "num_minibatches": 1}
-    config = config.replace(**here, max_optimizer_steps=None)
-    with closing(GRPOTrainer(args=config)) as trainer:
-        measured = len(trainer.eval_prompts) if evaluate else 0
-        told("playing held-out tasks, before", 0, measured)
-        before = trainer.evaluate() if measured else {}
-        played = _play(trainer, episodes, told)
-        good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
-        if not good:
-            endings = "; ".join(_endings(played))
-            raise DataError(
-                f"the expert succeeded in none of {len(played)} episodes ({endings:.500}); look at what it does with "
-                "covey play --expert, and whether environment.max_turns and max_conversation_tokens leave it room"
-            )
-        lines = _learn(trainer, good, epochs, episodes_per_step, told)
-        trainer.state.policy_version += 1
-        trainer.publish()
-        told("playing held-out tasks, after", 0, measured)
-        after = trainer.evaluate() if measured else {}
-        with explained(folder):
-            write_atomically(folder / "episodes.jsonl", _as_lines(good))
-            write_atomically(folder / "imitation.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-        trainer.save_model(folder / "adapter")
-    losses = tuple(float(line["loss"]) for line in lines)
-    lost = [trajectory for trajectory in played if not (trajectory.success and trajectory.episodes)]
-    return Imitation(folder, len(good), len(lost), _endings(lost), losses, before, after)
 
 
 def _endings(played: Sequence[Trajectory]) -> tuple[str, ...]:

@@ -64,11 +64,7 @@ def answer_choices(
     lead_in: str = "",
     progress: Progress | None = None,
 ) -> Answered:
-    """Put the trainer's held-out questions to its model.
-
-    Raises:
-        ConfigError: more rotations than the questions have options to rotate.
-    """
+    """Put the trainer's held-out questions to its model."""
     rows = [dict(prompt.columns) for prompt in trainer.eval_prompts]
     fewest = min(len(row["options"]) for row in rows)
     if not 0 <= rotations < fewest:

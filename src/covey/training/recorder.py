@@ -24,27 +24,24 @@ from covey.observe.trackers import make_observers
 from covey.rollout.learning import Learner, Sampler, TrainedPolicy
 from covey.rollout.scoring import Logged
 from covey.training.checkpoint import (
+    changed_settings,
+    checked_state,
     checkpoint_name,
+    damage_explained,
+    find_checkpoint,
     list_checkpoints,
     load_checkpoint,
+    lost_lines,
     prune_checkpoints,
     random_state,
     restore_random,
     save_checkpoint,
-)
-from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, with_logged
-from covey.training.restoring import (
-    changed_settings,
-    checked_state,
-    damage_explained,
-    find_checkpoint,
-    lost_lines,
     source_hashes,
 )
-from covey.training.rows import completion_rows
-from covey.training.schedule import PhasePlan
+from covey.training.evaluate import NOTHING_JUDGED, Answers, Evaluation, QuestionHistory, with_logged
+from covey.training.schedule import Callbacks, PhasePlan, TrainerState
 from covey.training.setup import Data, RunLength, require_measured
-from covey.training.state import Callbacks, TrainerState
+from covey.training.tables import completion_rows
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,6 @@
 
     report = replay("runs/first", 12)
     report.agrees            # nothing differs
-    report = replay("runs/first", 12, ["algorithm.loss_type=dapo"])
-    report.changed           # what the step would have been
 
 The batch is rebuilt from `batches/`. Weights come from the newest checkpoint before the step; steps in between are done
 again, without sampling. Formulas are those of the trainer, called here a second time. Nothing is written, no lock is
@@ -13,408 +11,315 @@ executed, as in a resume; reward functions are not called, their rewards are sto
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 
-from covey.algorithms import combine_rewards
-from covey.config.effects import uses_reference
+from covey.backend import load_backend
 from covey.config.whole import GRPOConfig
+from covey.distributed.ranks import Ranks
+from covey.distributed.replicated import SharedPacks
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import folder_problem
-from covey.observe.completions import listed, read_table
 from covey.observe.records import Record
 from covey.observe.run_folder import RunFolder, collect_versions, table_name
-from covey.rollout.batching import estimator_of, trajectory_rewards
-from covey.rollout.collect import Rollout
-from covey.training.batches import StoredStep
-from covey.training.checkpoint import Checkpoint, checkpoint_name, list_checkpoints, load_checkpoint
-from covey.training.evaluate import no_answer_ratio, rollout_metrics
-from covey.training.replay_changes import Changed, compare_steps
-from covey.training.replay_checks import Check, all_agree, match_rows, match_tensors
-from covey.training.rerun import (
-    Done,
-    Rerun,
-    batch_of,
-    needs_weights_for_masks,
-    phase_of,
-    reward_weights,
-    settings_of,
-    stored_step,
+from covey.rollout.learning import Learner, TrainedPolicy
+from covey.training import setup
+from covey.training.checkpoint import (
+    Checkpoint,
+    checked_state,
+    checkpoint_name,
+    damage_explained,
+    list_checkpoints,
+    load_checkpoint,
+    restore_random,
 )
-from covey.training.rows import completion_rows
-from covey.types import Batch
+from covey.training.schedule import Elapsed, TrainerState
+from covey.training.step import scorer, step_batch, step_update
+from covey.training.tables import StoredStep, read_step
+from covey.training.update import Update
+from covey.types import Prompt
 
-EXACT, ALIKE = 1e-6, 1e-3
-"""Tolerances: of what the same program computes on the same machine, and of what another one does in float32."""
-HALF = 3e-2
-"""The same with weights or passes in half precision."""
-
+EXACT, ALIKE, HALF = 1e-6, 1e-3, 3e-2
+"""Tolerances: of what the same program computes on the same machine; of what another one does, in float32; and with
+weights or passes in half precision.
+"""
 _WHERE = ("model.model", "model.adapter", "model.device")
 """Settings that say where things are; they change nothing in what the run has done."""
-_MAY_CHANGE = ("algorithm", "rewards", "environment", "optim")
-_MAY_CHANGE_TOO = ("sampling.temperature", "sampling.max_completion_length")
 _PROGRAMS = ("covey", "torch", "numpy", "platform", "machine", "threads")
-_COLUMNS = {
-    "completions: rewards": ("reward", "rewards", "turn_rewards", "group_mean", "group_std", "group_tied"),
-    "completions: advantages": ("advantage", "turn_advantages"),
-    "completions: masks": ("masked_by",),
-    "completions: what was sampled": (
-        *("group", "sample", "uid", "completion", "length", "finish_reason", "policy_version", "logp", "ended"),
-        *("success", "turns", "no_actions", "error", "row"),
-    ),
-}
-"""Columns of the table of completions, without the number of a turn or the name of a reward function."""
-_SECONDS = ("time/", "memory/")
+
+
+@dataclass(slots=True)
+class Check:
+    """One thing that was compared: how many values, how many of them are not equal bit for bit, the largest difference,
+    and what is further apart than the tolerance.
+    """
+
+    name: str
+    tolerance: float
+    compared: int = 0
+    unequal: int = 0
+    largest: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def values(self, where: str, recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:
+        """Compare all that was replayed with what was recorded under its name; NaN, in files null, equals itself."""
+        for name, value in replayed.items():
+            self.compared += 1
+            before, after = _plain(recorded.get(name, "nothing")), _plain(value)
+            if before == after:
+                continue
+            self.unequal += 1
+            if isinstance(before, int | float) and isinstance(after, int | float):
+                self.largest = max(self.largest, abs(before - after))
+                if abs(before - after) <= self.tolerance * max(1.0, abs(before)):
+                    continue
+            self.wrong.append(f"{where} {name}: recorded {before!r:.200}, replayed {after!r:.200}")
+
+    def tensors(self, recorded: Mapping[str, Mapping[str, Any]], replayed: Mapping[str, Mapping[str, Any]]) -> None:
+        """Compare the tensors of a checkpoint with those of a learner, each as one value by its largest difference."""
+        for group in sorted({*recorded, *replayed}):
+            known, found = recorded.get(group, {}), replayed.get(group, {})
+            for name in sorted({*known, *found}):
+                self.compared += 1
+                before, after = (_wide(each[name]) if name in each else None for each in (known, found))
+                if before is None or after is None or before.shape != after.shape:
+                    self.wrong.append(f"{group} {name}: it is not there, or has another shape")
+                    continue
+                apart = np.abs(before - after)
+                self.unequal += not np.array_equal(before, after)
+                self.largest = max(self.largest, float(apart.max(initial=0.0)))
+                if (apart > self.tolerance * np.maximum(1.0, np.abs(before))).any():
+                    self.wrong.append(f"{group} {name}: {apart.max():.3g} apart")
 
 
 @dataclass(slots=True)
 class Report:
-    """What a replay found."""
+    """What a replay found; `numbers` are the step's metrics, as recorded and as replayed."""
 
     run: str
     step: int
     checks: list[Check] = field(default_factory=list)
     numbers: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    changed: Changed | None = None
 
     @property
     def agrees(self) -> bool:
         """Nothing differs by more than its tolerance."""
-        return all_agree(self.checks)
+        return not any(check.wrong for check in self.checks)
 
     @property
     def exact(self) -> bool:
         """Everything is equal bit for bit."""
-        return all(check.unequal == 0 for check in self.checks)
+        return self.agrees and not any(check.unequal for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """For programs; plain values."""
-        return {
-            "run": self.run,
-            "step": self.step,
-            "agrees": self.agrees,
-            "exact": self.exact,
-            "notes": self.notes,
-            "checks": [check.to_dict() for check in self.checks],
-            "metrics": {name: {"recorded": a, "replayed": b} for name, (a, b) in self.numbers.items()},
-            "changed": None if self.changed is None else self.changed.to_dict(),
-        }
+        metrics = {name: {"recorded": a, "replayed": b} for name, (a, b) in self.numbers.items()}
+        found = {"run": self.run, "step": self.step, "agrees": self.agrees, "exact": self.exact}
+        return found | {"notes": self.notes, "checks": [asdict(check) for check in self.checks], "metrics": metrics}
 
 
 def replay(
     run: str | os.PathLike[str],
     step: int | None = None,
-    overrides: Sequence[str] = (),
+    moved: Sequence[str] = (),
     *,
-    start: int | None = None,
-    batch_only: bool = False,
     tolerance: float | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Report:
-    """Compute a step again, and compare.
+    """Compute a step again, the newest that was kept unless one is named, and compare.
+
+    `moved` says where the run's things are now, such as `model.model=PATH`; with `tolerance` 0 bits are compared.
 
     Raises:
         RunFolderError: there is no such step, or what is needed is missing or damaged.
-        ConfigError: settings that cannot be changed here, or that the step lacks something for.
+        ConfigError: settings that say something else than where things are.
         ModelError: the model is not there, or another one.
-        CheckpointError: the checkpoint that was asked for cannot be used.
+        CheckpointError: the step cannot be reached from the weights that there are.
     """
     folder = RunFolder.read(run)
     if step is None:
-        kept = folder.batch_steps()
-        step = kept[-1] if kept else 1
-    stored = stored_step(folder, step)
-    own = settings_of(stored)
-    where, changes = _sorted_out(own, overrides)
-    config = _located(stored, where)
-    changed = config.with_overrides(changes) if changes else None
-    line = _line_of(folder, step)
-    report = Report(str(run), step)
-    limit = EXACT if tolerance is None else tolerance
-    _check_rewards(report, stored, config, limit)
-    if batch_only:
-        batch = batch_of(stored, config)
-        _check_tables(report, folder, stored, config, batch, limit, masks=not needs_weights_for_masks(config))
-        _check_metrics(report, "metrics", _sampled(stored, config, line), line, limit, show=True)
-        if changed is not None:
-            report.changed = compare_steps(
-                Done(batch, None), Done(batch_of(stored, changed), None), config, changed, changes
-            )
-        return report
-    with _threads(folder, config):
-        wide, why = _tolerance_of(folder, config) if tolerance is None else (tolerance, "as asked for")
-        report.notes.append(f"tolerance {wide:g} for what weights have a part in: {why}")
-        number, checkpoint = _begin(report, folder, step, start)
-        first = stored if number + 1 == step else stored_step(folder, number + 1)
-        rerun = Rerun(_located(first, where), first, checkpoint, needs_reference=uses_reference(changed or config))
-        for between in range(number + 1, step):
-            progress(f"step {between} again")
-            passed = stored_step(folder, between)
-            again = rerun.do(passed, _located(passed, where))
-            name = f"metrics of step {between}, done again on the way"
-            _check_metrics(report, name, again.updated.metrics, _line_of(folder, between), wide)
-            _check_checkpoint(report, folder, rerun, wide)
-        progress(f"step {step}")
-        back = rerun.mark() if changed is not None else None
-        before = rerun.tensors() if changed is not None else {}
-        rows = _ledger_rows(report, folder, step)
-        ledger = rerun.ledger(int(row["group"]) for row in rows if isinstance(row.get("group"), int))
-        done = rerun.do(stored, config, ledger=ledger if rows else None, keep_gradient=changed is not None)
-        _check_tables(report, folder, stored, config, done.updated.batch, wide, masks=True)
-        found = _sampled(stored, config, line) | done.updated.metrics
-        _check_metrics(report, "metrics", found, line, wide, show=True)
-        if rows:
-            check = Check("ledger", wide)
-            match_rows(check, rows, ledger.rows)
-            report.checks.append(check)
-        _check_checkpoint(report, folder, rerun, wide)
-        if back is not None and changed is not None:
-            after = rerun.tensors()
-            back(changed)
-            progress(f"step {step} with {', '.join(changes)}")
-            other = rerun.do(stored, changed, keep_gradient=True)
-            weights = (before["policy"], after["policy"], rerun.tensors()["policy"])
-            report.changed = compare_steps(done, other, config, changed, changes, weights)
+        step = (folder.batch_steps() or [1])[-1]
+    report, config = Report(str(run), step), _settings(_stored_step(folder, step), moved)
+    if tolerance is None:
+        tolerance, why = _tolerance_of(folder, config)
+        report.notes.append(f"tolerance {tolerance:g}: {why}")
+    begun, checkpoint = _begin(report, folder, step)
+    first = _stored_step(folder, begun + 1)
+    rerun = _Rerun(_settings(first, moved), first, checkpoint)
+    for number in range(begun + 1, step + 1):
+        last = number == step
+        progress(f"step {number}" if last else f"step {number} again")
+        stored, line = _stored_step(folder, number), _line_of(folder, number)
+        done = rerun.do(stored, _settings(stored, moved))
+        found = {name: value for name, value in done.metrics.items() if not name.startswith("time/")}
+        check = Check("metrics" if last else f"metrics of step {number}, done again on the way", tolerance)
+        check.values("metrics.jsonl", line, found)
+        report.checks.append(check)
+        _check_checkpoint(report, folder, rerun, tolerance)
+    report.numbers = {name: (line[name], value) for name, value in found.items() if name in line}
     return report
 
 
-# ---------------------------------------------------------------------- settings
+# ---------------------------------------------------------------------- what is stored
 
 
-def _sorted_out(config: GRPOConfig, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Those that say where things are, and those that change what is learned.
-
-    Raises:
-        ConfigError: one of them would be another run.
-    """
-    where: list[str] = []
-    changes: list[str] = []
-    for override in overrides:
-        other = config.with_overrides([override])
-        before, after = config.to_dict(), other.to_dict()
-        for section, values in after.items():
-            for name, value in values.items():
-                path = f"{section}.{name}"
-                if before[section][name] == value or section in _MAY_CHANGE or path in (*_WHERE, *_MAY_CHANGE_TOO):
-                    continue
-                raise ConfigError(
-                    f"--set {override}: a replay has the run's samples and weights, which {path} would change; "
-                    f"settings of {', '.join(_MAY_CHANGE)} can be replaced, {', '.join(_MAY_CHANGE_TOO)}, and "
-                    f"{', '.join(_WHERE)} where things have moved"
-                )
-        moved = any(
-            before["model"][path.partition(".")[2]] != after["model"][path.partition(".")[2]] for path in _WHERE
+def _stored_step(folder: RunFolder, step: int) -> StoredStep:
+    path, kept = folder.batches / table_name(step), folder.batch_steps()
+    if path.exists():
+        return read_step(path, step)
+    if not kept:
+        raise RunFolderError(
+            f"{folder.path} has no batches/, so no step of it can be computed again; a run keeps them with "
+            "run.keep_batches=true"
         )
-        (where if moved else changes).append(override)
-    return where, changes
+    raise RunFolderError(
+        f"{folder.path}: step {step} is not in batches/, which has {len(kept)} steps from {kept[0]} to {kept[-1]}; "
+        "choose one of those (run.keep_batches keeps them)"
+    )
 
 
-def _located(stored: StoredStep, where: Sequence[str]) -> GRPOConfig:
-    """A step's own settings, with things where they are now."""
-    own = settings_of(stored)
-    return own.with_overrides(where) if where else own
-
-
-def _same_program(folder: RunFolder) -> str:
-    """Why numbers need not be equal bit for bit; "" if they should."""
-    now, before = collect_versions(), folder.versions()
-    if "cuda_device" in now or "cuda_device" in before:
-        return "a CUDA device adds up in any order"
-    different = [name for name in _PROGRAMS if now.get(name) != before.get(name)]
-    return ", ".join(f"{name} {before.get(name)!s:.60} there, {now.get(name)!s:.60} here" for name in different)
-
-
-def _tolerance_of(folder: RunFolder, config: GRPOConfig) -> tuple[float, str]:
-    why = _same_program(folder)
-    if not why:
-        return EXACT, "versions, machine and threads are the run's"
-    half = "float32" not in (config.model.dtype, "") or config.optim.autocast != "none"
-    return (HALF if half else ALIKE), why
-
-
-@contextmanager
-def _threads(folder: RunFolder, config: GRPOConfig) -> Iterator[None]:
-    """As many threads as the run had, where this machine has them: PyTorch's sums depend on it."""
-    wanted = folder.versions().get("threads")
-    if config.model.backend != "pytorch" or type(wanted) is not int or not 1 <= wanted <= (os.cpu_count() or 1):
-        yield
-        return
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(wanted)
+def _settings(stored: StoredStep, moved: Sequence[str]) -> GRPOConfig:
+    """The settings that a step was trained with, with things where they are now."""
     try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# ---------------------------------------------------------------------- where to begin
-
-
-def _begin(report: Report, folder: RunFolder, step: int, start: int | None) -> tuple[int, Checkpoint | None]:
-    """The newest weights before the step from which it can be reached: their step, and the checkpoint.
-
-    Raises:
-        CheckpointError: there are none.
-    """
-    kept = set(folder.batch_steps())
-    paths = {int(path.name[5:]): path for path in list_checkpoints(folder.checkpoints)}
-    if start is not None and start != 0 and start not in paths:
-        raise CheckpointError(
-            f"--from {start}: {folder.path} has no checkpoint of that step; it has {_listed(sorted(paths)) or 'none'}, "
-            "and 0 is the run's beginning"
-        )
-    candidates = [start] if start is not None else sorted((n for n in {0, *paths} if n < step), reverse=True)
-    check = Check("checkpoints", 0.0)
-    report.checks.append(check)
-    for number in candidates:
-        if number >= step:
-            raise CheckpointError(f"--from {number}: the weights before step {step} are wanted; give a step below it")
-        missing = [n for n in range(number + 1, step) if n not in kept]
-        if missing:
-            raise CheckpointError(
-                f"{folder.path}: step {step} is reached from the weights after step {number}, the newest that can be "
-                f"used, and {_listed(missing)} of the steps between are not in batches/; replay a step that follows a "
-                "checkpoint, or only its batch with --batch-only (run.keep_batches keeps batches, run.save_steps says "
-                "how often there are checkpoints)"
+        with warnings.catch_warnings(action="ignore"):  # the run has said them
+            config = GRPOConfig(**stored.facts.settings)
+    except (ConfigError, TypeError) as error:
+        raise RunFolderError(
+            f"batches/step_{stored.facts.step:06d}.parquet: its settings are not those of a run ({str(error)[:300]}); "
+            "restore it from a backup"
+        ) from error
+    for override in moved:
+        if override.partition("=")[0].strip() not in _WHERE:
+            raise ConfigError(
+                f"{override}: a step is computed again with the settings that it had; only {', '.join(_WHERE)} can be "
+                "given, where things have moved"
             )
-        if number == 0:
-            report.notes.append("weights: those that the run began with, built anew")
-            return 0, None
-        check.compared += 1
-        problem = folder_problem(paths[number])
-        if problem:
-            check.wrong(paths[number].name, "whole", problem)
-            if start is None:
-                continue
-        checkpoint = load_checkpoint(paths[number], run_id=folder.run_id)
-        report.notes.append(f"weights: checkpoints/{checkpoint_name(number)}")
-        return number, checkpoint
-    raise CheckpointError(f"{folder.path}: there are no weights before step {step}; use --batch-only")
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
-
-
-# ---------------------------------------------------------------------- comparing
+    return config.with_overrides(moved) if moved else config
 
 
 def _line_of(folder: RunFolder, step: int) -> Record:
     lines = [record for record in folder.read_metrics() if record["step"] == step and "phase" in record]
     if not lines:
         raise RunFolderError(
-            f"{folder.metrics_path} has no line of step {step}: it was lost, or the step is not finished; replay "
+            f"{folder.metrics_path} has no line of step {step}: it was lost, or the step is not finished; choose "
             "another"
         )
     return lines[-1]
 
 
-def _check_rewards(report: Report, stored: StoredStep, config: GRPOConfig, limit: float) -> None:
-    """The parts of each reward add up to it; of agents, the rewards of the turns."""
-    check = Check("rewards from their parts", limit)
-    for number, group in enumerate(stored.groups):
-        if group.trajectories:
-            found = trajectory_rewards(group.trajectories, config.environment)
-        elif group.reward_parts:
-            parts = np.stack(list(group.reward_parts.values()))
-            found = np.asarray(combine_rewards(parts, np.array(reward_weights(config, stored))))
-        else:
+# ---------------------------------------------------------------------- doing it again
+
+
+def _tolerance_of(folder: RunFolder, config: GRPOConfig) -> tuple[float, str]:
+    """How far numbers may be apart, and why."""
+    now, before = collect_versions(), folder.versions()
+    different = [name for name in _PROGRAMS if now.get(name) != before.get(name)]
+    why = ", ".join(f"{name} {before.get(name)!s:.60} there, {now.get(name)!s:.60} here" for name in different)
+    if "cuda_device" in now or "cuda_device" in before:
+        why = "a CUDA device adds up in any order"
+    if not why:
+        return EXACT, "versions, machine and threads are the run's"
+    half = "float32" not in (config.model.dtype, "") or config.optim.autocast != "none"
+    return (HALF if half else ALIKE), why
+
+
+def _begin(report: Report, folder: RunFolder, step: int) -> tuple[int, Checkpoint | None]:
+    """The newest whole checkpoint before the step, and its step; 0 and None for the weights that the run began with."""
+    check = Check("checkpoints", 0.0)
+    report.checks.append(check)
+    paths = {int(path.name[5:]): path for path in list_checkpoints(folder.checkpoints)}
+    for number in sorted((n for n in {0, *paths} if n < step), reverse=True):
+        missing = sorted(set(range(number + 1, step)) - set(folder.batch_steps()))
+        if missing:
+            raise CheckpointError(
+                f"{folder.path}: step {step} is reached from the weights after step {number}, the newest that can be "
+                f"used, and {', '.join(map(str, missing[:10]))} of the steps between are not in batches/; choose a "
+                "step that follows a checkpoint (run.keep_batches keeps batches, run.save_steps says how often there "
+                "are checkpoints)"
+            )
+        if number == 0:
+            break
+        check.compared += 1
+        if problem := folder_problem(paths[number]):
+            check.wrong.append(f"{paths[number].name}: {problem}")
             continue
-        for sample, (before, after) in enumerate(zip(group.rewards, found, strict=True)):
-            check.value(f"group {number} sample {sample} reward", before, after)
-    report.checks.append(check)
+        report.notes.append(f"weights: checkpoints/{checkpoint_name(number)}")
+        return number, load_checkpoint(paths[number], run_id=folder.run_id)
+    report.notes.append("weights: those that the run began with, built anew")
+    return 0, None
 
 
-def _check_tables(
-    report: Report,
-    folder: RunFolder,
-    stored: StoredStep,
-    config: GRPOConfig,
-    batch: Batch,
-    limit: float,
-    *,
-    masks: bool,
-) -> None:
-    """The table of completions, which has rewards, advantages and masks."""
-    path = folder.completions / table_name(stored.facts.step)
-    if not path.exists():
-        report.notes.append("completions/ lacks the step's table (run.log_completions)")
-        return
-    found = completion_rows(stored.groups, batch, penalty=config.environment.invalid_action_penalty)
-    recorded = [_spread(row) for row in read_table(path)]
-    found = [_spread(row) for row in found]
-    for name, columns in _COLUMNS.items():
-        check = Check(name, limit if "advantages" in name else min(limit, EXACT))
-        chosen = [{key: row[key] for key in row if key.partition("[")[0].partition("/")[0] in columns} for row in found]
-        match_rows(check, recorded, chosen)
-        if check.compared and (masks or name != "completions: masks"):
-            report.checks.append(check)
+class _Rerun:
+    """Policy, learner and counters of a run, moved on with the batches that are stored, without sampling."""
+
+    def __init__(self, config: GRPOConfig, first: StoredStep, checkpoint: Checkpoint | None) -> None:
+        """Build the parts, and restore the checkpoint of the step before `first`, if any, into them."""
+        backend = load_backend(config.model.backend)
+        if first.facts.learner.startswith("Leading") and config.model.backend == "pytorch":
+            from covey.pytorch.backend import PyTorchBackend
+
+            # Several ranks add gradients in fixed point, whose sum one process has bit for bit too.
+            backend = PyTorchBackend(SharedPacks(Ranks()))
+        backend.check(config)
+        self.policy: TrainedPolicy = backend.make_policy(config)
+        self.learner: Learner = backend.make_learner(config, self.policy)
+        nobody: Any = SimpleNamespace(expect=lambda length: None)
+        longest = Prompt(np.zeros(first.facts.longest_prompt, np.int64), "")
+        backend.expect(config, nobody, self.learner, [longest])
+        self.state = TrainerState()
+        if checkpoint is not None:
+            counted = checkpoint.state.get("trainer")
+            chosen_by = counted.get("best_metric_name") if isinstance(counted, dict) else ""
+            self.state = checked_state(checkpoint, self.learner.tensors(), str(chosen_by))
+            with damage_explained(checkpoint):
+                restore_random(checkpoint.state["random"])
+                self.learner.restore(checkpoint.tensors, self.state.updates)
+
+    def do(self, stored: StoredStep, config: GRPOConfig) -> Update:
+        """The step that comes next, with all its optimiser steps."""
+        largest = max(int(e.token_ids.max()) for group in stored.groups for e in group.episodes)
+        if largest >= self.policy.vocabulary:
+            raise RunFolderError(
+                f"batches/step_{stored.facts.step:06d}.parquet has the token id {largest}, and the model "
+                f"{self.policy.vocabulary} embeddings: it is damaged, or of another model"
+            )
+        setup.check_estimator(config, cast(Any, any(group.trajectories for group in stored.groups) or None))
+        plan, facts = setup.phase_plan(config), stored.facts
+        if facts.phase > 0 and facts.phase >= len(config.schedule.phases):
+            raise RunFolderError(
+                f"batches/step_{facts.step:06d}.parquet: phase {facts.phase + 1} of {len(config.schedule.phases)}"
+            )
+        start = {"step": 0, "tokens": 0, "seconds": 0.0}
+        plan.restore({"index": facts.phase, "start": start, "learning_rate_factor": facts.learning_rate_factor})
+        phase = plan.at(Elapsed())
+        self.learner.tokens_per_micro_batch = stored.facts.tokens_per_micro_batch
+        batch = step_batch(
+            stored.groups,
+            config,
+            reward_weights=config.rewards.reward_weights or [1.0] * len(stored.groups[0].reward_parts),
+            has_answer=stored.has_answer,
+            score=scorer(self.learner, phase.temperature),
+        )
+        length = setup.run_length(config, plan, stored.facts.prompts)
+        done = step_update(self.learner, batch, config, phase, length, self.state, None)
+        self.state.updates += done.optimizer_steps
+        self.state.policy_version += done.optimizer_steps
+        self.state.global_step += 1
+        return done
 
 
-def _spread(row: Mapping[str, Any]) -> Record:
-    """A row with an entry for each turn, and text as tables hold it."""
-    flat: Record = {}
-    for name, value in row.items():
-        if name.startswith("turn_") and isinstance(value, str | list):
-            turns = value if isinstance(value, list) else listed(value)
-            flat |= {f"{name}[{turn}]": each for turn, each in enumerate(turns)}
-        else:
-            flat[name] = value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-    return flat
+# ---------------------------------------------------------------------- comparing
 
 
-def _sampled(stored: StoredStep, config: GRPOConfig, line: Record) -> dict[str, Any]:
-    """Metrics of what was sampled, as far as they are of the groups that were trained on."""
-    facts = stored.facts
-    found: dict[str, Any] = {"phase": facts.phase}
-    episodes = [episode for group in stored.groups for episode in group.episodes]
-    found["policy_version"] = min(episode.policy_version for episode in episodes)
-    if facts.discarded_groups or line.get("dynamic_sampling/discarded_groups"):
-        found["dynamic_sampling/discarded_groups"] = float(facts.discarded_groups) or None
-        return found
-    first = phase_of(config, stored)[1].num_generations
-    groups = tuple(replace(group, added=max(0, len(group.rewards) - first)) for group in stored.groups)
-    rollout = Rollout(groups, 0.0, 0.0, sum(episode.num_sampled for episode in episodes))
-    found |= rollout_metrics(rollout, estimator_of(config.algorithm), config.algorithm.scaling["correction"])
-    if not any(group.trajectories for group in stored.groups):
-        found["completions/no_answer_ratio"] = no_answer_ratio(rollout.counted, stored.has_answer)
-    return found
-
-
-def _check_metrics(
-    report: Report, name: str, found: Mapping[str, Any], line: Record, limit: float, *, show: bool = False
-) -> None:
-    check = Check(name, limit)
-    found = {metric: value for metric, value in found.items() if not metric.startswith(_SECONDS)}
-    check.values("metrics.jsonl", line, found)
-    if show:
-        report.numbers |= {metric: (line[metric], value) for metric, value in found.items() if metric in line}
-    report.checks.append(check)
-
-
-def _ledger_rows(report: Report, folder: RunFolder, step: int) -> list[Record]:
-    path = folder.ledger / table_name(step)
-    rows = read_table(path) if path.exists() else []
-    if rows:
-        return rows
-    if path.exists():
-        check = Check("ledger", 0.0)
-        check.wrong(path.name, "tokens", "it is empty; a step whose ledger is kept has tokens in it")
-        report.checks.append(check)
-        return []
-    report.notes.append("ledger/ has no table of the step (run.ledger, run.ledger_steps)")
-    return []
-
-
-def _check_checkpoint(report: Report, folder: RunFolder, rerun: Rerun, limit: float) -> None:
+def _check_checkpoint(report: Report, folder: RunFolder, rerun: _Rerun, limit: float) -> None:
     """Weights, reference and moments after a step against a checkpoint of that step, if there is one."""
     number = rerun.state.global_step
     path = folder.checkpoints / checkpoint_name(number)
@@ -425,10 +330,24 @@ def _check_checkpoint(report: Report, folder: RunFolder, rerun: Rerun, limit: fl
     try:
         checkpoint = load_checkpoint(path, run_id=folder.run_id)
     except CheckpointError as error:
-        check.wrong(path.name, "whole", str(error))
+        check.wrong.append(str(error))
         return
-    match_tensors(check, checkpoint.tensors, rerun.learner.tensors())
+    check.tensors(checkpoint.tensors, rerun.learner.tensors())
     counted = checkpoint.state.get("trainer")
-    for name in ("global_step", "policy_version", "updates", "entropy_coef", "last_entropy"):
-        before = counted.get(name) if isinstance(counted, dict) else None
-        check.value(f"state.json {name}", before, getattr(rerun.state, name))
+    names = ("global_step", "policy_version", "updates", "entropy_coef", "last_entropy")
+    check.values(
+        "state.json", counted if isinstance(counted, dict) else {}, {n: getattr(rerun.state, n) for n in names}
+    )
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _wide(values: Any) -> np.ndarray[Any, Any]:
+    """Any array or tensor in float64; PyTorch's half precisions are unknown to NumPy."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().float().numpy()
+    return np.asarray(values, np.float64)

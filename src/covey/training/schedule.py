@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any, Self, get_args
+
+import transformers
+from transformers import TrainerControl
 
 from covey.config.training import PhaseConfig, ScheduleType
 from covey.errors import CheckpointError, ConfigError
@@ -31,11 +34,7 @@ def learning_rate_schedule(
     total_steps: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[[int], float]:
-    """A schedule of `transformers.get_scheduler`, with linear warm-up, as a pure function.
-
-    Raises:
-        ConfigError: unknown schedule or option, or a decay without a known number of steps.
-    """
+    """A schedule of `transformers.get_scheduler`, with linear warm-up, as a pure function."""
     import torch
     from transformers import get_scheduler
 
@@ -62,11 +61,7 @@ def learning_rate_schedule(
 
 
 def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int | None) -> int:
-    """Number of warm-up steps: `warmup_steps` if positive, else `ceil(total_steps * warmup_ratio)`.
-
-    Raises:
-        ConfigError: a ratio of an unknown number of steps.
-    """
+    """Number of warm-up steps: `warmup_steps` if positive, else `ceil(total_steps * warmup_ratio)`."""
     if warmup_steps > 0 or warmup_ratio <= 0:
         return warmup_steps
     if total_steps is None:
@@ -198,11 +193,7 @@ class PhasePlan:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the position that `state` returned.
-
-        Raises:
-            CheckpointError: the state names a phase that this plan does not have.
-        """
+        """Take up the position that `state` returned."""
         index = int(state["index"])
         if not 0 <= index < len(self._phases):
             raise CheckpointError(
@@ -217,3 +208,100 @@ class PhasePlan:
         if not 0 < factor <= 1 or not all(math.isfinite(value) for value in accuracies):
             raise ValueError(f"learning_rate_factor={factor}, accuracies={accuracies!r:.80}")
         self._index, self._start, self._factor, self._accuracies = index, start, factor, accuracies
+
+
+@dataclass
+class TrainerState(transformers.TrainerState):
+    """Counters of a run: those of transformers, and Covey's own."""
+
+    max_steps: int = -1
+    epoch: float = 0.0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    data_position: int = 0
+    policy_version: int = 1
+    updates: int = 0
+    evaluations_without_improvement: int = 0
+    best_step: int | None = None
+    best_metric_name: str = ""
+    entropy_coef: float | None = None
+    last_entropy: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; the history is in the run folder already."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild the state of a checkpoint, its history empty."""
+        values = {"best_metric_name": "", "entropy_coef": None, "last_entropy": None} | values  # later ones
+        if values.keys() != _KEPT.keys():
+            odd = sorted(values.keys() ^ _KEPT.keys())
+            raise CheckpointError(
+                f"trainer state with fields {odd} missing or unknown: the checkpoint was written by another version of "
+                "covey; resume it with that version"
+            )
+        for name, value in values.items():
+            if type(value) not in _KEPT[name] or (type(value) is float and not math.isfinite(value)):
+                raise CheckpointError(
+                    f"trainer state with {name}={value!r:.80}: the checkpoint was changed after it was written; "
+                    "delete it to resume from the one before"
+                )
+        return cls(**values)
+
+    def take(self, other: TrainerState) -> None:
+        """Become equal to another state; those who hold this one see it."""
+        vars(self).update(vars(other))
+
+
+_KEPT: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("global_step", "max_steps", "num_tokens", "data_position", "policy_version", "updates"), (int,)),
+    **dict.fromkeys(("epoch", "seconds"), (float, int)),
+    **dict.fromkeys(("best_metric", "entropy_coef", "last_entropy"), (float, type(None))),
+    **{"evaluations_without_improvement": (int,), "best_step": (int, type(None)), "best_metric_name": (str,)},
+}
+"""What a checkpoint keeps, with the types that it may have."""
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what would never be called."""
+    if not isinstance(callbacks, list | tuple):
+        raise ConfigError(f"callbacks={callbacks!r:.200}: a {type(callbacks).__name__}; pass a list of callbacks")
+    for callback in callbacks:
+        if not any(name.startswith("on_") for name in dir(callback)):
+            raise ConfigError(
+                f"callbacks: {callback!r:.200} has no method such as on_step_end or on_log, so nothing would call it; "
+                "pass a transformers TrainerCallback, or an object with such methods"
+            )
+
+
+class Callbacks:
+    """Calls `callback.EVENT(args, state, control, **kwargs)` on every callback that has such a method.
+
+    Transformers' own handler would ask each for all methods of `TrainerCallback`. An exception in a callback is the
+    user's and ends the run: it is not swallowed.
+    """
+
+    def __init__(self, callbacks: Sequence[Any], args: Any, state: TrainerState) -> None:
+        check_callbacks(callbacks)
+        self._callbacks = [callback() if isinstance(callback, type) else callback for callback in callbacks]
+        self._args, self._state = args, state
+        self.control = TrainerControl()
+
+    def add(self, callback: Any) -> None:
+        """Call this one too, from now on."""
+        check_callbacks([callback])
+        self._callbacks.append(callback)
+
+    def __call__(self, event: str, **kwargs: Any) -> None:
+        """Call `event` (`on_step_end`, `on_log`, ...); a returned control replaces the current one."""
+        for callback in self._callbacks:
+            handler = getattr(callback, event, None)
+            if handler is not None:
+                self.control = handler(self._args, self._state, self.control, **kwargs) or self.control
+
+    def take(self, request: str) -> bool:
+        """Read and reset one request such as `should_save`."""
+        asked = bool(getattr(self.control, request))
+        setattr(self.control, request, False)
+        return asked

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from covey.adapters import CONFIG_FILE
 from covey.algorithms import Estimator
 from covey.config.algorithm import AlgorithmConfig
-from covey.config.effects import correction_mode
+from covey.config.effects import correction_mode, uses_reference
 from covey.config.rewards import NO_TIMEOUT
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError, naming
@@ -52,13 +55,49 @@ class Data:
     has_answer: HasAnswer
 
 
-def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
-    """The run's advantage estimator, if the rest of the run gives it what it needs.
+def one_of(**named: Any) -> Any:
+    """What was given under one of several names of one argument; None = under none."""
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)}: two names of one argument; pass one of them")
+    return next(iter(given.values()), None)
 
-    Raises:
-        ConfigError: There is none of that name, it compares turns and there is no world, groups are too small, or the
-            loss would average its advantages over a completion.
-    """
+
+def named_model(args: Any, model: Any) -> tuple[GRPOConfig, Any]:
+    """Settings that name the model, and the model where it is a loaded one."""
+    args = GRPOConfig() if args is None else args
+    if not isinstance(args, GRPOConfig):
+        raise ConfigError(f"args={args!r:.200}: a {type(args).__name__}; pass a GRPOConfig, such as GRPOConfig(...)")
+    if isinstance(model, str | Path):
+        return args.replace(model=str(model)), None
+    name = str(getattr(model, "name_or_path", "") or type(model).__name__)
+    return args if model is None else args.replace(model=name), model
+
+
+def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOConfig, Any]:
+    """`ref_model` where it is another checkpoint than the model, else None; and the settings that it needs."""
+    path = os.path.expanduser(other) if isinstance(other, str | Path) else None
+    same = path is not None and os.path.realpath(path) == os.path.realpath(config.model.model)
+    if other is None or other is model or (same and config.model.adapter is None):
+        return config, None
+    is_adapter = path is not None and (Path(path) / CONFIG_FILE).is_file()
+    beside = config.model.use_peft and not is_adapter
+    moves = config.schedule.max_staleness > 0 or config.algorithm.reference_update != "none"
+    for fails, why in (
+        (path is None and not hasattr(other, "named_parameters"), "no model; give a loaded one, a folder or a hub id"),
+        (not uses_reference(config), "nothing compares with it; set algorithm.beta above 0, or leave it out"),
+        (config.model.backend != "pytorch", "only model.backend='pytorch' has another reference; leave it out"),
+        (config.distributed.learners > 1, "one learner has another reference; set distributed.learners to 1"),
+        (beside and moves, "beside an adapter it needs schedule.max_staleness=0 and reference_update='none'"),
+    ):
+        if fails:
+            raise ConfigError(f"ref_model={path or type(other).__name__}: {why}")
+    # Fused layers read joined copies of the weights.
+    return config.replace(fused_layers=False) if beside else config, path or other
+
+
+def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
+    """The run's advantage estimator, if the rest of the run gives it what it needs."""
     estimator = estimator_of(config.algorithm)
     if estimator.needs_turns and world is None:
         raise ConfigError(
@@ -109,16 +148,6 @@ def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig
     return config.replace(max_completion_length=source.max_completion_length)
 
 
-def _seen_in_training(train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> int:
-    """Number of held-out rows that equal a training row, apart from their `uid` and `id`."""
-
-    def key(row: Mapping[str, Any]) -> str:
-        return repr(sorted((str(name), repr(value)) for name, value in row.items() if name not in ("uid", "id")))
-
-    known = {key(row) for row in train} if held_out else set()
-    return sum(key(row) in known for row in held_out)
-
-
 def load_data(
     config: GRPOConfig,
     task: Task | None,
@@ -126,12 +155,7 @@ def load_data(
     train_dataset: Any = None,
     eval_dataset: Any = None,
 ) -> Data:
-    """Rows and reward functions, from arguments where they are given, else from the config and its task.
-
-    Raises:
-        DataError: no data, or data that cannot be read.
-        ConfigError: no reward function, or one that needs a column that the data lacks.
-    """
+    """Rows and reward functions, from arguments where they are given, else from the config and its task."""
     data = config.data
     words = f"data.task={data.task or type(task).__name__!r}"
     both_of_task = task is not None and train_dataset is None and eval_dataset is None
@@ -161,7 +185,12 @@ def load_data(
         )
     train = load_rows(train_dataset)
     held_out = [] if eval_dataset is None else load_rows(eval_dataset, split="test", what="evaluation")
-    seen = _seen_in_training(train, held_out)
+
+    def key(row: Mapping[str, Any]) -> str:
+        return repr(sorted((str(name), repr(value)) for name, value in row.items() if name not in ("uid", "id")))
+
+    known = {key(row) for row in train} if held_out else set()
+    seen = sum(key(row) in known for row in held_out)
     if seen and both_of_task:
         raise DataError(
             f"{words}: {seen} of its {len(held_out)} eval_rows are train_rows too; the evaluation would be of what was "
@@ -267,11 +296,7 @@ class RunLength:
 
 
 def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLength:
-    """Steps of the run: those of the phases, `max_steps`, or `num_train_epochs` passes over the prompts.
-
-    Raises:
-        ConfigError: a decaying learning rate over an unknown number of steps.
-    """
+    """Steps of the run: those of the phases, `max_steps`, or `num_train_epochs` passes over the prompts."""
     schedule = config.schedule
     total: int | None
     per_step = config.algorithm.optimizer_steps
@@ -322,26 +347,29 @@ def decoder(policy: TrainedPolicy) -> Callable[[Sequence[int]], str]:
 
 
 ACCURACY, REWARD = "eval/accuracy", "eval/reward"
-_TOKEN_BYTES = 16
-"""Of a sampled token at the least: its id, its log-probability, its advantage."""
-_COMPLETION_BYTES = 2000
-"""Of a completion at the least: text, request, table row."""
+# At the least: of a sampled token its id, log-probability and advantage; of a completion text, request and table row;
+# of an environment's process what it does not share with the others.
+_TOKEN_BYTES, _COMPLETION_BYTES, _ENVIRONMENT_BYTES = 16, 2000, 2_000_000
 _MOST_COMPLETIONS = 250_000
 """Of a step: several times what the largest published runs have."""
-_ENVIRONMENT_BYTES = 2_000_000
-"""Of an environment's process at the least, most of its memory being shared with the others'."""
 
 
 def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect | None) -> IsCorrect | None:
-    """Who says which completions are right: the task, or the reward named by `rewards.correctness`; None = nobody.
-
-    Raises:
-        ConfigError: both say so, there is no such reward, or a setting needs what nobody says.
-    """
+    """Who says which completions are right: the task, or the reward named by `rewards.correctness`; None = nobody."""
     named = config.rewards.correctness
     if named is None:
-        if by_task is None:
-            _refuse_what_needs_it(config)
+        fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
+        if by_task is None and config.data.prompt_weighting == "difficulty":
+            raise ConfigError(
+                "data.prompt_weighting='difficulty': it needs to know which completions are right, and nothing says so "
+                f"here; {fix} set data.prompt_weighting to uniform"
+            )
+        for index, phase in enumerate(config.schedule.phases):
+            if by_task is None and phase.min_accuracy is not None:
+                raise ConfigError(
+                    f"schedule.phases[{index}].min_accuracy={phase.min_accuracy}: nothing says here which completions "
+                    f"are right; {fix} remove min_accuracy"
+                )
         return by_task
     if by_task is not None:
         raise ConfigError(
@@ -353,27 +381,9 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
     return named
 
 
-def _refuse_what_needs_it(config: GRPOConfig) -> None:
-    fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
-    if config.data.prompt_weighting == "difficulty":
-        raise ConfigError(
-            "data.prompt_weighting='difficulty': it needs to know which completions are right, and nothing says so "
-            f"here; {fix} set data.prompt_weighting to uniform"
-        )
-    for index, phase in enumerate(config.schedule.phases):
-        if phase.min_accuracy is not None:
-            raise ConfigError(
-                f"schedule.phases[{index}].min_accuracy={phase.min_accuracy}: nothing says here which completions are "
-                f"right; {fix} remove min_accuracy"
-            )
-
-
 def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bool, evaluates: bool) -> str:
     """The metric that says which evaluation is the best: `metric_for_best_model`; the mean reward in place of the
     default, accuracy, where nothing says what is right.
-
-    Raises:
-        ConfigError: it is not measured in this run, or there are no evaluations to choose from.
     """
     wanted, settings = config.evaluation.metric_for_best_model, config.evaluation
     if not evaluates:
@@ -395,11 +405,7 @@ def best_metric(config: GRPOConfig, rewards: Sequence[str], *, knows_correct: bo
 
 
 def require_measured(wanted: str, metrics: Sequence[str]) -> None:
-    """Stop at the first evaluation that lacks the metric for the best model, since none would ever be the best.
-
-    Raises:
-        ConfigError: it names what there is.
-    """
+    """Stop at the first evaluation that lacks the metric for the best model, since none would ever be the best."""
     if wanted in metrics:
         return
     usable = sorted(name for name in metrics if says_which_is_best(name))
@@ -415,9 +421,6 @@ def require_memory(config: GRPOConfig) -> None:
     """Refuse sizes that no memory holds: a run that the system kills says nothing.
 
     What a step, an evaluation and the environments hold at the least is compared with the machine's memory.
-
-    Raises:
-        ConfigError: it is more; the message names the settings and both amounts.
     """
     sampling, evaluation = config.sampling, config.evaluation
     group = config.largest_group
@@ -437,11 +440,7 @@ def require_memory(config: GRPOConfig) -> None:
 
 
 def require_room_for(name: str, completions: int, length: int) -> None:
-    """The same for so many completions of up to `length` tokens, that `name` asks for.
-
-    Raises:
-        ConfigError: the machine has less memory, or nobody means to wait for so many.
-    """
+    """The same for so many completions of up to `length` tokens, that `name` asks for."""
     _require(name, completions * (_COMPLETION_BYTES + _TOKEN_BYTES * length))
     if completions > _MOST_COMPLETIONS:
         raise ConfigError(f"{name}: {completions:,} completions at once; use up to {_MOST_COMPLETIONS:,}")

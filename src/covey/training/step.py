@@ -22,9 +22,8 @@ from covey.rollout.batching import (
     spread_over,
 )
 from covey.rollout.learning import Learner
-from covey.training.schedule import ResolvedPhase
+from covey.training.schedule import ResolvedPhase, TrainerState
 from covey.training.setup import RunLength, algorithm_in
-from covey.training.state import TrainerState
 from covey.training.update import Pass, Update, update
 from covey.types import Batch, Group
 

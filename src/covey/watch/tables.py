@@ -141,7 +141,7 @@ def episodes(rows: Sequence[Record], wanted: Any = None) -> Record:
 
 
 def _turns(value: Any) -> list[Record]:
-    """What `covey.training.rows.completion_rows` wrote of an episode."""
+    """What `covey.training.tables.completion_rows` wrote of an episode."""
     return [turn for turn in listed(value)[:_MOST_TURNS] if isinstance(turn, dict)]
 
 

@@ -1,8 +1,11 @@
-"""What fits into a GPU that is not there, of a model whose weights are not there either."""
+"""What a recipe costs: the parts of two steps, and that they leave nothing behind; and by formula what fits into a GPU
+that is not there, of a model whose weights are not there either.
+"""
 
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,79 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from command import Command
-from covey.config import GRPOConfig
+from covey import GRPOConfig, GRPOTrainer
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.footprint import peak_bytes
-from covey.training.device_memory import Recipe, fit
+from covey.training.checkup import Plan, Recipe, measure
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(set(text))) for text in completions]
+
+
+def slow_reward(completions: list[str], **columns: Any) -> list[float]:
+    time.sleep(1)
+    return reward(completions)
+
+
+def trainer_of(settings: dict[str, Any], reward: Any = reward, **changes: Any) -> GRPOTrainer:
+    rows = [{"prompt": f"say {word}: "} for word in ("one", "two", "three", "four", "five")]
+    return GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**settings | changes), train_dataset=rows)
+
+
+def part_of(plan: Plan, name: str) -> Any:
+    return next(part for part in plan.seconds if part.name == name)
+
+
+def test_a_plan_has_every_part_and_writes_nothing(settings: dict[str, Any]) -> None:
+    plan = measure(trainer_of(settings, max_steps=10, beta=0.0))
+    assert not Path(settings["output_dir"]).exists()
+    assert all(part.amount >= 0 for part in (*plan.seconds, *plan.memory))
+    assert part_of(plan, "update").amount > 0
+    assert part_of(plan, "reference log-probabilities").amount < 1e-3  # beta is 0
+    assert plan.run_seconds == pytest.approx(10 * plan.step_seconds)
+    assert plan.peak_bytes == pytest.approx(sum(part.amount for part in plan.memory))
+    assert 1 <= plan.mean_length <= settings["max_completion_length"]
+
+
+def test_a_step_that_waits_for_its_rewards_costs_that_wait(settings: dict[str, Any]) -> None:
+    """So slow that what else runs on the machine is nothing beside it."""
+    plan = measure(trainer_of(settings, slow_reward))
+    assert part_of(plan, "rewards").amount > 1
+    assert plan.step_seconds > 1
+
+
+def test_the_steps_are_those_of_the_run(settings: dict[str, Any]) -> None:
+    """The probe's two steps and the run's first two move the weights alike."""
+    changes: dict[str, Any] = {"max_steps": 2, "lr_scheduler_type": "constant", "beta": 0.0}
+    planned, trained = trainer_of(settings, **changes), trainer_of(settings, **changes)
+    measure(planned)
+    trained.train()
+    ours, theirs = planned.policy.state_dict(), trained.policy.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_evaluations_are_those_that_will_be_made(settings: dict[str, Any]) -> None:
+    for changes, wanted in (
+        ({"eval_steps": 2}, 4),  # after steps 2, 4 and 5, and before the first
+        ({"eval_steps": 2, "eval_at_end": False}, 3),
+        ({"eval_on_start": False, "eval_at_end": False}, 0),
+        ({"eval_on_start": False}, 1),
+    ):
+        trainer = trainer_of(settings, max_steps=5, **changes)
+        trainer.eval_prompts = trainer.prompts[:1]
+        assert measure(trainer).num_evaluations == wanted, changes
+
+
+def test_tied_groups_cost_no_update_and_the_reference_costs_where_it_is_used(settings: dict[str, Any]) -> None:
+    plan = measure(trainer_of(settings, lambda completions, **_: [1.0] * len(completions), beta=0.0))
+    assert plan.mixed_share == 0
+    assert part_of(plan, "update").amount == 0
+    reference = part_of(measure(trainer_of(settings, beta=0.04)), "reference log-probabilities")
+    assert reference.amount > 1e-4
+    assert reference.advice == "algorithm.beta=0: none"
+
+
+# ---------------------------------------------------------------------- a GPU, by formula
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +107,19 @@ def recipe_of(folder: Path, **settings: Any) -> Recipe:
 
 
 def peak(recipe: Recipe, room: float = 24e9, **changed: int) -> float:
-    return peak_bytes(recipe.phases(room, **changed))
+    return recipe.peak(room, **changed)
 
 
 def test_what_fits_fits_and_one_token_more_does_not(folder: Path) -> None:
     recipe, room = recipe_of(folder), 12e9
-    found = fit(recipe, room)
-    assert found.fits
-    assert found.changes == ()
-    assert 1024 < found.longest < 131072 - recipe.prompt
-    assert peak(recipe, own=found.longest) <= room < peak(recipe, own=found.longest + 1)
-    assert peak(recipe, tokens=found.tokens) <= room < peak(recipe, tokens=found.tokens + 1)
-    longer = replace(recipe, config=recipe.config.replace(max_completion_length=found.longest + 1))
-    assert not fit(longer, room).fits
-    assert fit(recipe, 141e9).longest == 131072 - recipe.prompt  # no further than the model was built for
+    longest, tokens = recipe.longest(room), recipe.tokens(room)
+    assert peak(recipe, room) <= room
+    assert 1024 < longest < 131072 - recipe.prompt
+    assert peak(recipe, own=longest) <= room < peak(recipe, own=longest + 1)
+    assert peak(recipe, tokens=tokens) <= room < peak(recipe, tokens=tokens + 1)
+    longer = replace(recipe, config=recipe.config.replace(max_completion_length=longest + 1))
+    assert peak(longer, room) > room
+    assert recipe.longest(141e9) == 131072 - recipe.prompt  # no further than the model was built for
 
 
 def test_an_adapter_that_is_too_large_is_said_as_it_is(folder: Path) -> None:
@@ -56,30 +127,11 @@ def test_an_adapter_that_is_too_large_is_said_as_it_is(folder: Path) -> None:
         recipe_of(folder, lora_r=1000000)
 
 
-def test_all_weights_stay_trained_where_a_combination_does(folder: Path) -> None:
-    recipe = recipe_of(folder, use_peft=False, gradient_checkpointing=False)
-    both = Recipe(
-        recipe.config.with_overrides(["optim.offload=true", "model.gradient_checkpointing=true"]), recipe.shape, True
-    )
-    room = peak(both) * 1.01
-    texts = [text for text, _ in fit(recipe, room).changes]
-    assert "optim.offload=true" in texts[0]
-    assert texts[-1] == "model.use_peft=true"
-
-
-def test_a_smaller_share_for_vllm_is_proposed(folder: Path) -> None:
-    recipe = recipe_of(folder, engine="vllm", gpu_memory_utilization=0.99)
-    found = fit(recipe, 24e9)
-    assert not found.fits
-    assert "vllm.gpu_memory_utilization=0.3" in [text for text, _ in found.changes]
-
-
 def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     config = GPT2Config(n_embd=64, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"])
     config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="has no linear layers that could be quantised"):
         recipe_of(tmp_path, quantization="nf4")
-    assert not recipe_of(tmp_path).quantisable
     with pytest.raises(ModelError, match=r"holds no adapter_config\.json"):
         recipe_of(tmp_path, adapter=str(tmp_path / "none"))
 
@@ -94,17 +146,6 @@ def test_fewer_bits_take_less(folder: Path) -> None:
     assert eight == pytest.approx(2.03 * plain.shape.trained)
     with pytest.raises(ConfigError, match="paged_adamw_8bit moves its moments by itself"):
         recipe_of(folder, optimizer="adamw_8bit", offload=True)
-
-
-@pytest.mark.parametrize("settings", [{}, {"use_peft": False, "beta": 0.1}, {"engine": "vllm"}], ids=str)
-def test_what_is_proposed_makes_it_fit(folder: Path, settings: dict[str, Any]) -> None:
-    recipe = recipe_of(folder, max_completion_length=2048, tokens_per_micro_batch=16384, **settings)
-    room = 0.7 * peak(recipe)
-    found = fit(recipe, room)
-    assert not found.fits
-    assert found.changes
-    for text, told in found.changes:
-        assert peak(Recipe.of(recipe.config.with_overrides(text.split())), room) == told <= room
 
 
 def test_each_setting_takes_what_it_says(folder: Path) -> None:
@@ -123,20 +164,6 @@ def test_each_setting_takes_what_it_says(folder: Path) -> None:
     asleep, awake = (recipe_of(folder, engine="vllm", sleep_level=level).phases(24e9) for level in (1, 0))
     assert asleep["sampling"] == {"vLLM's share": 0.3 * 24e9}
     assert awake["held"]["vLLM's share"] == 0.3 * 24e9
-
-
-def test_settings_that_save_memory_do(folder: Path) -> None:
-    plain = recipe_of(folder, max_completion_length=4096, use_peft=False, beta=0.1)
-    less = recipe_of(folder, max_completion_length=4096, use_peft=False, beta=0.1, offload=True)
-    weights = 1_235_814_400
-    held = sum(plain.phases(24e9)["held"].values()) - sum(less.phases(24e9)["held"].values())
-    assert held == 12 * weights  # two moments and the reference
-    checkpointed = recipe_of(folder, max_completion_length=4096, gradient_checkpointing=True)
-    ratio = (
-        checkpointed.phases(24e9)["learning"]["activations"]
-        / recipe_of(folder, max_completion_length=4096).phases(24e9)["learning"]["activations"]
-    )
-    assert 0.1 < ratio < 0.25
 
 
 @pytest.mark.parametrize(
@@ -159,7 +186,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_the_command_says_it(covey: Command, folder: Path, recipe_folder: Path, tmp_path: Path) -> None:
-    arguments = ["plan", str(recipe_folder), f"model.model={folder}", "data.max_prompt_length=100"]
+    arguments = ["doctor", str(recipe_folder), f"model.model={folder}", "data.max_prompt_length=100"]
     arguments += [f"run.output_dir={tmp_path / 'run'}", "--device-memory", "24", "--device-memory", "3"]
     status, shown, _ = covey(*arguments)
     assert status == 0
