@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 
 from covey.errors import ConfigError, ModelError
 from covey.jax import ModelConfig, Transformer, load_hf
+from covey.jax.linear import wide_product
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (3, 11))
 
@@ -106,6 +107,34 @@ def test_lora_is_a_collection_that_can_be_left_out() -> None:
     np.testing.assert_array_equal(apply(variables, tokens), plain)  # B = 0
     moved = {**variables, "lora": jax.tree.map(lambda x: x + 0.1, variables["lora"])}
     assert float(jnp.abs(apply(moved, tokens) - plain).max()) > 1e-3
+
+
+def test_sums_of_narrow_factors_stay_wide() -> None:
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((2, 5, 300), (2, 300, 7)))
+    found = wide_product(x, y)
+    exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, exact, atol=2e-5)
+    assert abs(np.asarray(x @ y, np.float64) - exact).max() > 1e-2  # what would be lost
+    weights = jnp.asarray(rng.normal(size=found.shape), jnp.float32)
+    gradients = jax.grad(lambda x, y: jnp.sum(weights * wide_product(x, y)), argnums=(0, 1))(x, y)
+    g = np.asarray(weights, np.float64)
+    for gradient, wanted in zip(
+        gradients,
+        (g @ np.asarray(y, np.float64).swapaxes(1, 2), np.asarray(x, np.float64).swapaxes(1, 2) @ g),
+        strict=True,
+    ):
+        assert gradient.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, atol=0.02 * abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_wide_factors_are_multiplied_as_ever(dtype: Any) -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), dtype)
+        assert wide_product(x, x).dtype == dtype
+        np.testing.assert_array_equal(wide_product(x, x), x @ x)
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:

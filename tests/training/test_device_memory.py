@@ -142,7 +142,6 @@ def test_settings_that_save_memory_do(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "jax"}, r"model\.backend='jax' and --device-memory"),
         ({"device": "cpu"}, r"model\.device='cpu' and --device-memory"),
         ({"learner_kind": "sharded"}, r"learner_kind='sharded' and --device-memory"),
     ],

@@ -51,7 +51,6 @@ class Recipe:
             ModelError: there is no such model.
         """
         for name, value, wrong in (
-            ("model.backend", config.model.backend, config.model.backend != "pytorch"),
             ("model.device", config.model.device, config.model.device == "cpu"),
             ("distributed.learner_kind", config.distributed.learner_kind, config.distributed.learner_kind == "sharded"),
         ):

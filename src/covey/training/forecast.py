@@ -81,8 +81,6 @@ def alone(config: GRPOConfig) -> GRPOConfig:
 
 def forecast(trainer: GRPOTrainer, config: GRPOConfig) -> Forecast | None:
     """Memory of each kind of process, and bytes of a sync."""
-    if config.model.backend != "pytorch":
-        return None
     policy: Any = trainer.policy
     chosen, urls = config.distributed, config.server.urls if config.server.upload_adapters_to_server else ()
     parameters = list(policy.model.parameters())

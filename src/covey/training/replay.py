@@ -242,7 +242,7 @@ def _tolerance_of(folder: RunFolder, config: GRPOConfig) -> tuple[float, str]:
 def _threads(folder: RunFolder, config: GRPOConfig) -> Iterator[None]:
     """As many threads as the run had, where this machine has them: PyTorch's sums depend on it."""
     wanted = folder.versions().get("threads")
-    if config.model.backend != "pytorch" or type(wanted) is not int or not 1 <= wanted <= (os.cpu_count() or 1):
+    if type(wanted) is not int or not 1 <= wanted <= (os.cpu_count() or 1):
         yield
         return
     import torch

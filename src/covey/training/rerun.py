@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.algorithms.masks import masks_by_policy
-from covey.backend import Backend, load_backend
+from covey.backend import Backend
 from covey.config.effects import uses_reference
 from covey.config.whole import GRPOConfig
 from covey.distributed.ranks import Ranks
@@ -165,7 +165,7 @@ class Rerun:
             CheckpointError: it is of another model, or damaged.
         """
         self.config = config
-        self._backend = _backend(config, first)
+        self._backend = _backend(first)
         self._backend.check(config)
         looking = config.replace(beta=1.0) if needs_reference and not uses_reference(config) else config
         self.policy: TrainedPolicy = self._backend.make_policy(looking)
@@ -249,13 +249,11 @@ def needs_weights_for_masks(config: GRPOConfig) -> bool:
     return masks_by_policy(config.algorithm) or config.algorithm.objective().loss.select is not None
 
 
-def _backend(config: GRPOConfig, stored: StoredStep) -> Backend:
+def _backend(stored: StoredStep) -> Backend:
     """What computed the run. Several ranks add gradients in fixed point, whose sum one process has bit for bit too."""
-    if stored.facts.learner.startswith("Leading") and config.model.backend == "pytorch":
-        from covey.pytorch.backend import PyTorchBackend
+    from covey.pytorch.backend import BACKEND, PyTorchBackend
 
-        return PyTorchBackend(SharedPacks(Ranks()))
-    return load_backend(config.model.backend)
+    return PyTorchBackend(SharedPacks(Ranks())) if stored.facts.learner.startswith("Leading") else BACKEND
 
 
 def _require_tokens(stored: StoredStep, vocabulary: int) -> None:

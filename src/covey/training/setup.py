@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.algorithms import Estimator
+from covey.backend import Backend
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.effects import correction_mode
 from covey.config.whole import GRPOConfig
@@ -437,3 +438,10 @@ def _require(name: str, size: int) -> None:
             f"{name}: needs at least {size / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB; "
             "use smaller numbers"
         )
+
+
+def default_backend() -> Backend:
+    """PyTorch's, which is loaded when a run is made: the name `GRPOTrainer` alone needs no torch."""
+    from covey.pytorch.backend import BACKEND
+
+    return BACKEND

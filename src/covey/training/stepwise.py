@@ -68,7 +68,6 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
     for fails, why in (
         (path is None and not hasattr(other, "named_parameters"), "no model; give a loaded one, a folder or a hub id"),
         (not uses_reference(config), "nothing compares with it; set algorithm.beta above 0, or leave it out"),
-        (config.model.backend != "pytorch", "only model.backend='pytorch' has another reference; leave it out"),
         (config.distributed.learners > 1, "one learner has another reference; set distributed.learners to 1"),
         (beside and moves, "beside an adapter it needs schedule.max_staleness=0 and reference_update='none'"),
     ):
