@@ -134,8 +134,8 @@ def test_bfloat16_is_as_exact_as_the_plain_model_s(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     config, params = load_hf(tmp_path, dtype=jnp.bfloat16, lora_rank=4, lora_alpha=32)
     record = as_record(batch)
-    rows = {name: record[name] for name in ("tokens", "lengths", "responses")}
-    found = jax.jit(lambda v: score(Transformer(config), v, **rows, config=GRPOConfig()).logp)({**params, "lora": lora})
+    how = {name: record[name] for name in ("tokens", "lengths", "responses")} | {"config": GRPOConfig()}
+    found = jax.jit(lambda variables: score(Transformer(config), variables, **how).logp)({**params, "lora": lora})
     assert found.dtype == jnp.float32
     own, ours = (abs(np.asarray(logp) - truth)[batch.mask].mean() for logp in (theirs, found))
     assert 0 < ours < 3 * own

@@ -89,7 +89,7 @@ def test_other_axes_are_refused() -> None:
         ("data 2, tensor 4",),
         pytest.param(("data 8", "tensor 8", "data 2, tensor 4"), marks=pytest.mark.slow),
     ],
-    ids=len,
+    ids=["one mesh", "all"],
 )
 def test_a_mesh_changes_nothing_but_where_it_runs(meshes: tuple[str, ...], tmp_path: Path) -> None:
     """Tokens, losses, gradients, steps and resumed runs, in a process of eight devices."""
@@ -105,7 +105,7 @@ def test_a_mesh_changes_nothing_but_where_it_runs(meshes: tuple[str, ...], tmp_p
             "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
             "NPROC": "64",  # threads of the pool that sums over devices wait on; see docs/jax.md
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": jax.config.read("jax_compilation_cache_dir"),
+            "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
         },
     )
