@@ -8,19 +8,20 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from covey.backend import Backend
 from covey.config.whole import GRPOConfig
-from covey.distributed.fleet import Fleet
-from covey.distributed.members import LocalMember, done
-from covey.distributed.pool import Maker
-from covey.distributed.reward_workers import LocalRewards, RewardHost, Rewards, RewardWorkers
-from covey.distributed.world_workers import Seats, WorldHost, Worlds, WorldWorkers
-from covey.environments.base import World
-from covey.environments.pool import FEWEST_RESETS_AT_ONCE, EnvironmentPool
 from covey.errors import ConfigError
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
+
+if TYPE_CHECKING:  # a run on one machine loads none of it
+    from covey.distributed.fleet import Fleet
+    from covey.distributed.pool import Maker
+    from covey.distributed.world_workers import WorldWorkers
+    from covey.environments.base import World
+    from covey.environments.pool import EnvironmentPool
 
 _GRACE_SECONDS = 5.0
 """Beyond its own time limits, that a worker has to say which reward function hangs."""
@@ -40,6 +41,8 @@ def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) ->
         own = backend.make_sampler(config, policy)
         if chosen.samplers is None or getattr(own, "cuts_units", False):
             return own
+        from covey.distributed.members import LocalMember, done
+
         member = LocalMember(own)
         return _fleet(config, [lambda again: done(member)])
     from covey.distributed.servers import connect, make_member
@@ -58,6 +61,9 @@ def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
     chosen, count = config.distributed, config.distributed.reward_workers
     if count is None:
         return
+    from covey.distributed.members import done
+    from covey.distributed.reward_workers import LocalRewards, RewardHost, Rewards, RewardWorkers
+
     if all(spec.whole_batch for spec in scorer.specs):
         raise ConfigError(
             f"distributed.reward_workers={count}: {', '.join(scorer.names)} has whole_batch = True, so that it is "
@@ -87,6 +93,9 @@ def make_worlds(config: GRPOConfig, world: World) -> EnvironmentPool | WorldWork
     Raises:
         ConfigError: the world cannot be sent, or the cluster does not do.
     """
+    from covey.distributed.world_workers import Seats, WorldHost, Worlds, WorldWorkers
+    from covey.environments.pool import FEWEST_RESETS_AT_ONCE, EnvironmentPool
+
     chosen, wanted = config.environment, config.distributed
     reset_seconds, step_seconds = chosen.reset_seconds, chosen.step_seconds
     if not wanted.world_workers:
@@ -173,6 +182,8 @@ def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
 
 
 def _fleet(config: GRPOConfig, makers: list[Maker], closing: Callable[[], None] = lambda: None) -> Fleet:
+    from covey.distributed.fleet import Fleet
+
     chosen, told = config.distributed, config.to_dict()
     # what numbers depend on besides weights, requests and how tokens are drawn
     salt = hashlib.sha256(repr((told["model"], told["sampling"])).encode()).hexdigest()

@@ -10,7 +10,6 @@ import numpy as np
 from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_worlds
 from covey.environments.base import World
-from covey.environments.registry import get_world
 from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
 from covey.rollout.batching import has_text
@@ -38,12 +37,6 @@ _HOW_TO_ACT = {
     "tags": "Write your action between <action> and </action>.",
     "tool": 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.',
 }
-
-
-def load_world(config: GRPOConfig) -> World | None:
-    """The world named by `environment.world`, or None."""
-    name = config.environment.world
-    return None if name is None else get_world(name)
 
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
