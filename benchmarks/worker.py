@@ -22,27 +22,6 @@ from typing import Any
 from workloads import GPU_WORKLOADS, MODEL_SETTINGS, WORKLOADS, Reward, Workload
 
 _PARTS = ("sampling", "update")
-_COMPILING: list[float] = []
-
-
-def compiled() -> dict[str, float]:
-    """Seconds that JAX has spent on programs since the last call; nothing where it does not run."""
-    if "jax" not in sys.modules:
-        return {}
-    seconds = sum(_COMPILING)
-    _COMPILING.clear()
-    return {"compile_seconds": seconds}
-
-
-def watch_compiling() -> None:
-    """Add up what JAX says it spends on tracing, lowering and compiling."""
-    import jax
-
-    def heard(event: str, seconds: float, **kwargs: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            _COMPILING.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
 
 
 class Device:
@@ -101,9 +80,6 @@ class Device:
             peak = self._cuda.max_memory_allocated()
             found |= {"peak_device": max(peak, self._earlier.get("peak_device", 0))}
             found |= {"update_peak_device": peak} if self._earlier else {}
-        elif "jax" in sys.modules:
-            known = sys.modules["jax"].devices()[0].memory_stats() or {}
-            found |= {"peak_device": known["peak_bytes_in_use"]} if "peak_bytes_in_use" in known else {}
         return found
 
     @property
@@ -134,7 +110,7 @@ class TakeTurns:
         report |= self._device.end_step(seconds)
         history = getattr(args[1] if len(args) > 1 else kwargs.get("state"), "log_history", None) or [{}]
         report |= {name: history[-1][f"time/{name}"] for name in _PARTS if f"time/{name}" in history[-1]}
-        self._wait(report | compiled())
+        self._wait(report)
 
     def _wait(self, message: dict[str, Any]) -> None:
         print(json.dumps(message), file=self._out, flush=True)
@@ -180,9 +156,6 @@ def run_covey(
     settings = shared_settings(workload, args.steps, args.folder)
     settings |= {"model": args.model, "prompts_per_step": workload.num_prompts, "shuffle": False, "dtype": args.dtype}
     settings |= {"device": "cpu"} if args.cpu else {}
-    if args.library == "covey-jax":
-        watch_compiling()
-        settings["backend"] = "jax"
     if args.library == "covey-vllm":
         settings |= {"engine": "vllm", "max_model_len": args.max_model_len}
     settings |= {"eval_steps": 0, "save_steps": 0, **MODEL_SETTINGS, **json.loads(args.settings)}
@@ -240,7 +213,7 @@ def run_trl(args: argparse.Namespace, workload: Workload, rows: list[dict[str, s
 def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("library", choices=("covey", "covey-jax", "covey-vllm", "trl", "trl-vllm"))
+    parser.add_argument("library", choices=("covey", "covey-vllm", "trl", "trl-vllm"))
     parser.add_argument("workload", choices=sorted(WORKLOADS | GPU_WORKLOADS))
     parser.add_argument("--model", required=True, help="folder of the model, in transformers' format")
     parser.add_argument("--prompts", required=True, help="JSON list of prompts")

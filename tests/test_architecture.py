@@ -41,7 +41,7 @@ ROOMS = (
     ("cli", "trl", "__main__", "__init__"),
 )
 LEVELS = {name: level for level, names in enumerate(ROOMS) for name in names}
-SAME_LEVEL = {("tasks", "rewards"), ("environments", "rewards"), ("jax", "pytorch")}
+SAME_LEVEL = {("tasks", "rewards"), ("environments", "rewards")}
 MAY_PRINT = {"cli", "__main__", "trl"}
 WITHOUT_TORCH = {
     "types",
@@ -266,13 +266,13 @@ def test_library_rooms_do_not_print() -> None:
         ("types.py", "from covey.errors import DataError", True),
         ("types.py", "from covey import algorithms", False),
         ("training/trainer.py", "from covey.config import GRPOConfig", True),
-        ("training/trainer.py", "from covey.jax.backend import BACKEND", True),
+        ("training/trainer.py", "from covey.pytorch.backend import BACKEND", True),
         ("config.py", "from covey.config.training import OptimConfig", True),
         ("config.py", "from covey.training.trainer import GRPOTrainer", False),
         ("config.py", "if TYPE_CHECKING:\n    from covey.training.trainer import GRPOTrainer", False),
-        ("jax/backend.py", "from covey.config import GRPOConfig\nfrom covey.backend import Backend", True),
-        ("jax/backend.py", "def f():\n    from covey.pytorch.models.loading import load_model", True),
-        ("pytorch/backend.py", "from covey.jax.engine import Engine", False),
+        ("pytorch/backend.py", "from covey.config import GRPOConfig\nfrom covey.backend import Backend", True),
+        ("jax/loading.py", "def f():\n    from covey.pytorch.models.loading import load_model", False),
+        ("pytorch/backend.py", "from covey.jax.model import Transformer", False),
         ("rollout/packing.py", "if TYPE_CHECKING:\n    from covey.training import trainer", False),
         ("observe/doctor.py", "from covey.config import GRPOConfig", False),
         ("training/trainer.py", "def f():\n    from covey.cli.app import main", False),

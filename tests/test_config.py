@@ -615,6 +615,12 @@ def test_the_folder_may_come_first_without_a_name() -> None:
     assert GRPOConfig("runs/first", beta=0.0).run.output_dir == "runs/first"
 
 
+def test_a_recipe_that_names_pytorch_loads_and_one_that_names_jax_is_told_of_its_trainer() -> None:
+    assert GRPOConfig(model={"backend": "pytorch"}) == GRPOConfig.from_overrides(["model.backend=pytorch"])
+    with pytest.raises(ConfigError, match=r"^model\.backend='jax': is no setting any more; .*covey\.jax\.GRPOTrainer"):
+        GRPOConfig(model={"backend": "jax"})
+
+
 def test_old_names_say_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(old_names.SETTINGS, "old_number", (3, "use new_number"))
     assert GRPOConfig.from_overrides(["old_number=3"]) == GRPOConfig(sampling={"old_number": 3}) == GRPOConfig()

@@ -1,22 +1,18 @@
-"""What computes: the parts that a run asks a backend for, and where the backends are.
+"""What computes: the parts that a run asks a backend for.
 
 A backend is a value with five functions and no state, so that a run on several machines is one more of them:
-`GRPOTrainer(..., backend=MyBackend())`. The trainer never asks which one it has.
+`GRPOTrainer(..., backend=MyBackend())`. The trainer never asks which one it has; without one it is PyTorch's,
+`covey.pytorch.backend`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from covey.config.whole import GRPOConfig
-from covey.errors import ModelError
 from covey.rollout.learning import Learner, Sampler, TrainedPolicy
 from covey.types import Prompt
-
-BACKENDS = {"pytorch": "covey.pytorch.backend", "jax": "covey.jax.backend"}
-"""`model.backend` -> the module whose `BACKEND` it is."""
 
 
 class Backend(Protocol):
@@ -79,17 +75,3 @@ def adapter_options(config: GRPOConfig) -> dict[str, Any]:
         "adapter": chosen.adapter,
         "seed": config.run.seed,
     }
-
-
-def load_backend(name: str) -> Backend:
-    """The backend that `model.backend` names; nothing of the others is imported.
-
-    Raises:
-        ModelError: its packages are not installed.
-    """
-    try:
-        return cast(Backend, import_module(BACKENDS[name]).BACKEND)
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"model.backend={name!r}: {error.name} is not installed; run pip install 'covey[{name}]'"
-        ) from error

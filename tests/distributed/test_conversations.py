@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.backend import load_backend
 from covey.distributed import start
 from covey.distributed.fleet import Fleet
 from covey.distributed.members import Held, Member, MemberError, done, in_thread
 from covey.observe.run_folder import RunFolder
+from covey.pytorch.backend import BACKEND
 from covey.rollout.learning import TrainedPolicy
 from covey.types import Completion, Progress, Request, SamplingSettings
 
@@ -58,7 +58,7 @@ def play(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
         def fleet(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
             def make(again: bool) -> Future[Member]:
-                engine = load_backend("pytorch").make_sampler(config, policy)
+                engine = BACKEND.make_sampler(config, policy)
                 return done(EngineMember(engine, calls, asked, set(dies)))
 
             return start._fleet(config, [make] * (config.distributed.samplers or 0))

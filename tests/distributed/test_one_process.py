@@ -128,7 +128,6 @@ def few_vowels(completions: list[Any], **columns: Any) -> list[float]:
         ({"gpus_per_sampler": 2.0}, "distributed.gpus_per_sampler=2: Covey"),
         ({"sampler_kind": "sglang"}, "distributed.sampler_kind='sglang'"),
         ({"samplers": 2, "upload_adapters_to_server": True}, "either actors sample or servers do"),
-        ({"samplers": 2, "backend": "jax"}, "actors sample with PyTorch"),
         ({"inference_server_url": "http://a:1,http://a:1/"}, "http://a:1 is there twice"),
         ({"inference_server_url": ("http://a:1", "")}, "one of them is empty"),
     ],

@@ -1,6 +1,7 @@
 """These tests compile many tiny functions and run each a few times: compiling fast matters, running fast does not.
 
-What one test has compiled the next one need not: programs are kept in a folder of the session.
+What one test or one run has compiled the next one need not: programs are kept in pytest's cache folder, each worker's
+in one of its own, since a program is written in place.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ if jaxlib.__version__.startswith("0.10."):  # an unknown flag would end the proc
 
 
 @pytest.fixture(autouse=True, scope="session")
-def kept_programs(tmp_path_factory: pytest.TempPathFactory) -> None:
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+def kept_programs(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider
+    name = f"jax_programs_{os.environ.get('PYTEST_XDIST_WORKER', 'alone')}"
+    folder = tmp_path_factory.mktemp(name) if cache is None else cache.mkdir(name)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

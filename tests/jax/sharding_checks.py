@@ -1,4 +1,4 @@
-"""Run by test_sharding.py in a process of eight devices: `python sharding_checks.py EMPTY_FOLDER`."""
+"""Run by test_sharding.py in a process of eight devices: `python sharding_checks.py EMPTY_FOLDER MESH...`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from jax_cases import VOCAB, make_trainer, moved, small_transformer
 
 from covey.errors import ConfigError, RewardError
 from covey.jax import GRPOTrainer, TrainState, jax_reward
+from covey.jax.sharding import variables_sharding
 
 BATCH = {
     "prompts": [[2, 3], [4], [5, 6, 2], [3, 3, 3], [7], [8, 9], [10, 11], [12]],
@@ -69,19 +70,14 @@ def placement(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def shard_shapes(variables: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree.leaves_with_path(variables)
-    return {jax.tree_util.keystr(path[1:]): x.sharding.shard_shape(x.shape) for path, x in leaves}
-
-
-def check_numbers(folder: Path) -> Any:
+def check_numbers(folder: Path, meshes: list[str]) -> Any:
     """Two steps on a record: the same tokens, losses, moments (so gradients) and parameters on each mesh.
 
     Returns:
         The record.
     """
     first: dict[str, Any] = {}
-    for name in MESHES:
+    for name in ("none", *meshes):
         trainer, begin = trainer_on(name)
         record = trainer.rollout(begin.params, trainer.prepare_batch(begin, BATCH))
         one, metrics = trainer.train_step(begin, record)
@@ -100,35 +96,18 @@ def check_numbers(folder: Path) -> Any:
         if name == "none":
             continue
         assert placement(two) == placement(begin)
+        assert placement(begin.params) == variables_sharding(begin.params, trainer.mesh, trainer.policy_model)
         assert placement(two.opt_state[0].trace) == placement(two.params) == placement(trainer.ref_params)
         rows = 32 // trainer.mesh.shape.get("data", 1)
         assert record["responses"].sharding.shard_shape((32, 3)) == (rows, 3)
         if name == "data 8":
             other = trainer, begin, record
         if name == "data 2, tensor 4":
-            check_kernels(begin)
             check_compiled_sampling(trainer, begin, one, metrics)
             check_resume(folder, trainer, begin, one, two, record)
-            check_resume_elsewhere(folder, *other, two)
+            if "data 8" in meshes:
+                check_resume_elsewhere(folder, *other, two)
     return {name: value for name, value in record.items() if name != "constants"}
-
-
-def check_kernels(state: TrainState) -> None:
-    """Quarters; heads are of width 4."""
-    shapes = shard_shapes(state.params)
-    attention, mlp = "['layer_0_attention']", "['layer_0_mlp']"
-    wanted = {
-        "['embedding']": (4, 16),
-        "['head']": (16, 4),
-        f"{attention}['q_proj']['kernel']": (16, 8),
-        f"{attention}['q_proj']['bias']": (8,),
-        f"{attention}['k_proj']['kernel']": (16, 4),
-        f"{attention}['o_proj']['kernel']": (8, 16),
-        f"{attention}['o_proj']['bias']": (16,),
-        f"{mlp}['up_proj']['kernel']": (16, 6),
-        f"{mlp}['down_proj']['kernel']": (6, 16),
-    }
-    assert {name: shapes[name] for name in wanted} == wanted
 
 
 def check_compiled_sampling(trainer: GRPOTrainer, begin: TrainState, one: TrainState, metrics: Any) -> None:
@@ -176,13 +155,8 @@ def check_lora(record: Any) -> None:
         after, metrics = trainer.train_step(state, numbers(record))
         found.append(numbers((metrics["loss"], after.params, after.opt_state)))
     assert_close(*found)
-    shapes = shard_shapes(after.params)
-    attention = "['layer_0_attention']"
-    assert shapes[f"{attention}['q_proj']['a']"] == (16, 2)
-    assert shapes[f"{attention}['q_proj']['b']"] == (2, 8)
-    assert shapes[f"{attention}['o_proj']['a']"] == (8, 2)
-    assert shapes[f"{attention}['o_proj']['b']"] == (2, 16)
-    assert shard_shapes(trainer.frozen_params)[f"{attention}['q_proj']['kernel']"] == (16, 8)
+    for placed in (after.params, trainer.frozen_params):
+        assert placement(placed) == variables_sharding(placed, trainer.mesh, trainer.policy_model)
 
 
 def check_another_module() -> None:
@@ -212,6 +186,8 @@ if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update("jax_enable_x64", True)
     assert len(jax.devices()) == 8
-    check_lora(check_numbers(Path(sys.argv[1])))
-    check_another_module()
+    record = check_numbers(Path(sys.argv[1]), sys.argv[2:])
+    if len(sys.argv) > 3:
+        check_lora(record)
+        check_another_module()
     print("same")

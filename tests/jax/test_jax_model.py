@@ -1,4 +1,4 @@
-"""The Flax decoder against transformers, its cache against a plain forward, LoRA as a collection of its own."""
+"""The Flax decoder against transformers, its cache against a plain forward, sums of narrow factors."""
 
 from __future__ import annotations
 
@@ -15,43 +15,35 @@ from tiny_models import tiny_model
 
 from covey.errors import ConfigError, ModelError
 from covey.jax import ModelConfig, Transformer, load_hf
+from covey.jax.linear import wide_product
 
 TOKENS = np.random.default_rng(0).integers(0, 97, (3, 11))
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_log_probabilities_equal_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
-    theirs = tiny_model(family, tie_word_embeddings=tied, num_layers=2 if tied else 1)
+def test_log_probabilities_and_gradients_equal_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+    """Of the embedding, in which PyTorch leaves the row of the padding token alone where it is read."""
+    small = tiny_model(family, num_layers=2 if tied else 1)
+    changes = {"pad_token_id": 5, "tie_word_embeddings": tied}
+    theirs = type(small)(type(small).config_class(**(small.config.to_dict() | changes))).eval()
     theirs.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    config, params = load_hf(tmp_path)
-    ours = jax.nn.log_softmax(jax.jit(Transformer(config).apply)(params, jnp.asarray(TOKENS)), -1)
-    with torch.no_grad():
-        expected = torch.log_softmax(theirs(input_ids=torch.from_numpy(TOKENS)).logits, -1).numpy()
-    np.testing.assert_allclose(np.asarray(ours), expected, atol=1e-4)
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_gradients_equal_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
-    """Of the embedding, in which PyTorch leaves the row of the padding token alone where it is read."""
-    made = type(tiny_model(family, num_layers=1))
-    theirs = made(made.config_class(**(tiny_model(family, num_layers=1).config.to_dict() | {"pad_token_id": 5})))
-    theirs.config.tie_word_embeddings = tied
-    theirs = made(theirs.config)
-    theirs.save_pretrained(tmp_path)
     config, params = load_hf(tmp_path)
     tokens = np.concatenate([TOKENS, np.full((3, 2), 5)], axis=1)
 
     def loss(params: Any) -> Any:
-        return jax.nn.log_softmax(Transformer(config).apply(params, jnp.asarray(tokens)), -1)[..., 7].sum()
+        logp = jax.nn.log_softmax(Transformer(config).apply(params, jnp.asarray(tokens)), -1)
+        return logp[..., 7].sum(), logp
 
-    torch.log_softmax(theirs(input_ids=torch.from_numpy(tokens)).logits, -1)[..., 7].sum().backward()
-    expected = theirs.get_input_embeddings().weight.grad.numpy()
-    found = np.asarray(jax.jit(jax.grad(loss))(params)["params"]["embedding"])
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
-    assert tied == bool(np.abs(found[5]).max())
+    expected = torch.log_softmax(theirs(input_ids=torch.from_numpy(tokens)).logits, -1)
+    expected[..., 7].sum().backward()
+    gradient = theirs.get_input_embeddings().weight.grad.numpy()
+    found, logp = jax.jit(jax.grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(np.asarray(logp), expected.detach().numpy(), atol=1e-4)
+    embedding = np.asarray(found["params"]["embedding"])
+    np.testing.assert_allclose(embedding, gradient, atol=1e-5 * np.abs(gradient).max())
+    assert tied == bool(np.abs(embedding[5]).max())
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
@@ -95,17 +87,24 @@ def test_cache_and_columns_change_nothing(window: int | None) -> None:
         position = position + 1
 
 
-def test_lora_is_a_collection_that_can_be_left_out() -> None:
-    config = ModelConfig(31, 16, 24, 1, 2, 1, lora_rank=2)
-    model = Transformer(config)
-    tokens = jnp.arange(6)[None]
-    variables = jax.jit(model.init)(jax.random.key(0), tokens)
-    apply = jax.jit(model.apply)
-    assert {leaf.shape[-1] for leaf in jax.tree.leaves(variables["lora"]["layer_0_mlp"]["up_proj"])} == {2, 24}
-    plain = apply({"params": variables["params"]}, tokens)
-    np.testing.assert_array_equal(apply(variables, tokens), plain)  # B = 0
-    moved = {**variables, "lora": jax.tree.map(lambda x: x + 0.1, variables["lora"])}
-    assert float(jnp.abs(apply(moved, tokens) - plain).max()) > 1e-3
+def test_sums_of_narrow_factors_stay_wide() -> None:
+    rng = np.random.default_rng(0)
+    x, y = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((2, 5, 300), (2, 300, 7)))
+    found = wide_product(x, y)
+    exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, exact, atol=2e-5)
+    assert abs(np.asarray(x @ y, np.float64) - exact).max() > 1e-2  # what would be lost
+    weights = jnp.asarray(rng.normal(size=found.shape), jnp.float32)
+    gradients = jax.grad(lambda x, y: jnp.sum(weights * wide_product(x, y)), argnums=(0, 1))(x, y)
+    g = np.asarray(weights, np.float64)
+    for gradient, wanted in zip(
+        gradients,
+        (g @ np.asarray(y, np.float64).swapaxes(1, 2), np.asarray(x, np.float64).swapaxes(1, 2) @ g),
+        strict=True,
+    ):
+        assert gradient.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, atol=0.02 * abs(wanted).max())
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:

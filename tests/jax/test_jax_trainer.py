@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,29 @@ def test_the_loop_counts_saves_and_stops(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "4"]
     with pytest.raises(ConfigError, match="save_steps=1: there is nowhere"):
         trainer.train(state, batches, save_steps=1)
+
+
+def test_the_loop_keeps_one_state() -> None:
+    """`train` steps in place on a copy; `train_step` leaves what it is given alone, and both give the same numbers."""
+    trainer, state = make_trainer(small_transformer(lora_rank=2), kl_coeff=0.1)
+    held: list[Any] = []
+    program = trainer._compiled_step
+
+    def watched(state: Any, ready: Any) -> Any:
+        held.append(jax.tree.leaves((state.params, state.opt_state)))
+        return program(state, ready)
+
+    trainer._compiled_step = watched  # type: ignore[assignment]
+    batch = {"prompts": PROMPTS}
+    after = trainer.train(state, [batch, batch])
+    assert len(held) == 2
+    assert not any(array.is_deleted() for array in jax.tree.leaves(state))
+    assert all(array.is_deleted() for array in itertools.chain(*held))
+    stepped = state
+    for _ in range(2):
+        stepped, _ = trainer.train_step(stepped, batch)
+    for mine, other in zip(jax.tree.leaves(after.params), jax.tree.leaves(stepped.params), strict=True):
+        np.testing.assert_array_equal(mine, other)
 
 
 def test_resume_gives_the_same_numbers(tmp_path: Path) -> None:

@@ -288,6 +288,12 @@ def test_tensors_that_do_not_fit_are_named(adapter: Any) -> None:
 
 
 def test_transformers_loads_a_saved_model(base: Base, tmp_path: Path) -> None:
+    """And what was only loaded is saved as the same file."""
+    save_model(tmp_path, base.config, base.params["params"], base.hf_config)
+    before, after = load_file(base.folder / "model.safetensors"), load_file(tmp_path / "model.safetensors")
+    assert_same(after, before)
+    assert ("lm_head.weight" in after) is not base.config.tie_embeddings
+    assert json.loads((tmp_path / "config.json").read_text()) == base.hf_config
     moved = jax.tree.map(lambda x: x * 1.01, base.params)
     save_model(tmp_path, base.config, moved, base.hf_config)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -295,14 +301,6 @@ def test_transformers_loads_a_saved_model(base: Base, tmp_path: Path) -> None:
     config, back = load_hf(tmp_path)
     assert config == base.config
     assert_same(back, moved)
-    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) is not base.config.tie_embeddings
-
-
-def test_a_model_loaded_and_saved_is_the_same_file(base: Base, tmp_path: Path) -> None:
-    save_model(tmp_path, base.config, base.params["params"], base.hf_config)
-    before, after = load_file(base.folder / "model.safetensors"), load_file(tmp_path / "model.safetensors")
-    assert_same(after, before)
-    assert json.loads((tmp_path / "config.json").read_text()) == base.hf_config
 
 
 @pytest.mark.parametrize("changes", [{"qk_norm": True, "head_dim": 4}, {"qkv_bias": True, "out_bias": True}])

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from covey.config import GRPOConfig
 from covey.config.effects import correction_mode
 from covey.errors import ConfigError, ModelError
-from covey.jax.backend import JaxBackend
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import EffectiveWeights
 from covey.pytorch.models.dequantise import dequantised, held_bytes, is_quantised, plain_linear, quantised_layers
@@ -256,8 +255,6 @@ def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: 
 def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"quantization='nf4' with use_peft=False.*set model.use_peft to true"):
         GRPOConfig(quantization="nf4", use_peft=False)
-    with pytest.raises(ConfigError, match=r"model.quantization='nf4': the JAX backend does not have this"):
-        JaxBackend().check(GRPOConfig(quantization="nf4", backend="jax"))
     with pytest.raises(ConfigError, match=r"quantization='nf4'.*merge_adapter=False"):
         GRPOConfig(quantization="nf4", engine="vllm", merge_adapter=False)
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel\) has no linear layers"):

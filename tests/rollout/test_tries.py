@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.rollout.tries import build_trie, fill_gaps, partition
+from covey.rollout.tries import build_trie, partition
 from covey.types import IntArray
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=16)
@@ -47,40 +47,15 @@ def test_as_many_tokens_as_there_are_different_beginnings(lists: list[list[int]]
 
 
 @settings(max_examples=300, deadline=None)
-@given(sequences, st.integers(1, 40), st.none() | st.integers(1, 5))
-def test_parts_keep_the_budget_and_hold_every_row_once(
-    lists: list[list[int]], budget: int, most_rows: int | None
-) -> None:
-    parts = partition(build_trie(numbered(lists)), budget, most_rows)
+@given(sequences, st.integers(1, 40))
+def test_parts_keep_the_budget_and_hold_every_row_once(lists: list[list[int]], budget: int) -> None:
+    parts = partition(build_trie(numbered(lists)), budget)
     assert sorted(row for part in parts for row in part) == list(range(len(lists)))
     for part in parts:
         size = prefixes([lists[row] for row in part])
         assert size <= max(budget, max(len(lists[row]) for row in part))
-        assert most_rows is None or len(part) <= most_rows
-    if prefixes(lists) <= budget and most_rows is None:
+    if prefixes(lists) <= budget:
         assert len(parts) == 1
-
-
-@settings(max_examples=200, deadline=None)
-@given(sequences, st.integers(12, 40), st.none() | st.integers(1, 5))
-def test_gaps_take_whole_parts_within_both_limits(lists: list[list[int]], budget: int, most_rows: int | None) -> None:
-    root = build_trie(numbered(lists))
-    before = partition(root, budget, most_rows)
-    parts = fill_gaps(root, before, budget, most_rows)
-    assert sorted(row for part in parts for row in part) == list(range(len(lists)))
-    assert len(parts) <= len(before)
-    for part in parts:
-        assert prefixes([lists[row] for row in part]) <= budget
-        assert most_rows is None or len(part) <= most_rows
-
-
-def test_a_row_goes_where_it_adds_least() -> None:
-    """The last part's rows find 3 tokens of gap in each of the others: one shares two of them with the second."""
-    lists = [[1] * 7, [2] * 6 + [5], [2, 2, 3], [4, 4, 4]]
-    root = build_trie(numbered(lists))
-    assert fill_gaps(root, [[0], [1], [2, 3]], 10) == [[0, 3], [1, 2]]
-    assert fill_gaps(root, [[0], [1], [2, 3]], 9) == [[0], [1], [2, 3]]
-    assert fill_gaps(root, [[0], [1], [2, 3]], 10, most_rows=1) == [[0], [1], [2, 3]]
 
 
 def test_cuts_repeat_what_is_least() -> None:

@@ -169,7 +169,6 @@ def test_each_setting_takes_what_it_says(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "jax"}, r"model\.backend='jax' and --device-memory"),
         ({"device": "cpu"}, r"model\.device='cpu' and --device-memory"),
         ({"learner_kind": "sharded"}, r"learner_kind='sharded' and --device-memory"),
     ],

@@ -16,10 +16,10 @@ from test_kill_and_resume import numbers
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.backend import load_backend
 from covey.errors import ConfigError, DataError, ModelError, RewardError, RunFolderError
 from covey.observe import describe_metric
 from covey.observe.run_folder import RunFolder
+from covey.pytorch.backend import BACKEND
 
 GMPO_FILE = Path(__file__).parents[2] / "recipes" / "gmpo" / "gmpo.py"
 GMPO = f"{GMPO_FILE}:gmpo"
@@ -71,7 +71,7 @@ def test_a_backend_of_ones_own_makes_all_parts(settings: dict[str, Any]) -> None
     class Mine:
         def __getattr__(self, name: str) -> Any:
             asked.append(name)
-            return getattr(load_backend("pytorch"), name)
+            return getattr(BACKEND, name)
 
     args = GRPOConfig(**(settings | {"max_steps": 1}))
     trainer = GRPOTrainer(reward_funcs=share_of_letters, args=args, train_dataset=ROWS, backend=Mine())

@@ -119,16 +119,12 @@ def options(
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, or a folder that holds recipe.toml.")],
     overrides: Overrides = None,
-    backend: Annotated[
-        str | None, typer.Option(help="What computes, pytorch or jax, in place of the recipe's model.backend.")
-    ] = None,
 ) -> None:
     """Train as a recipe says. Measures before and after where the recipe has held-out prompts.
 
     Leaves a run folder (`run.output_dir`) with config, metrics, completions, checkpoints, adapter and learning curve.
     """
-    chosen = [] if backend is None else [f"model.backend={backend}"]
-    config = GRPOConfig.from_toml(recipe_file(recipe), overrides=[*(overrides or []), *chosen])
+    config = GRPOConfig.from_toml(recipe_file(recipe), overrides=overrides or [])
     with said_by_signals():
         from covey.training import launch
 
@@ -254,7 +250,7 @@ def sample(
     """Sample completions and print them."""
     from dataclasses import replace
 
-    from covey.backend import load_backend
+    from covey.pytorch.backend import BACKEND
     from covey.tasks.dataset import build_prompts
     from covey.training import setup
     from covey.training.setup import require_room_for
@@ -264,10 +260,9 @@ def sample(
     prompt = [os.fsencode(text).decode("utf-8", "replace") for text in prompt]  # of any locale
     config = config_for(model, adapter, None).replace(max_completion_length=max_tokens)
     task = setup.load_task(config) if system is None else None
-    backend = load_backend(config.model.backend)
-    backend.check(config)
-    policy = backend.make_policy(config)
-    engine = backend.make_sampler(config, policy)
+    BACKEND.check(config)
+    policy = BACKEND.make_policy(config)
+    engine = BACKEND.make_sampler(config, policy)
     prompts = build_prompts(
         [{"prompt": [{"role": "user", "content": text}]} for text in prompt],
         policy.tokenizer,

@@ -15,7 +15,10 @@ COMMANDS: dict[str, str] = {
 }
 """Command -> what to type instead, such as `covey doctor RECIPE`."""
 
-SETTINGS: dict[str, tuple[Any, str]] = {}
+SETTINGS: dict[str, tuple[Any, str]] = {
+    "backend": ("pytorch", "recipes train with PyTorch; in JAX train with covey.jax.GRPOTrainer (docs/jax.md)"),
+    "mesh": (None, "recipes train with PyTorch; covey.jax.GRPOTrainer takes a mesh (docs/jax.md)"),
+}
 """Field -> the default that it had, and what to write instead.
 
 A recipe or a run folder of an earlier version may hold the default, which is dropped without a word. Any other value is

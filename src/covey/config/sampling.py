@@ -1,7 +1,6 @@
 """The `model`, `sampling` and `vllm` sections: which network, and how completions are drawn from it.
 
-`ModelConfig` lives here and not with a backend: both backends read it, and reading a config must not import
-torch.
+`ModelConfig` lives here and not with what computes: reading a config must not import torch.
 """
 
 from __future__ import annotations
@@ -29,15 +28,7 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
     quantization: Literal["none", "nf4", "int8", "torchao_int8"] = Field(
         default="none",
         description="Hold the frozen model's linear layers in fewer bits under the adapter (QLoRA): nf4 (4 bits) or "
-        "int8 of bitsandbytes, or torchao_int8 (extra quantization). PyTorch only, with use_peft.",
-    )
-    backend: Literal["pytorch", "jax"] = Field(
-        default="pytorch", description="What computes: PyTorch, or JAX (Llama, Mistral, Qwen2, Qwen3; extra jax)."
-    )
-    mesh: str | None = Field(
-        default=None,
-        pattern=r"^(data|tensor)=[1-9]\d*(,(data|tensor)=[1-9]\d*)?$",
-        description="JAX only: devices to spread over, such as data=4 (completions) or data=2,tensor=4 (weights too).",
+        "int8 of bitsandbytes, or torchao_int8 (extra quantization). With use_peft.",
     )
     device: str = Field(
         default="auto",

@@ -62,8 +62,6 @@ def _problems_here(config: Any) -> Iterator[str]:
     """What a vLLM cannot do that shares its process with the learner."""
     words, chosen = "sampling.engine='vllm'", config.distributed
     actors = "for vLLM in processes of its own set distributed.samplers=1, distributed.sampler_kind=vllm and"
-    if config.model.backend != "pytorch":
-        yield f"{words} and model.backend={config.model.backend!r}: vLLM runs beside PyTorch; set one of the two"
     if config.model.quantization != "none" and config.vllm.merge_adapter is False:
         yield (
             f"{words} with model.quantization={config.model.quantization!r} and vllm.merge_adapter=False: vLLM would "

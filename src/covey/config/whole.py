@@ -352,11 +352,6 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"distributed.samplers={samplers} and server.upload_adapters_to_server=True: either actors sample or "
             "servers do; set distributed.samplers to 0, or upload_adapters_to_server to false"
         )
-    if samplers and config.model.backend != "pytorch":
-        problems.append(
-            f"distributed.samplers={samplers} and model.backend={config.model.backend!r}: actors sample with PyTorch; "
-            "set distributed.samplers to 0"
-        )
     problems += vllm_problems(config)
     to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
     if to_covey and not config.model.use_peft:

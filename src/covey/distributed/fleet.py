@@ -51,11 +51,6 @@ class Fleet(Pool):
         """Version of the weights published last; -1 after `release` where this process samples."""
         return self._version
 
-    def expect(self, prompt: int) -> None:
-        """Tell the engine of this process, if that samples and compiles for shapes, how long prompts will be."""
-        if self._local is not None and hasattr(self._local, "expect"):
-            self._local.expect(prompt)
-
     def publish(self, weights: Weights) -> None:
         """Give weights to all members, and return when those that live have them.
 

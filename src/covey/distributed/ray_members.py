@@ -23,7 +23,6 @@ from ray.exceptions import RayError
 from torch.distributed.tensor import DTensor
 
 from covey.adapters import Adapter, fingerprint
-from covey.backend import load_backend
 from covey.config.whole import GRPOConfig
 from covey.distributed.head import CONNECT_SECONDS, Head
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
@@ -41,6 +40,7 @@ from covey.distributed.ray_cluster import (
 )
 from covey.distributed.vllm_host import VLLMHost
 from covey.errors import ConfigError
+from covey.pytorch.backend import BACKEND
 from covey.pytorch.engine.merge import bare_model, weights_of
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import adapter_of, attach_adapter, load_adapter
@@ -110,7 +110,7 @@ class EngineHost:
         """The same engine as in the trainer's process: what it is built from decides how it computes."""
         view: Any = SimpleNamespace(model=self._model, tokenizer=self._loaded.tokenizer)
         self._engine = None
-        self._engine = load_backend("pytorch").make_sampler(self._config, view)
+        self._engine = BACKEND.make_sampler(self._config, view)
 
 
 class VLLMActor(VLLMHost):

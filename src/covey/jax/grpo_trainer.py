@@ -29,8 +29,8 @@ from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
 from covey.jax.grpo_config import GRPOConfig
 from covey.jax.rewarding import Decode, HostRewards, call_jax_reward, is_jax_reward
-from covey.jax.sampling import sample, score
-from covey.jax.scoring import Scores, loss_terms
+from covey.jax.sampling import sample
+from covey.jax.scoring import Scores, loss_terms, score
 from covey.jax.sharding import check_mesh, keep_placed, place, place_rows, variables_sharding
 from covey.jax.trainer import Metrics, Trainer, TrainState
 

@@ -6,12 +6,11 @@ PyTorch keeps a linear layer as `[out, in]`, Flax as `[in, out]`: matrices are t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
@@ -86,36 +85,16 @@ def load_hf(
             its config.
     """
     folder = Path(folder)
-    config = replace(_read_config(folder), lora_rank=lora_rank, lora_alpha=lora_alpha)
-    params = params_from_tensors(config, _read_tensors(folder), dtype=dtype, source=str(folder))
-    return config, {"params": jax.tree.map(jnp.asarray, params)}
-
-
-def params_from_tensors(
-    config: ModelConfig, tensors: Mapping[str, np.ndarray[Any, Any]], *, dtype: Any = jnp.float32, source: str
-) -> dict[str, Any]:
-    """Parameters of `Transformer(config)` from tensors under Hugging Face's names, on the host.
-
-    No device need hold more than its part of them.
-
-    Raises:
-        ModelError: one is missing, has another shape, or has no place in the model.
-    """
-    ours = (name for name in tensors if not name.endswith("rotary_emb.inv_freq"))
+    config = replace(_read_config(folder / "config.json"), lora_rank=lora_rank, lora_alpha=lora_alpha)
+    tensors = {name: x for name, x in _read_tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
-        ours = (name for name in ours if name != "lm_head.weight")  # some files repeat the embedding
-    tensors = {name: tensors[name] for name in ours}
+        tensors.pop("lm_head.weight", None)  # some files repeat the embedding
     fix = f"use all files of one {', '.join(_TYPES)} model; the download may be incomplete"
-    return collection(places(config), tensors, dtype, f"{source}: its weights", fix, np.asarray)
+    return config, {"params": collection(places(config), tensors, jnp.dtype(dtype), f"{folder}: its weights", fix)}
 
 
 def collection(
-    wanted: Iterable[Place],
-    tensors: dict[str, Any],
-    dtype: Any,
-    what: str,
-    fix: str,
-    make: Callable[[Any, Any], Any] = jnp.asarray,
+    wanted: Iterable[Place], tensors: dict[str, Any], dtype: jnp.dtype[Any] | None, what: str, fix: str
 ) -> dict[str, Any]:
     """A Flax collection from tensors by name, which are taken out of `tensors`, so that memory holds them once.
 
@@ -126,26 +105,16 @@ def collection(
     check_fits({place.name: place.saved_shape for place in wanted}, tensors, what, fix)
     found: dict[tuple[str, ...], Any] = {}
     for place in wanted:
-        array = make(tensors.pop(place.name), None if dtype is None else jnp.dtype(dtype))
-        found[place.path] = array.T if place.is_transposed else array
+        array = np.asarray(tensors.pop(place.name), dtype)
+        found[place.path] = jnp.asarray(array.T if place.is_transposed else array)
     return unflatten_dict(found)
 
 
-def _read_config(folder: Path) -> ModelConfig:
-    path = folder / "config.json"
+def _read_config(path: Path) -> ModelConfig:
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read ({error}); name a folder saved by save_pretrained") from error
-    return config_from_hf(found, str(path))
-
-
-def config_from_hf(found: Any, path: str) -> ModelConfig:
-    """The model's shape from what its `config.json` holds; `path` is what errors call it.
-
-    Raises:
-        ModelError: an architecture that `Transformer` does not compute.
-    """
     if not isinstance(found, Mapping) or found.get("model_type") not in _TYPES:
         kind = found.get("model_type") if isinstance(found, Mapping) else None
         raise ModelError(f"{path}: model_type={kind!r} is not supported in JAX; use one of {', '.join(_TYPES)}")
@@ -187,7 +156,7 @@ def config_from_hf(found: Any, path: str) -> ModelConfig:
         raise ModelError(f"{path}: no {error}; use the file that belongs to the weights") from error
 
 
-def _rope_scaling(path: str, rope: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(path: Path, rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

@@ -6,6 +6,9 @@
 
 Sequences are padded on the right: attention is causal, so no token sees the padding after it, and no mask is needed.
 
+Keys are kept as `[N, K, D, S]` and values as `[N, K, S, D]` (K key-value heads of width D, S slots): so both products
+of attention are plain matrix products, without a transposed copy.
+
 LoRA factors are a variable collection of their own, `lora`. `apply` with `params` alone is the model without adapters:
 the reference policy needs no second copy of the weights.
 
@@ -15,6 +18,7 @@ Limits: rotary scaling `linear` and `llama3` only; one sliding window for all la
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +27,18 @@ import jax
 import jax.numpy as jnp
 
 from covey.errors import ConfigError
-from covey.jax.attention import Attend, KeysValues, cached, causal
 from covey.jax.linear import lora_linear, wide_product
 
+KeysValues = tuple[jax.Array, jax.Array]
+"""Keys `[N, K, D, S]` and values `[N, K, S, D]` of a layer; slot s holds position s."""
 Cache = tuple[KeysValues, ...]
 """The keys and values of each layer."""
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Who sees whom: `(q [N, L, H, D], k [N, L, K, D], v) -> mixed [N, L, H, D]`, positions turned in; H / K query heads
+share a key-value head.
+"""
+
+_NEVER = -1e30  # finite, so that a row that sees nothing is no NaN
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -234,15 +245,15 @@ class Transformer(nn.Module):
             x = jnp.where((tokens == c.padding_token)[..., None], jax.lax.stop_gradient(x), x)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        rotation = rotation_of(c, positions, x.dtype)
+        rotation = _rotation(c, positions, x.dtype)
         written: list[KeysValues] = []
         attention, mlp = (nn.remat(Attention, static_argnums=(3,)), nn.remat(MLP)) if c.remat else (Attention, MLP)
         for index in range(c.num_layers):
             before = RMSNorm(c.norm_eps, name=f"layer_{index}_attention_norm")(x)
             if cache is not None:
-                mix = cached(cache[index], positions, c.sliding_window, written.append)
+                mix = _cached(cache[index], positions, c.sliding_window, written.append)
             else:
-                mix = causal(positions, c.sliding_window)
+                mix = _causal(positions, c.sliding_window)
             x = x + attention(c, name=f"layer_{index}_attention")(before, rotation, mix)
             x = x + mlp(c, name=f"layer_{index}_mlp")(RMSNorm(c.norm_eps, name=f"layer_{index}_mlp_norm")(x))
         x = RMSNorm(c.norm_eps, name="final_norm")(x)
@@ -270,7 +281,7 @@ def _linear(config: ModelConfig, features: int, bias: bool, name: str) -> Linear
     return Linear(features, bias, rank, config.lora_alpha, name=name)
 
 
-def rotation_of(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _rotation(config: ModelConfig, positions: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines `[N, L, 1, head_dim / 2]`.
 
     They are behind a barrier: the compiler would compute them again for each head of each layer.
@@ -298,3 +309,56 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate heads `[N, L, heads, head_dim]`: component i turns with component i + head_dim / 2."""
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def _causal(positions: jax.Array, window: int | None) -> Attend:
+    """Each token of `[N, L]` sees those at its own and earlier positions."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return _mix(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), _seen(positions, positions, window))
+
+    return attend
+
+
+def _cached(cache: KeysValues, positions: jax.Array, window: int | None, keep: Callable[[KeysValues], Any]) -> Attend:
+    """The same, with keys and values written into a cache at `positions`, and all that it holds before them seen.
+
+    `keep` takes the new cache. What lies beyond its end is not written: a finished row may be advanced past it.
+    """
+
+    def write(cache: KeysValues, positions: jax.Array, new: KeysValues) -> KeysValues:
+        """One row. Row by row, since devices that share the rows of a batch would exchange the whole cache for a
+        scatter over all of them.
+        """
+        keys = cache[0].at[:, :, positions].set(new[0].transpose(1, 2, 0), mode="drop")
+        return keys, cache[1].at[:, positions].set(new[1].swapaxes(0, 1), mode="drop")
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        keys, values = jax.vmap(write)(cache, positions, (k.astype(cache[0].dtype), v.astype(cache[1].dtype)))
+        keep((keys, values))
+        seen = _seen(positions, jnp.arange(keys.shape[3])[None], window)
+        return _mix(q, keys.astype(q.dtype), values.astype(q.dtype), seen)
+
+    return attend
+
+
+def _seen(positions: jax.Array, slots: jax.Array, window: int | None) -> jax.Array:
+    """`[N, L, S]` whether the token at a position sees a slot."""
+    seen = slots[:, None] <= positions[:, :, None]
+    return seen if window is None else seen & (positions[:, :, None] - slots[:, None] < window)
+
+
+def _mix(q: jax.Array, keys: jax.Array, values: jax.Array, seen: jax.Array) -> jax.Array:
+    """Attention of queries `[N, L, H, D]`: mixed values of the slots that they see, `[N, L, S]`.
+
+    Scores, their exponentials and both sums are float32 at least; what is multiplied keeps its type.
+    """
+    many, length, size, heads = q.shape[0], q.shape[1], q.shape[3], keys.shape[1]
+    grouped = q.reshape(many, length, heads, -1, size).transpose(0, 2, 3, 1, 4)  # [N, K, G, L, D]
+    rows = grouped.shape[2] * length
+    scores = wide_product(grouped.reshape(many, heads, rows, size), keys) / math.sqrt(size)
+    scores = jnp.where(seen[:, None, None], scores.reshape(*grouped.shape[:4], -1), _NEVER)
+    mass = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
+    mixed = wide_product(mass.astype(q.dtype).reshape(many, heads, rows, -1), values).reshape(grouped.shape)
+    mixed = (mixed / jnp.sum(mass, axis=-1, keepdims=True)).astype(q.dtype)  # fewer numbers than weights to divide
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(q.shape)

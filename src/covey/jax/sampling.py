@@ -1,23 +1,40 @@
-"""Draw responses and score them, inside compiled functions.
+"""Draw responses inside compiled functions: temperature, what may be drawn, the inverse CDF, and the loop.
 
 Rows are contiguous and padded on the right: prompt, response, padding. A causal model never sees what follows, so any
 model that maps tokens to logits will do.
 
     tokens      [11 12 13 21 22  2  0  0]     prompt of 3 in a width of 5, response of 3 (2 ends it), T = 3
     responses   [21 22 2]
+
+A token is drawn by inverting its row's cumulative distribution at one given number u. The CDF is taken in two levels,
+blocks of 256 probabilities and then inside the chosen one: a running sum over a whole vocabulary is slow and inexact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from covey.jax.drawing import Advance, SamplingParams, decode, draw, log_probabilities
+from covey.algorithms import restrict_to_support
 from covey.jax.grpo_config import GRPOConfig
-from covey.jax.scoring import Scores, token_scores
+from covey.jax.scoring import log_probabilities, take_columns
+
+_BLOCK = 256
+
+
+class Draw(NamedTuple):
+    """For each of R rows: a token, its log-probability, and bits `[R, ceil(V / 8)]` of what could be drawn."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    support: jax.Array | None
+
+
+Advance = Callable[[jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""`(tokens [R], positions [R], state) -> (logits [R, V] of what follows, state)`."""
 
 
 def sample(
@@ -46,50 +63,34 @@ def sample(
     """
     group, limit = config.sampling.num_generations, config.sampling.max_completion_length
     variables = jax.lax.stop_gradient(variables)
-    sampling = SamplingParams(
-        config.temperature, config.top_k, config.top_p, config.min_p, config.keep_sampling_mask, config.eos_token_ids
-    )
     logits, state = _start(model, variables, prompts, lengths, limit)
     logits, state, prompts, lengths = jax.tree.map(
         lambda x: jnp.repeat(x, group, axis=0), (logits, state, prompts, lengths)
     )
-    rows, vocabulary = logits.shape
+    rows = logits.shape[0]
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
     dtype = jnp.promote_types(logits.dtype, jnp.float32)
+    # One number more than is needed: no loop over an array of no columns.
     u = jax.vmap(lambda own: jax.random.uniform(own, (limit + 1,), dtype))(keys)
-    first = draw(logits, u[:, 0], sampling)
-    found = decode(
-        _advance(model, variables),
-        state,
-        first.tokens,
-        lengths,
-        jnp.where(sampling.ends(first.tokens), 0, limit - 1).astype(jnp.int32),
-        u[:, 1:],  # one number more than is needed: no loop over an array of no columns
-        sampling,
-        beyond=prompts.shape[1] + limit,
-        vocabulary=vocabulary,
+    first = draw(logits, u[:, 0], config)
+    state = (first.tokens, lengths, _left(first.tokens, jnp.full(rows, limit), config), state)
+    later, steps = _decode(_advance(model, variables), state, u[:, 1:], config, beyond=prompts.shape[1] + limit)
+    tokens, logprobs, support = jax.tree.map(
+        lambda one, others: jnp.concatenate([one[:, None], others], axis=1)[:, :limit], first, later
     )
-
-    def whole(first: jax.Array, later: jax.Array) -> jax.Array:
-        return jnp.concatenate([first[:, None], later], axis=1)[:, :limit]
-
-    tokens = whole(first.tokens, found.tokens)
     mask = tokens >= 0
     responses = jnp.where(mask, tokens, config.pad_token_id).astype(prompts.dtype)
     columns = lengths[:, None] + jnp.arange(limit)
-    joined = jnp.pad(prompts, ((0, 0), (0, limit))).at[jnp.arange(rows)[:, None], columns].set(responses)
     record = {
-        "tokens": joined,
+        "tokens": jnp.pad(prompts, ((0, 0), (0, limit))).at[jnp.arange(rows)[:, None], columns].set(responses),
         "lengths": lengths,
         "responses": responses,
         "mask": mask,
-        "old_logprobs": jnp.where(mask, whole(first.logprobs, found.logprobs), 0.0),
-        "finished": jnp.any(sampling.ends(tokens), axis=1),
-        "steps": found.steps,
+        "old_logprobs": jnp.where(mask, logprobs, 0.0),
+        "finished": jnp.any(_ends(tokens, config), axis=1),
+        "steps": steps,
     }
-    if first.support is not None and found.support is not None:
-        record["support"] = whole(first.support, found.support)
-    return record
+    return record if support is None else record | {"support": support}
 
 
 def _start(model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, limit: int) -> tuple[jax.Array, Any]:
@@ -102,7 +103,7 @@ def _start(model: Any, variables: Any, prompts: jax.Array, lengths: jax.Array, l
         logits, cache = model.apply(variables, prompts, cache=cache, columns=last)
         return logits[:, 0], cache
     rows = jnp.pad(prompts, ((0, 0), (0, limit)))
-    return _at(model.apply(variables, rows), last)[:, 0], rows
+    return take_columns(model.apply(variables, rows), last)[:, 0], rows
 
 
 def _advance(model: Any, variables: Any) -> Advance:
@@ -115,46 +116,116 @@ def _advance(model: Any, variables: Any) -> Advance:
     def whole_rows(token: jax.Array, position: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = rows.at[jnp.arange(rows.shape[0]), position].set(token.astype(rows.dtype), mode="drop")
         last = jnp.minimum(position, rows.shape[1] - 1)[:, None]
-        return _at(model.apply(variables, rows), last)[:, 0], rows
+        return take_columns(model.apply(variables, rows), last)[:, 0], rows
 
     return with_cache if hasattr(model, "init_cache") else whole_rows
 
 
-def score(
-    model: Any,
-    variables: Any,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    responses: jax.Array,
-    config: GRPOConfig,
-    support: jax.Array | None = None,
-    reference: Callable[[], Any] | None = None,
-) -> Scores:
-    """Log-probabilities and entropies of responses, differentiable in `variables`.
+def _decode(advance: Advance, state: Any, u: jax.Array, config: GRPOConfig, *, beyond: int) -> tuple[Draw, jax.Array]:
+    """Run each row's token, draw the next, and so on until no row may go on.
 
     Args:
-        model: see `sample`.
-        variables: what it is applied with.
-        tokens: `[R, L]` from `sample`.
-        lengths: `[R]` tokens before the response.
-        responses: `[R, T]`.
-        config: temperature and KL estimator.
-        support: bits from `sample`; probabilities are then those among these tokens.
-        reference: gives `(model, variables)` of the reference for a KL over the vocabulary.
+        advance: runs the model.
+        state: `[R]` tokens that are not run yet, the positions where they belong, and how many more each row may draw
+            (0 = it rests); and what `advance` begins with.
+        u: `[R, C]` a random number for each token.
+        config: how tokens are drawn.
+        beyond: the position of rows that rest, where `advance` writes nothing.
+
+    Returns:
+        The draws, `[R, C]` each, with tokens of -1 where a row rested; and the steps that were taken.
     """
-    columns = lengths[:, None] - 1 + jnp.arange(responses.shape[1])
+    shapes = jax.eval_shape(
+        lambda token, position, budget, state: draw(advance(token, position, state)[0], u[:, 0], config), *state
+    )
+    drawn = jax.tree.map(lambda x: jnp.zeros((x.shape[0], u.shape[1], *x.shape[1:]), x.dtype), shapes)
+    drawn = drawn._replace(tokens=drawn.tokens - 1)
 
-    def distribution(model: Any, variables: Any) -> jax.Array:
-        if hasattr(model, "init_cache"):
-            logits = model.apply(variables, tokens, columns=columns)
-        else:
-            logits = _at(model.apply(variables, tokens), columns)
-        return log_probabilities(logits, config.temperature, support)
+    def goes_on(carry: Any) -> jax.Array:
+        t, (_, _, budget, _), _ = carry
+        return (t < u.shape[1]) & jnp.any(budget > 0)
 
-    logp = distribution(model, variables)
-    other = None if reference is None else jax.lax.stop_gradient(distribution(*reference()))
-    return token_scores(logp, responses, other, config.kl_estimator)
+    def step(carry: Any) -> Any:
+        t, (token, position, budget, state), drawn = carry
+        active = budget > 0
+        logits, state = advance(token, jnp.where(active, position, beyond), state)
+        new = draw(logits, u[:, t], config)
+        told = new._replace(tokens=jnp.where(active, new.tokens, -1))
+        drawn = jax.tree.map(lambda all_of, one: all_of.at[:, t].set(one), drawn, told)
+        return t + 1, (new.tokens, position + active, _left(new.tokens, budget, config), state), drawn
+
+    steps, _, drawn = jax.lax.while_loop(goes_on, step, (jnp.zeros((), jnp.int32), state, drawn))
+    return drawn, steps
 
 
-def _at(logits: jax.Array, columns: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(logits, columns[:, :, None], axis=1)
+def _left(drawn: jax.Array, budget: jax.Array, config: GRPOConfig) -> jax.Array:
+    """`[R]` how many more tokens each row may draw after these."""
+    return jnp.where((budget > 0) & ~_ends(drawn, config), budget - 1, 0).astype(jnp.int32)
+
+
+def _ends(tokens: jax.Array, config: GRPOConfig) -> jax.Array:
+    """Whether each of `[...]` tokens is one of the `eos_token_ids`."""
+    return jnp.any(tokens[..., None] == jnp.asarray(config.eos_token_ids, jnp.int32), axis=-1)
+
+
+def draw(logits: jax.Array, u: jax.Array, config: GRPOConfig) -> Draw:
+    """One token for each row of logits `[R, V]` at the numbers `u` `[R]` in [0, 1).
+
+    With `keep_sampling_mask` the log-probability is that among the tokens that were kept.
+    """
+    logp = log_probabilities(logits, config.temperature)
+    support = kept(logp, config.top_k, config.top_p, config.min_p)
+    limited = logp if support is None else jnp.where(support, logp, -jnp.inf)
+    tokens = invert(jnp.exp(limited), u)
+    told, bits = limited, None
+    if support is not None and config.keep_sampling_mask:
+        told, bits = restrict_to_support(logp, support), jnp.packbits(support, axis=-1)
+    at = tokens[:, None]
+    chosen = jnp.take_along_axis(told, at, axis=1)[:, 0]
+    # A token at the very edge of what min_p keeps may be kept in one copy of the comparison and not in the other.
+    chosen = jnp.where(chosen == -jnp.inf, jnp.take_along_axis(logp, at, axis=1)[:, 0], chosen)
+    return Draw(tokens.astype(jnp.int32), chosen, bits)
+
+
+def invert(mass: jax.Array, u: jax.Array) -> jax.Array:
+    """`[R]` the inverse CDF of each row of non-negative `mass` `[R, V]` at `u` `[R]`; never a token of mass 0."""
+    rows, width = mass.shape
+    whole = -(-width // _BLOCK) * _BLOCK
+    blocks = jnp.pad(mass, ((0, 0), (0, whole - width))).reshape(rows, -1, _BLOCK)
+    running = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    target = u * running[:, -1]
+    block = _first_above(running, target)
+    before = jnp.where(block > 0, jnp.take_along_axis(running, jnp.maximum(block - 1, 0)[:, None], axis=1)[:, 0], 0.0)
+    inside = jnp.cumsum(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=-1)
+    # Never below 0: `running` may be computed twice, rounded in two ways, and a token of mass 0 may come first.
+    return block * _BLOCK + _first_above(inside, jnp.maximum(target - before, 0.0))
+
+
+def _first_above(running: jax.Array, target: jax.Array) -> jax.Array:
+    """`[R]` first position whose running sum exceeds the target; the last step up if rounding leaves none."""
+    position = jnp.sum(running <= target[:, None], axis=-1)
+    last = jnp.sum(running < running[:, -1:], axis=-1)
+    return jnp.minimum(position, last)
+
+
+def kept(logp: jax.Array, top_k: int, top_p: float, min_p: float) -> jax.Array | None:
+    """`[R, V]` True where top-k, then top-p, then min-p let a token be drawn; None where nothing is cut.
+
+    Tokens are kept by their rank, not by comparing values with a threshold that is one of them: compiled code may
+    compute a value twice, rounded in two ways.
+    """
+    size = logp.shape[-1]
+    count = top_k if 0 < top_k < size else size
+    support = None
+    if top_p < 1 or count < size:
+        ordered, ids = jax.lax.top_k(logp, size if top_p < 1 else count)
+        keep = jnp.broadcast_to(jnp.arange(ordered.shape[-1]) < count, ordered.shape)
+        if top_p < 1:
+            probabilities = jax.nn.softmax(jnp.where(keep, ordered, -jnp.inf), axis=-1)
+            before = jnp.cumsum(probabilities, axis=-1) - probabilities  # of all likelier tokens
+            keep &= (before < top_p) | (jnp.arange(ordered.shape[-1]) == 0)
+        support = jnp.zeros(logp.shape, bool).at[jnp.arange(logp.shape[0])[:, None], ids].set(keep)
+    if min_p > 0:
+        likely = logp >= jnp.max(logp, axis=-1, keepdims=True) + jnp.log(min_p)
+        support = likely if support is None else support & likely
+    return support

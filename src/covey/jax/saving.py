@@ -81,11 +81,18 @@ def lora_from_tensors(
     return lora
 
 
-def adapter_of(config: ModelConfig, lora: Any, *, base_model: str) -> Adapter:
-    """An adapter as its files hold it; the arguments are those of `save_adapter`.
+def save_adapter(folder: str | Path, config: ModelConfig, lora: Any, *, base_model: str) -> None:
+    """Write an adapter that PEFT and all that reads PEFT's files can load.
+
+    Args:
+        folder: created if missing.
+        config: of the model; `lora_rank` and `lora_alpha` are written.
+        lora: see `adapter_tensors`.
+        base_model: folder or name of the model that it belongs to.
 
     Raises:
         ModelError: see `adapter_tensors`.
+        RunFolderError: it cannot be written.
     """
     tensors = adapter_tensors(config, lora)
     alpha = float(config.lora_alpha)
@@ -100,23 +107,7 @@ def adapter_of(config: ModelConfig, lora: Any, *, base_model: str) -> Adapter:
         "target_modules": list(_modules(_collection(lora, "lora"))),
         "bias": "none",
     }
-    return Adapter(tensors, settings)
-
-
-def save_adapter(folder: str | Path, config: ModelConfig, lora: Any, *, base_model: str) -> None:
-    """Write an adapter that PEFT and all that reads PEFT's files can load.
-
-    Args:
-        folder: created if missing.
-        config: of the model; `lora_rank` and `lora_alpha` are written.
-        lora: see `adapter_tensors`.
-        base_model: folder or name of the model that it belongs to.
-
-    Raises:
-        ModelError: see `adapter_tensors`.
-        RunFolderError: it cannot be written.
-    """
-    adapter_of(config, lora, base_model=base_model).write(folder)
+    Adapter(tensors, settings).write(folder)
 
 
 def load_adapter(folder: str | Path) -> LoadedAdapter:

@@ -7,7 +7,6 @@
     q, k, v, gate, up      kernel [in, out | split]     bias [out | split]     LoRA a copied, b [r, out | split]
     o, down                kernel [in | split, out]     bias copied            LoRA a [in | split, r], b copied
     embedding, head        split on the vocabulary
-    stacked layers         the same, behind the axis that counts them
 
 A product with a kernel split on its outputs, then one with a kernel split on its inputs, needs a single sum over the
 devices (Megatron-LM, Shoeybi et al. 2019). The compiler puts it there: placement changes no result beyond rounding.
@@ -19,9 +18,6 @@ where the axis would cut through a key-value head: the devices would exchange it
 
 from __future__ import annotations
 
-import math
-import os
-import re
 from typing import Any
 
 import jax
@@ -32,11 +28,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from covey.errors import ConfigError
 
 DATA, TENSOR = "data", "tensor"
-LAYERS = "layers"
-
-# A CPU's sums over forced devices wait on threads of one pool, which has no more of them than there are devices: sums
-# along two axes at once can hold them all, and none ends. XLA reads the pool's size from NPROC.
-_THREADS_A_DEVICE = 8
 
 # Name of an array -> (number of its dimensions, the one that is split).
 _Rules = dict[str, tuple[int, int]]
@@ -47,43 +38,6 @@ _LAYERS = {
     **dict.fromkeys(("o_proj", "down_proj"), _SPLIT_INPUTS),
 }
 _VOCABULARY: _Rules = {"embedding": (2, 0), "head": (2, 1)}
-
-
-def make_mesh(axes: str | None, device: str = "auto") -> Mesh | None:
-    """The mesh of `model.mesh` on the devices of a kind; None = one device, JAX's first.
-
-    Raises:
-        ConfigError: JAX sees no such device, or too few of them.
-    """
-    kind = device.partition(":")[0]
-    if forced := re.search(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
-        os.environ.setdefault("NPROC", str(_THREADS_A_DEVICE * int(forced[1])))
-    try:
-        devices = jax.devices() if kind == "auto" else jax.devices({"cuda": "gpu"}.get(kind, kind))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"model.device={device!r}: JAX sees none here ({str(error).splitlines()[0]}); use auto or cpu"
-        ) from error
-    if axes is None:
-        if kind != "auto":
-            jax.config.update("jax_default_device", devices[int(device.partition(":")[2] or 0)])
-        return None
-    sizes = {name: int(size) for name, _, size in (part.partition("=") for part in axes.split(","))}
-    wanted = math.prod(sizes.values())
-    if wanted > len(devices):
-        raise ConfigError(
-            f"model.mesh={axes!r}: {wanted} devices, but JAX sees {len(devices)} here; choose a smaller mesh (on a "
-            f"CPU, XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes so many of it)"
-        )
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices[:wanted])
-
-
-def runs_on_cpu(mesh: Mesh | None) -> bool:
-    """Whether what is computed on the mesh, or without one where JAX computes by default, is computed by a CPU."""
-    device: Any = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
-    if mesh is not None:
-        device = mesh.devices.flat[0]
-    return (device if isinstance(device, str) else device.platform) == "cpu"
 
 
 def check_mesh(mesh: Mesh | None) -> Mesh | None:
@@ -152,8 +106,6 @@ def _spec(names: list[str], shape: tuple[int, ...], mesh: Mesh, heads: int) -> P
     parts = _size(mesh, TENSOR)
     layer = names[-2] if len(names) > 1 else ""
     dimensions, split = (_LAYERS.get(layer, {}) | _VOCABULARY).get(names[-1] if names else "", (0, 0))
-    if dimensions and LAYERS in names:
-        dimensions, split = dimensions + 1, split + 1
     if parts == 1 or not dimensions or len(shape) != dimensions or shape[split] % parts:
         return PartitionSpec()
     if layer in ("k_proj", "v_proj") and heads % parts:

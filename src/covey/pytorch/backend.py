@@ -34,11 +34,9 @@ class PyTorchBackend:
         self._share = share
 
     def check(self, config: GRPOConfig) -> None:
-        """Refuse a mesh, since PyTorch runs on one device, and what needs a package that is not installed."""
+        """Refuse what needs a package that is not installed."""
         optimizers.require_package(config.optim.optimizer)
         quantised.require_package(config.model.quantization)
-        if config.model.mesh is not None:
-            raise ConfigError(f"model.mesh={config.model.mesh!r}: PyTorch runs on one device; set model.backend to jax")
 
     def make_policy(
         self, config: GRPOConfig, model: Any = None, tokenizer: Any = None, peft_config: Any = None

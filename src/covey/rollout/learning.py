@@ -52,7 +52,6 @@ class Weights:
     version: int
     tensors: Callable[[], Mapping[str, Any]]
     make_adapter: Callable[[], Adapter] | None = None
-    native: Any = None
 
     @property
     def adapter(self) -> Adapter | None:
@@ -70,7 +69,7 @@ class Weights:
 
 
 class TrainedPolicy(Protocol):
-    """The policy of either backend, as a run sees it."""
+    """The policy of a backend, as a run sees it."""
 
     tokenizer: Any
     eos_token_ids: tuple[int, ...]

@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.rollout.tries import Node, build_trie, fill_gaps, partition
+from covey.rollout.tries import Node, build_trie, partition
 from covey.types import Episode, IntArray, Support
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -215,10 +215,8 @@ def pack_episodes(
     rows: Sequence[int] | IntArray | None = None,
     tokens_per_pack: int = 8192,
     *,
-    rows_per_pack: int | None = None,
     whole_trees: bool = False,
     shared: bool = True,
-    fixed_size: bool = False,
 ) -> list[Pack]:
     """Pack rows of a batch into micro-batches of at most `tokens_per_pack` tokens.
 
@@ -230,11 +228,9 @@ def pack_episodes(
         episodes: all N episodes of the batch.
         rows: row numbers to pack; None = all N.
         tokens_per_pack: budget, in packed tokens.
-        rows_per_pack: most rows of a pack; None = any.
         whole_trees: do not cut: a tree that is larger than the budget gets a pack of its own, to be walked.
         shared: False gives each row a tree of its own, for models that run rows as a padded rectangle; the budget is
             then of `Pack.num_padded`.
-        fixed_size: packs cost the whole budget, used or not: fewer of them at the price of some repeated tokens.
 
     Returns:
         The packs, deterministic in the arguments. Together they hold each given row that has sampled tokens
@@ -254,9 +250,7 @@ def pack_episodes(
     if whole_trees:
         for tree in root.children:
             _gather(tree)
-    parts = partition(root, tokens_per_pack, rows_per_pack)
-    if fixed_size:
-        parts = fill_gaps(root, parts, tokens_per_pack, rows_per_pack)
+    parts = partition(root, tokens_per_pack)
     return [_build(episodes, {row: inputs[row] for row in sorted(part)}) for part in parts]
 
 

@@ -13,7 +13,7 @@ token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -104,7 +104,7 @@ def _common(one: IntArray, two: IntArray) -> int:
     return int(np.argmax(differs)) if differs.any() else length
 
 
-def partition(root: Node, budget: int, most_rows: int | None = None) -> list[list[int]]:
+def partition(root: Node, budget: int) -> list[list[int]]:
     """Part the rows so that each part's own trie has at most `budget` tokens, and little is in several parts.
 
     From the leaves up: at each node the parts found below it are put together, the largest first, wherever they fit
@@ -114,7 +114,6 @@ def partition(root: Node, budget: int, most_rows: int | None = None) -> list[lis
     Args:
         root: of `build_trie`.
         budget: most tokens of a part.
-        most_rows: most rows of a part; None = any.
 
     Returns:
         The rows of each part.
@@ -123,82 +122,25 @@ def partition(root: Node, budget: int, most_rows: int | None = None) -> list[lis
     for node in reversed(list(root.nodes())):
         parts = [part for child in node.children for part in found.pop(id(child))]
         parts += [(0, [row]) for row in node.ending]
-        merged = _fit(parts, budget - node.end, most_rows)
+        merged = _fit(parts, budget - node.end)
         found[id(node)] = [(tokens + node.length, rows) for tokens, rows in merged]
     return [rows for _, rows in found[id(root)]]
 
 
-def _fit(parts: Sequence[tuple[int, list[int]]], room: int, most_rows: int | None) -> Sequence[tuple[int, list[int]]]:
+def _fit(parts: Sequence[tuple[int, list[int]]], room: int) -> Sequence[tuple[int, list[int]]]:
     """Put parts together, first fit, the largest first; all in their own order where everything fits."""
-    most = most_rows or sum(len(rows) for _, rows in parts)
-    if sum(tokens for tokens, _ in parts) <= max(room, 0) and sum(len(rows) for _, rows in parts) <= most:
+    if sum(tokens for tokens, _ in parts) <= max(room, 0):
         return [(sum(tokens for tokens, _ in parts), [row for _, rows in parts for row in rows])] if parts else []
     bins: list[tuple[int, list[int]]] = []
     smallest = min(tokens for tokens, _ in parts)
     still: list[int] = []  # bins that may take more
     for tokens, rows in sorted(parts, key=lambda part: -part[0]):
-        fits = (
-            n for n in still if (tokens == 0 or bins[n][0] + tokens <= room) and len(bins[n][1]) + len(rows) <= most
-        )
-        number = next(fits, len(bins))
+        number = next((n for n in still if tokens == 0 or bins[n][0] + tokens <= room), len(bins))
         if number == len(bins):
             bins.append((tokens, rows))
             still.append(number)
         else:
             bins[number] = (bins[number][0] + tokens, bins[number][1] + rows)
-        if len(bins[number][1]) >= most or (smallest > 0 and bins[number][0] + smallest > room):
+        if smallest > 0 and bins[number][0] + smallest > room:
             still.remove(number)
     return bins
-
-
-def fill_gaps(root: Node, parts: Sequence[list[int]], budget: int, most_rows: int | None = None) -> list[list[int]]:
-    """Do with fewer parts where a part costs its budget, used or not: the smallest goes row by row into gaps of others.
-
-    A row goes where it adds least, the longest first. What it shares with none there is repeated: this is no gain where
-    each token has its price.
-
-    Args:
-        root: of `build_trie`.
-        parts: of `partition`, with the same limits.
-        budget: most tokens of a part.
-        most_rows: most rows of a part; None = any.
-
-    Returns:
-        The rows of each part.
-    """
-    lengths, paths = {id(node): node.length for node in root.nodes()}, _paths(root)
-
-    def tokens(nodes: Iterable[int]) -> int:
-        return sum(lengths[node] for node in nodes)
-
-    most = most_rows or len(paths)
-    found = [list(part) for part in parts]
-    nodes: list[set[int]] = [set().union(*(paths[row] for row in part)) for part in parts]
-    while len(found) > 1:
-        sizes = [tokens(part) for part in nodes]
-        small = sizes.index(min(sizes))
-        rows, others = [list(part) for part in found], [set(part) for part in nodes]
-        moving, sizes[small] = sorted(rows[small], key=lambda row: -tokens(paths[row])), budget + 1
-        for row in moving:
-            added = {n: tokens(paths[row] - part) for n, part in enumerate(others)}
-            fitting = [n for n in added if sizes[n] + added[n] <= budget and len(rows[n]) < most]
-            if not fitting:
-                return found
-            best = min(fitting, key=lambda n: added[n])
-            rows[best].append(row)
-            others[best] |= paths[row]
-            sizes[best] += added[best]
-        del rows[small], others[small]
-        found, nodes = rows, others
-    return found
-
-
-def _paths(root: Node) -> dict[int, frozenset[int]]:
-    """Row -> the nodes that spell it, by `id`."""
-    found: dict[int, frozenset[int]] = {}
-    waiting = [(root, frozenset([id(root)]))]
-    while waiting:
-        node, path = waiting.pop()
-        found |= dict.fromkeys(node.ending, path)
-        waiting += [(child, path | {id(child)}) for child in node.children]
-    return found

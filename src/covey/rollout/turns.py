@@ -7,7 +7,7 @@
                                       +--> parked, if kept --extend--> device.extend: prefill what was said
 
 The scheduler knows tokens and rules. Where keys and values are, how rows share a batch and which of the waiting ones
-come first is the `Device`'s: one in PyTorch, one in JAX, and one that asks a server.
+come first is the `Device`'s: one in PyTorch, and one that asks a server.
 """
 
 from __future__ import annotations

@@ -203,7 +203,6 @@ class Recipe:
         """
         chosen = config.model
         for name, value, wrong in (
-            ("model.backend", chosen.backend, chosen.backend != "pytorch"),
             ("model.device", chosen.device, chosen.device == "cpu"),
             ("distributed.learner_kind", config.distributed.learner_kind, config.distributed.learner_kind == "sharded"),
         ):

@@ -21,12 +21,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from covey.adapters import CONFIG_FILE, read_adapter_folder
-from covey.backend import load_backend
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.files import COMPLETE, checked_path, explained, folder_problem, publishing
 from covey.observe.card import Kind, model_card, write_card
 from covey.observe.run_folder import RunFolder
+from covey.pytorch.backend import BACKEND
 from covey.pytorch.models.gguf_file import write_gguf
 from covey.pytorch.models.loading import PACKAGE_PREFIX
 from covey.pytorch.models.merging import load_merged, save_model
@@ -75,7 +75,7 @@ def checkpoint_weights(folder: RunFolder, config: GRPOConfig, step: int) -> Iter
     shape = next((path for path in (folder.adapter, folder.best) if path.is_dir()), None)
     if config.model.use_peft and shape is not None:  # which says of which form it is, where a program had chosen it
         config = config.replace(adapter=str(shape))
-    policy = load_backend(config.model.backend).make_policy(config)
+    policy = BACKEND.make_policy(config)
     policy.load_state_dict(checkpoint.tensors["policy"])
     with TemporaryDirectory(prefix="covey-export-") as aside:
         policy.save_pretrained(aside)

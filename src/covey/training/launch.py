@@ -82,8 +82,6 @@ class RanksBackend:
 
     def check(self, config: GRPOConfig) -> None:
         """Refuse what several ranks cannot train."""
-        if config.model.backend != "pytorch":
-            raise ConfigError(f"model.backend={config.model.backend!r}: several ranks train with pytorch; set that")
         others = config.server.upload_adapters_to_server or config.distributed.samplers
         if config.schedule.max_staleness > 0 and not others:
             raise ConfigError(

@@ -16,12 +16,10 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
-from covey.backend import load_backend
 from covey.config.whole import GRPOConfig
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import SharedPacks
@@ -44,7 +42,6 @@ from covey.training.schedule import Elapsed, TrainerState
 from covey.training.step import scorer, step_batch, step_update
 from covey.training.tables import StoredStep, read_step
 from covey.training.update import Update
-from covey.types import Prompt
 
 EXACT, ALIKE, HALF = 1e-6, 1e-3, 3e-2
 """Tolerances: of what the same program computes on the same machine; of what another one does, in float32; and with
@@ -262,18 +259,13 @@ class _Rerun:
 
     def __init__(self, config: GRPOConfig, first: StoredStep, checkpoint: Checkpoint | None) -> None:
         """Build the parts, and restore the checkpoint of the step before `first`, if any, into them."""
-        backend = load_backend(config.model.backend)
-        if first.facts.learner.startswith("Leading") and config.model.backend == "pytorch":
-            from covey.pytorch.backend import PyTorchBackend
+        from covey.pytorch.backend import BACKEND, PyTorchBackend
 
-            # Several ranks add gradients in fixed point, whose sum one process has bit for bit too.
-            backend = PyTorchBackend(SharedPacks(Ranks()))
+        # Several ranks add gradients in fixed point, whose sum one process has bit for bit too.
+        backend = PyTorchBackend(SharedPacks(Ranks())) if first.facts.learner.startswith("Leading") else BACKEND
         backend.check(config)
         self.policy: TrainedPolicy = backend.make_policy(config)
         self.learner: Learner = backend.make_learner(config, self.policy)
-        nobody: Any = SimpleNamespace(expect=lambda length: None)
-        longest = Prompt(np.zeros(first.facts.longest_prompt, np.int64), "")
-        backend.expect(config, nobody, self.learner, [longest])
         self.state = TrainerState()
         if checkpoint is not None:
             counted = checkpoint.state.get("trainer")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from covey.adapters import CONFIG_FILE
 from covey.algorithms import Estimator
+from covey.backend import Backend
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.effects import correction_mode, uses_reference
 from covey.config.rewards import NO_TIMEOUT
@@ -86,7 +87,6 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
     for fails, why in (
         (path is None and not hasattr(other, "named_parameters"), "no model; give a loaded one, a folder or a hub id"),
         (not uses_reference(config), "nothing compares with it; set algorithm.beta above 0, or leave it out"),
-        (config.model.backend != "pytorch", "only model.backend='pytorch' has another reference; leave it out"),
         (config.distributed.learners > 1, "one learner has another reference; set distributed.learners to 1"),
         (beside and moves, "beside an adapter it needs schedule.max_staleness=0 and reference_update='none'"),
     ):
@@ -453,3 +453,10 @@ def _require(name: str, size: int) -> None:
             f"{name}: needs at least {size / 1e9:,.0f} GB of memory, and this machine has {there / 1e9:,.0f} GB; "
             "use smaller numbers"
         )
+
+
+def default_backend() -> Backend:
+    """PyTorch's, which is loaded when a run is made: the name `GRPOTrainer` alone needs no torch."""
+    from covey.pytorch.backend import BACKEND
+
+    return BACKEND

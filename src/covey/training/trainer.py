@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from covey.adapters import read_adapter_folder
-from covey.backend import Backend, load_backend
+from covey.backend import Backend
 from covey.config.effects import uses_reference
 from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
@@ -100,7 +100,7 @@ class GRPOTrainer:
         callbacks: objects with methods of `transformers.TrainerCallback`.
         task: a task object in place of `args.data.task`.
         world: a world in place of `args.environment.world`; rewards and tasks are then its own.
-        backend: what computes, in place of that of `args.model.backend`; see `covey.backend`.
+        backend: what computes, in place of PyTorch; see `covey.backend`.
         sampler: `f(trainer, own)`, makes what samples from `own`, the sampler that the settings ask for.
         collector: `f(trainer)`, makes what samples and scores groups, in place of `trainer.collect`.
         ref_model: folder of an adapter, or a model (loaded, folder, hub id), to compare with in place of the policy as
@@ -160,7 +160,7 @@ class GRPOTrainer:
         self.args = args
         self.estimator = setup.check_estimator(args, world)
         require_memory(args)
-        backend = load_backend(args.model.backend) if backend is None else backend
+        backend = setup.default_backend() if backend is None else backend
         backend.check(args)
         if args.model.adapter is not None:
             read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
