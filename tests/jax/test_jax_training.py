@@ -128,13 +128,13 @@ def test_agents_share_few_programs(settings: dict[str, Any]) -> None:
     [
         {"loss_type": "gspo", "num_iterations": 2, "kl_estimator": "exact", "beta": 0.1},
         {"loss_type": GMPO, "loss_parameters": {"clip": 0.3}, "num_iterations": 2},
-        {"loss_type": "kl_cov", "use_adaptive_entropy": True, "entropy_target": 9.0},
-        {"reference_drift_threshold": 0.5, "reference_update": "copy", "reference_update_steps": 1},
-        {"reference_update": "ema", "reference_update_steps": 1, "off_policy_mask_threshold": 0.0},
+        {"loss_type": "kl_cov", "adaptive_entropy": {"target": 9.0}},
+        {"reference_drift_threshold": 0.5, "reference_update_steps": 1},
+        {"reference_ema_decay": 0.99, "reference_update_steps": 1, "off_policy_mask_threshold": 0.0},
         {"keep_sampling_mask": True, "top_k": 5, "top_p": 0.9, "top_entropy_quantile": 0.5},
-        {"stop_strings": ("a",), "dynamic_sampling": True, "sampler_dtype": "bfloat16",
+        {"stop_strings": ("a",), "dynamic_sampling": 3, "sampler_dtype": "bfloat16",
          "importance_sampling_correction": "token_truncate"},
-        {"max_generations": 9, "down_sampling": "max_variance", "down_sampling_size": 3},
+        {"max_generations": 9, "down_sampling": "max_variance:3"},
         {"lora_target_modules": ["q_proj", "down_proj"], "gradient_checkpointing": True, "dtype": "bfloat16"},
     ],
     ids=str,
@@ -146,7 +146,7 @@ def test_variants_train(settings: dict[str, Any], changes: dict[str, Any]) -> No
 
 
 def test_a_stopped_run_goes_on_to_the_same_numbers(settings: dict[str, Any], tmp_path: Path) -> None:
-    changes = {"max_steps": 4, "beta": 0.1, "reference_update": "ema", "reference_update_steps": 1, "save_steps": 2}
+    changes = {"max_steps": 4, "beta": 0.1, "reference_ema_decay": 0.99, "reference_update_steps": 1, "save_steps": 2}
     whole, broken = str(tmp_path / "whole"), str(tmp_path / "broken")
     build(settings, output_dir=whole, **changes).train()
 

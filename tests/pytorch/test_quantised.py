@@ -258,8 +258,8 @@ def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> Non
         GRPOConfig(quantization="nf4", use_peft=False)
     with pytest.raises(ConfigError, match=r"model.quantization='nf4': the JAX backend does not have this"):
         JaxBackend().check(GRPOConfig(quantization="nf4", backend="jax"))
-    with pytest.raises(ConfigError, match=r"quantization='nf4'.*merge_adapter=False"):
-        GRPOConfig(quantization="nf4", engine="vllm", merge_adapter=False)
+    with pytest.raises(ConfigError, match=r"quantization='nf4'.*enable_lora"):
+        GRPOConfig(quantization="nf4", engine="vllm", llm_arguments={"enable_lora": True})
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel\) has no linear layers"):
         load_model(tiny_model("gpt2"), tiny_tokenizer(), quantization="nf4")
     model = tiny_model("llama")

@@ -151,7 +151,7 @@ def test_the_model_itself_needs_no_second_one(settings: dict[str, Any], monkeypa
     ("changes", "why"),
     [
         ({"beta": 0.0}, "nothing compares with it"),
-        ({"reference_update": "copy"}, "reference_update='none'"),
+        ({"reference_update_steps": 9}, "reference_update_steps"),
         ({"max_staleness": 1}, "max_staleness=0"),
         ({"learners": 2}, "set distributed.learners to 1"),
     ],

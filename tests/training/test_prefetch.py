@@ -312,7 +312,9 @@ def test_the_next_step_is_sampled_while_this_one_is_learnt(
 
 
 def test_a_stale_batch_is_corrected(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = build(settings, max_steps=2, max_staleness=1, beta=0.0, learning_rate=0.1, importance_sampling_cap=1.05)
+    trainer = build(
+        settings, max_steps=2, max_staleness=1, beta=0.0, learning_rate=0.1, importance_sampling_correction="auto:1.05"
+    )
     seen: list[Any] = []
     rows = np.arange(8)
     learn = trainer.learn
@@ -370,9 +372,9 @@ def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dynamic_sampling": True},
+        {"dynamic_sampling": 3},
         {"max_generations": 9},
-        {"prompt_weighting": "difficulty", "reward": begins_with_a_letter, "correctness": "begins_with_a_letter"},
+        {"prompt_order": "difficulty", "reward": begins_with_a_letter, "correctness": "begins_with_a_letter"},
         {"max_staleness": 4, "num_iterations": 2},
         {"kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0},
         {"kl_estimator": "exact", "use_peft": False},

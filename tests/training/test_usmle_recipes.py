@@ -94,5 +94,5 @@ def test_the_document_s_recipe_has_its_loss() -> None:
     objective = settings.objective()
     assert (objective.loss.name, objective.aggregation) == ("reinforce_kept", "sequence_sum_kept")
     assert (objective.kl_aggregation, objective.kl_estimator, objective.beta) == ("token_mean", "exact_weighted", 0.02)
-    assert (settings.reference_drift_threshold, settings.reference_drift_reduction) == (0.5, "sum")
+    assert settings.reference_drift == (0.5, "sum")
     assert settings.off_policy_mask_threshold is None

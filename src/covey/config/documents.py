@@ -53,7 +53,12 @@ TRANSLATORS: tuple[tuple[tuple[str, ...], Translator], ...] = (
 )
 """Which options each translator reads together."""
 
-NAMES = frozenset(name for names, _ in TRANSLATORS for name in names)
+NAMES: dict[str, str] = {
+    "use_baseline": "adv_estimator",
+    "use_unbiased_kl": "kl_estimator",
+    **dict.fromkeys(_OFF_POLICY, "reference_drift_threshold"),
+}
+"""Option -> the field that it is about."""
 
 
 def translate(options: Options, known: Options) -> tuple[list[tuple[str, Any, str]], list[str]]:

@@ -63,6 +63,9 @@ SYNONYMS: dict[str, str] = {
 _OPTIONS = config_documents.NAMES
 """Names that are no fields and are translated into some."""
 
+MEANS: dict[str, str] = {**SYNONYMS, **_OPTIONS, **old_names.OLD_NAMES}
+"""Every other name that is read -> the field that it is about."""
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -124,7 +127,7 @@ def resolve(path: str) -> str:
         if section not in ("", FIELDS[field]):
             raise ConfigError(f"{path}: {name} is no setting of section {section}; write {field_path(field)}")
         return field
-    if name in _OPTIONS or name in old_names.SETTINGS:
+    if name in _OPTIONS or name in old_names.OLD_NAMES or name in old_names.SETTINGS:
         return name
     if name in _OF_TRL and path not in SECTIONS:
         raise ConfigError(
@@ -141,7 +144,7 @@ def _nearest(name: str, section: str) -> str:
         return f"write {field_path(name)}"
     sections = get_close_matches(section, SECTIONS, n=1) if section else []
     own = list(SECTIONS[sections[0]].model_fields) if sections else []
-    for names in (own, [*FIELDS, *SYNONYMS, *sorted(_OPTIONS)]):
+    for names in (own, [*FIELDS, *SYNONYMS, *_OPTIONS]):
         for match in get_close_matches(name, names, n=1):
             field = SYNONYMS.get(match, match)
             return f"did you mean {field_path(field) if field in FIELDS else field}?"
@@ -155,7 +158,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if path in SECTIONS and isinstance(value, SECTIONS[path]):
             value = {name: getattr(value, name) for name in value.model_fields_set}
         name = path.rpartition(".")[2]
-        is_setting = any(name in known for known in (FIELDS, SYNONYMS, _OPTIONS, old_names.SETTINGS))
+        is_setting = any(name in known for known in (FIELDS, MEANS, old_names.SETTINGS))
         if isinstance(value, Mapping) and (path in SECTIONS or (value and not is_setting)):
             yield from _leaves(value, f"{path}.")
         else:
@@ -198,6 +201,7 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
     """
     result = _Settings()
     options: dict[str, Any] = {}
+    moved: dict[str, Any] = {}
     for path, value in _leaves(settings):
         try:
             name = resolve(path)
@@ -206,12 +210,12 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
             continue
         if name in old_names.SETTINGS:
             result.problems.extend(filter(None, [old_names.gone_setting(path, name, value)]))
+        elif name in old_names.OLD_NAMES:
+            moved[name], result.written[name] = value, f"{path}={value!r}"
         elif name not in FIELDS:
             options[name] = value
         else:
             result.put(name, value, f"{path}={value!r}")
-            if path.rpartition(".")[2] == "update_reference_every":
-                result.put("reference_update", "copy", f"{path}={value!r}")
     known = {**(base or {}), **result.values}
     translated, problems = config_documents.translate(options, known)
     result.problems.extend(problems)
@@ -219,4 +223,4 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
         result.put(field, value, written)
     if result.problems:
         raise ConfigError("\n".join(result.problems))
-    return result.values
+    return result.values | old_names.translate(moved, result.values, base or {}, result.written)

@@ -43,7 +43,7 @@ class JaxBackend:
             ("optim.offload", config.optim.offload, "set it to false"),
             ("optim.optimizer", config.optim.optimizer != "adamw", "set it to adamw"),
             ("schedule.max_staleness", config.schedule.max_staleness > 0, "set it to 0"),
-            ("server.upload_adapters_to_server", config.server.upload_adapters_to_server, "set it to false"),
+            ("server.inference_server_url", config.server.inference_server_url is not None, "remove it"),
         ):
             if wrong:
                 section, field = name.split(".")
@@ -106,7 +106,7 @@ class JaxBackend:
             seed=config.run.seed,
             mesh=mesh,
             reference_update=config.algorithm.reference_update,
-            reference_update_steps=config.algorithm.reference_update_steps,
+            reference_update_steps=config.algorithm.reference_update_steps or 1,
             reference_ema_decay=config.algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
         )

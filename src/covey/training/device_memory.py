@@ -87,10 +87,7 @@ class Recipe:
     def said(self) -> int:
         """Tokens of a conversation or of a turn's history."""
         played = self.config.environment
-        if played.world is None:
-            return 0
-        conversation = played.context_mode == "conversation"
-        return played.max_conversation_tokens if conversation else played.max_turn_prompt_tokens
+        return 0 if played.world is None else played.max_conversation_tokens
 
     def choices(self, own: int | None = None, tokens: int | None = None) -> Choices:
         """What the formulas ask of the settings."""
@@ -139,7 +136,7 @@ class Recipe:
                 self.shape, chosen.dtype
             )  # or it does not start
             share = {"vLLM's share": max(self.config.vllm.gpu_memory_utilization * room, least)}
-            if self.config.vllm.sleep_level == 0:
+            if not self.config.vllm.llm_argument("enable_sleep_mode", True):
                 found["held"] |= share
             else:
                 found["sampling"] = share

@@ -152,7 +152,6 @@ def _engine(trainer: GRPOTrainer, config: GRPOConfig, weights: int) -> tuple[Par
     if played.world is not None:  # all that is said may be held, if episodes become as long as they may
         rows = min(rows, played.parallel_episodes)
         said = played.max_conversation_tokens
-        said = said if played.context_mode == "conversation" else played.max_turn_prompt_tokens
         tokens = rows * (sampling.max_completion_length + said)
     return (
         Part("engine's copy of the layers", weights - sum(embeddings.values())),

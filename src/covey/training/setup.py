@@ -70,12 +70,14 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     selection = config.algorithm.selection
     sizes = config.group_sizes
     if selection is not None and selection.statistics == "selected":
-        sizes = {**sizes, "algorithm.down_sampling_size": selection.size}
+        sizes = {**sizes, "the number of algorithm.down_sampling": selection.size}
     import torch
 
-    turns = config.environment if world is not None and config.environment.context_mode == "conversation" else None
+    conversing = world is not None and config.environment.history_length is None
     problem = estimator.group_problem(sizes)
-    problem = problem or estimator.credit_problem(config.algorithm.objective(), torch.func.grad, torch.asarray, turns)
+    problem = problem or estimator.credit_problem(
+        config.algorithm.objective(), torch.func.grad, torch.asarray, conversing
+    )
     if problem is not None:
         raise ConfigError(problem)
     return estimator
@@ -203,9 +205,9 @@ def tokenize(
 
 def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.float64]]) -> DataOrder | WeightedOrder:
     """The order in which the training prompts are visited."""
-    if config.data.prompt_weighting == "difficulty":
+    if config.data.prompt_order == "difficulty":
         return WeightedOrder(count, config.run.seed, weights)
-    return DataOrder(count, config.run.seed, config.data.shuffle)
+    return DataOrder(count, config.run.seed, config.data.prompt_order == "random")
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
@@ -276,7 +278,7 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
         factor=learning_rate_schedule(
             optim.lr_scheduler_type,
             learning_rate=optim.learning_rate,
-            warmup_steps=resolve_warmup_steps(optim.warmup_steps, optim.warmup_ratio, counted),
+            warmup_steps=resolve_warmup_steps(optim.warmup_steps, counted),
             total_steps=counted,
             options=optim.lr_scheduler_kwargs,
         ),
@@ -338,10 +340,10 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
 
 def _refuse_what_needs_it(config: GRPOConfig) -> None:
     fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
-    if config.data.prompt_weighting == "difficulty":
+    if config.data.prompt_order == "difficulty":
         raise ConfigError(
-            "data.prompt_weighting='difficulty': it needs to know which completions are right, and nothing says so "
-            f"here; {fix} set data.prompt_weighting to uniform"
+            "data.prompt_order='difficulty': it needs to know which completions are right, and nothing says so "
+            f"here; {fix} set data.prompt_order to random"
         )
     for index, phase in enumerate(config.schedule.phases):
         if phase.min_accuracy is not None:

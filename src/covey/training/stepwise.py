@@ -70,7 +70,10 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
         (not uses_reference(config), "nothing compares with it; set algorithm.beta above 0, or leave it out"),
         (config.model.backend != "pytorch", "only model.backend='pytorch' has another reference; leave it out"),
         (config.distributed.learners > 1, "one learner has another reference; set distributed.learners to 1"),
-        (beside and moves, "beside an adapter it needs schedule.max_staleness=0 and reference_update='none'"),
+        (
+            beside and moves,
+            "beside an adapter it needs schedule.max_staleness=0 and no algorithm.reference_update_steps",
+        ),
     ):
         if fails:
             raise ConfigError(f"ref_model={path or type(other).__name__}: {why}")
