@@ -83,9 +83,9 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "the others), gigpo (agents: episodes, and turns that began with the same observation), gdpo "
         "(several reward functions: each is normalised in its group, and their sum over the batch), "
         "reinforce_plus_plus (against the batch) and reinforce_plus_plus_baseline (group's mean, then batch), remax "
-        "(against the prompt's greedy completion), opo (mean weighed by length), optimal_token_baseline (weighed by the length of gradients, "
-        "token by token), gpg, grpo_passk (the best of the group only), or a function "
-        "of yours, FILE.py:FUNCTION or MODULE:FUNCTION.",
+        "(against the prompt's greedy completion), opo (mean weighed by length), optimal_token_baseline "
+        "(weighed by the length of gradients, token by token), gpg, grpo_passk (the best of the group only), or a "
+        "function of yours, FILE.py:FUNCTION or MODULE:FUNCTION.",
     )
     adv_parameters: dict[str, bool | int | float | str] = Field(
         default_factory=dict,
