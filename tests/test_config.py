@@ -617,7 +617,7 @@ def test_old_names_say_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
         GRPOConfig(sampling={"old_number": 4})
 
 
-BEFORE = Path(__file__).with_name("settings_of_before.toml")
+BEFORE = Path(__file__).parent / "fixtures" / "settings-of-0.1.0.toml"
 """All settings of a run of an earlier version, with their defaults."""
 
 

@@ -248,12 +248,15 @@ def gdpo(step: Outcomes, *, std_correction: int | None = None, epsilon: float | 
     weighted sum over the batch. The batch's mean is 0 already, since each group's is.
     """
     step = _scaled(step, std_correction, epsilon)
-    settings: dict[str, Any] = {"correction": step.correction, "epsilon": step.epsilon}
-    parts, weights = step.parts, step.weights
-    if parts is None:  # agents earn one reward
+    how: dict[str, Any] = {"correction": step.correction, "epsilon": step.epsilon}
+    if step.parts is None:  # agents earn one reward
         parts, weights = as_float(step.rewards)[None, :], np.ones(1)
-    total = combine_rewards(parts, weights, step.groups, aggregation="normalize_then_sum", **settings)
-    return group_advantages(total, step.groups, scale="batch", **settings)
+    else:
+        parts, weights = as_float(step.parts), step.weights
+    xp = array_namespace(parts)
+    each = xp.stack([group_advantages(parts[f, :], step.groups, **how) for f in range(parts.shape[0])])
+    total = combine_rewards(xp.where(xp.isfinite(parts), each, parts), weights)
+    return group_advantages(total, step.groups, scale="batch", **how)
 
 
 @states(group_relative=False, scaled=False)
@@ -437,27 +440,6 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {
     "grpo_passk": grpo_passk,
 }
 """`adv_estimator` -> function."""
-
-
-def multi_reward_advantages(
-    parts: Any,
-    weights: Any,
-    groups: Any,
-    *,
-    estimator: str = "grpo",
-    aggregation: str = "sum_then_normalize",
-    scale: str = "group",
-    correction: int = 1,
-    epsilon: float = 1e-6,
-) -> Array:
-    """`[N]` advantages, never NaN, from the rewards of several functions: `sum_then_normalize` applies the estimator to
-    the weighted sum, `normalize_then_sum` is `gdpo`. Other arguments as in `combine_rewards`.
-    """
-    how: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
-    if aggregation == "normalize_then_sum":
-        return gdpo(Outcomes(None, groups, parts=parts, weights=weights, **how))
-    total = combine_rewards(parts, weights, groups, aggregation=aggregation)
-    return lookup(ADVANTAGE_ESTIMATORS, estimator, "adv_estimator")(Outcomes(total, groups, **how))
 
 
 def find_estimator(name: str, parameters: Mapping[str, Any] | None = None) -> Estimator:
