@@ -234,13 +234,14 @@ def translate(given: Values, values: Values, known: Values, written: Mapping[str
         written: old name -> how it was written, for the warning.
     """
     found: dict[str, Any] = {}
+    by_hand = len(given) < len(OLD_NAMES) / 2  # most of them at once are a run folder's, which nobody writes again
     for old, _, write in MOVED:
         own = {name: given[name] for name in old if name in given}
         if own:  # None is a setting that is not given
             own = {name: value for name, value in own.items() if value is not None}
             now = write({**old, **own}, {**known, **values, **found})
             changed = [name for name, value in own.items() if value != old[name]]
-            if any(name not in PUBLISHED for name in changed):
+            if by_hand and any(name not in PUBLISHED for name in changed):
                 instead = ", ".join(f"{field} = {value!r}" for field, value in now.items() if value is not None)
                 what = ", ".join(written[name] for name in changed)
                 advice = (
