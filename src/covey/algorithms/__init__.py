@@ -53,6 +53,7 @@ from covey.algorithms.masks import (
     restrict_to_support,
     top_entropy_mask,
     truncated_mask,
+    uncertain_tokens,
     without_surrogate,
 )
 from covey.algorithms.mismatch import MISMATCH_MODES, Correction, mismatch_correction
@@ -126,5 +127,6 @@ __all__ = [
     "token_weights",
     "top_entropy_mask",
     "truncated_mask",
+    "uncertain_tokens",
     "without_surrogate",
 ]

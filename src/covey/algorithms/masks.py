@@ -109,6 +109,11 @@ def completion_masks(
     return keep
 
 
+def uncertain_tokens(mask: Array, excluded: Mapping[str, Array]) -> Array:
+    """`[N, T]` the tokens of a mask that `top_entropy_mask` has kept."""
+    return mask & ~excluded["top_entropy_quantile"] if "top_entropy_quantile" in excluded else mask
+
+
 class PolicyMasks(NamedTuple):
     """What such masks leave of a step: tokens `[N, T]`, advantages `[N, T]`, and what each mask excluded."""
 

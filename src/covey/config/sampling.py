@@ -156,9 +156,14 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     )
 
     @property
+    def cut(self) -> dict[str, Any]:
+        """What cuts tokens off, by name."""
+        return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+
+    @property
     def cuts(self) -> bool:
         """True when some tokens cannot be drawn."""
-        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+        return self.cut != {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
     @field_validator("stop_strings", mode="before")
     @classmethod

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from covey.algorithms import Outcomes, combine_masks, count_step, policy_masks, token_weights
+from covey.algorithms import Outcomes, combine_masks, count_step, policy_masks, token_weights, uncertain_tokens
 from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
 from covey.jax.grpo_config import GRPOConfig
@@ -250,7 +250,7 @@ class GRPOTrainer(Trainer):
         if objective.kl_aggregation is not None:
             rows["kl_weights"] = weights(sampled, objective.kl_aggregation)
         if objective.entropy_by_token:
-            rows["entropy_weights"] = weights(mask & ~excluded.get("top_entropy_quantile", ~mask), "token_mean")
+            rows["entropy_weights"] = weights(uncertain_tokens(mask, excluded), "token_mean")
         if self._reads_reference:
             rows["reference"] = ref
         if algorithm.correction is not None:

@@ -403,7 +403,7 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
             "entropy_collapse",
             f"the entropy is {entropy:.4f} nats for each token (last {total} steps): all completions of a "
             "group are alike",
-            "Raise sampling.temperature, epsilon_high or algorithm.entropy_coef, or go back to an earlier "
+            "Raise sampling.temperature, the upper clip range or algorithm.entropy_coef, or go back to an earlier "
             "checkpoint with a larger algorithm.beta",
         )
     mismatch = recent.above("sampling/sampling_logp_difference/mean", limits.logp_difference)

@@ -215,9 +215,7 @@ def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: fl
     sampling = config.sampling
     return SamplingSettings(
         temperature=temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
+        **sampling.cut,
         max_tokens=sampling.max_completion_length,
         eos_token_ids=tuple(policy.eos_token_ids),
         stop_strings=tuple(sampling.stop_strings),

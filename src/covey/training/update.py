@@ -76,7 +76,7 @@ def update(
         return result
 
     looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
-    wanted = algorithm.top_entropy_quantile < 1 or objective.loss.entropy
+    wanted = algorithm.masks_by_entropy or objective.loss.entropy
     drift = algorithm.reference_drift
     # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
     known = on_policy and looks_at_policy and not wanted and (drift is None or abs(drift[0]) >= 1e-3)
