@@ -22,9 +22,8 @@ from rich.console import Console
 from covey.algorithms import LOSSES, make_objective
 from covey.config import GRPOConfig, old_names
 from covey.config.algorithm import AdvantageEstimator, AlgorithmConfig, KLEstimator
-from covey.config.documents import NAMES
 from covey.config.effects import without_effect
-from covey.config.names import FIELDS, MEANS, SECTIONS, SYNONYMS, canonical_names
+from covey.config.names import FIELDS, MEANS, OPTIONS, SECTIONS, SYNONYMS, canonical_names
 from covey.config.sampling import ModelConfig, SamplingConfig
 from covey.config.text import explain, parse_overrides, render_explain
 from covey.errors import ConfigError
@@ -51,7 +50,7 @@ def test_the_composed_config_has_the_sections_that_names_are_looked_up_in() -> N
 
 def test_no_synonym_and_no_option_is_also_a_field() -> None:
     assert not set(MEANS) & set(FIELDS)
-    assert len(MEANS) == len(SYNONYMS) + len(NAMES) + len(old_names.OLD_NAMES)
+    assert len(MEANS) == len(SYNONYMS) + len(OPTIONS) + len(old_names.OLD_NAMES)
     assert set(MEANS.values()) <= set(FIELDS)
 
 

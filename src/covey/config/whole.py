@@ -36,7 +36,6 @@ from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
 from covey.config.server import ServerConfig
 from covey.config.text import (
-    FieldHelp,
     explain,
     explain_error,
     parse_overrides,
@@ -51,27 +50,7 @@ from covey.files import no_path
 from covey.functions import whole_path
 from covey.metric_names import says_which_is_best
 
-__all__ = [
-    "AlgorithmConfig",
-    "DataConfig",
-    "DistributedConfig",
-    "EnvironmentConfig",
-    "EvaluationConfig",
-    "FieldHelp",
-    "GRPOConfig",
-    "GRPOTrainingArgs",
-    "ModelConfig",
-    "OptimConfig",
-    "PhaseConfig",
-    "RewardConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "ServerConfig",
-    "VLLMConfig",
-    "explain",
-    "render_explain",
-]
+__all__ = ["GRPOConfig", "GRPOTrainingArgs", "explain", "render_explain"]
 
 
 class GRPOConfig(BaseModel):
