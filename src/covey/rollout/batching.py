@@ -81,7 +81,7 @@ def make_batch(
         advantages   [-.7 -.7 -.7], [.7 .7 .7], [0 0 0], [0 0 0]
 
     Masked completions still count in their group's mean: only their tokens leave the loss. What `down_sampling` leaves
-    out is masked too, and counts in the mean as `down_sampling_statistics` says.
+    out is masked too, and counts in the mean as its statistics say.
 
     Args:
         groups: of the step.

@@ -410,7 +410,7 @@ def _ledger_rows(report: Report, folder: RunFolder, step: int) -> list[Record]:
         check.wrong(path.name, "tokens", "it is empty; a step whose ledger is kept has tokens in it")
         report.checks.append(check)
         return []
-    report.notes.append("ledger/ has no table of the step (run.ledger, run.ledger_steps)")
+    report.notes.append("ledger/ has no table of the step (run.ledger)")
     return []
 
 
