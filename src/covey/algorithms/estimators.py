@@ -174,7 +174,7 @@ def _scaled(step: Outcomes, correction: int | None, epsilon: float | None = None
         raise ConfigError(
             f"algorithm.adv_parameters std_correction={correction!r}: choose 1 (divided by G - 1) or 0 (by G)"
         )
-    given = {"correction": correction, "epsilon": epsilon}
+    given: dict[str, Any] = {"correction": correction, "epsilon": epsilon}
     return replace(step, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -249,10 +249,9 @@ def gdpo(step: Outcomes, *, std_correction: int | None = None, epsilon: float | 
     """
     step = _scaled(step, std_correction, epsilon)
     how: dict[str, Any] = {"correction": step.correction, "epsilon": step.epsilon}
-    if step.parts is None:  # agents earn one reward
-        parts, weights = as_float(step.rewards)[None, :], np.ones(1)
-    else:
-        parts, weights = as_float(step.parts), step.weights
+    alone = step.parts is None  # agents earn one reward
+    parts = as_float(step.rewards)[None, :] if alone else as_float(step.parts)
+    weights = np.ones(1) if alone else step.weights
     xp = array_namespace(parts)
     each = xp.stack([group_advantages(parts[f, :], step.groups, **how) for f in range(parts.shape[0])])
     total = combine_rewards(xp.where(xp.isfinite(parts), each, parts), weights)

@@ -69,7 +69,10 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
         own["kl_ratio"] = args.importance_sampling_level
     # Always given: Covey's own default of dapo is another one.
     upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    options = {"epsilon_max" if args.loss_type == "cispo" else "epsilon_high": upper, "delta": args.delta}
+    options: dict[str, Any] = {
+        "epsilon_max" if args.loss_type == "cispo" else "epsilon_high": upper,
+        "delta": args.delta,
+    }
     options["importance_sampling_level"] = args.importance_sampling_level
     known = LOSSES[args.loss_type].parameters if args.loss_type in LOSSES else {}
     own |= {name: value for name, value in options.items() if name in known and value is not None}
