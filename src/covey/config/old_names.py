@@ -143,7 +143,7 @@ def _servers(old: Values, known: Values) -> dict[str, Any]:
 
 def _vllm(old: Values, known: Values) -> dict[str, Any]:
     given = {name: value for name, value in old.items() if value != _VLLM[name]}
-    changed = {
+    changed: dict[str, Any] = {
         name: given[name] for name in ("tensor_parallel_size", "max_model_len", "enforce_eager") if name in given
     }
     if "sleep_level" in given:
