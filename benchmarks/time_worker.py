@@ -113,7 +113,7 @@ def run_covey(args: argparse.Namespace, task: Any, looks: Looks) -> None:
         "model": args.model,
         "prompts_per_step": args.prompts,
         "num_minibatches": args.minibatches,
-        "shuffle": False,
+        "prompt_order": "given",
         "dtype": "float32",
         "eval_steps": 0,
         "eval_on_start": False,

@@ -154,10 +154,15 @@ def run_covey(
     from covey import GRPOConfig, GRPOTrainer
 
     settings = shared_settings(workload, args.steps, args.folder)
-    settings |= {"model": args.model, "prompts_per_step": workload.num_prompts, "shuffle": False, "dtype": args.dtype}
+    settings |= {
+        "model": args.model,
+        "prompts_per_step": workload.num_prompts,
+        "prompt_order": "given",
+        "dtype": args.dtype,
+    }
     settings |= {"device": "cpu"} if args.cpu else {}
     if args.library == "covey-vllm":
-        settings |= {"engine": "vllm", "max_model_len": args.max_model_len}
+        settings |= {"engine": "vllm", "llm_arguments": {"max_model_len": args.max_model_len}}
     settings |= {"eval_steps": 0, "save_steps": 0, **MODEL_SETTINGS, **json.loads(args.settings)}
     config, device = GRPOConfig(**settings), Device()
     turns = TakeTurns(reward, out, device)

@@ -205,4 +205,9 @@ def _selected(
 def _kl(name: str, logp: Tensor, ref: Tensor, old: Tensor) -> Tensor:
     d = logp - ref
     k3 = torch.exp(-d) + d - 1
-    return {"k1": d, "k2": d * d / 2, "k3": k3, "k3_unbiased": torch.exp(logp - old) * k3}[name]
+    moving = d * d / 2 - (d * d / 2).detach()
+    straight_through = {"k1+": d.detach() + moving, "k3+": k3.detach() + moving}
+    return {
+        **{"k1": d, "k2": d * d / 2, "k3": k3, "k3_unbiased": torch.exp(logp - old) * k3, "abs": d.abs()},
+        **straight_through,
+    }[name]

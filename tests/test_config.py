@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from covey.algorithms import LOSSES, make_objective
 from covey.config import GRPOConfig, old_names
-from covey.config.algorithm import AdvantageEstimator, AlgorithmConfig, KLEstimator, MismatchCorrection
-from covey.config.documents import NAMES
+from covey.config.algorithm import AdvantageEstimator, AlgorithmConfig, KLEstimator
 from covey.config.effects import without_effect
-from covey.config.names import FIELDS, SECTIONS, SYNONYMS, canonical_names
+from covey.config.names import FIELDS, MEANS, OPTIONS, SECTIONS, SYNONYMS, canonical_names
 from covey.config.sampling import ModelConfig, SamplingConfig
 from covey.config.text import explain, parse_overrides, render_explain
 from covey.errors import ConfigError
@@ -49,10 +49,9 @@ def test_the_composed_config_has_the_sections_that_names_are_looked_up_in() -> N
 
 
 def test_no_synonym_and_no_option_is_also_a_field() -> None:
-    assert not set(SYNONYMS) & set(FIELDS)
-    assert not NAMES & set(FIELDS)
-    assert not set(SYNONYMS) & NAMES
-    assert set(SYNONYMS.values()) <= set(FIELDS)
+    assert not set(MEANS) & set(FIELDS)
+    assert len(MEANS) == len(SYNONYMS) + len(OPTIONS) + len(old_names.OLD_NAMES)
+    assert set(MEANS.values()) <= set(FIELDS)
 
 
 def test_every_field_has_a_meaning() -> None:
@@ -139,14 +138,13 @@ def test_parameters_without_a_setting_are_in_a_table_of_their_own() -> None:
 
 def test_a_loss_in_a_file_keeps_its_own_defaults() -> None:
     config = GRPOConfig(loss_type="losses/mine.py:mine").algorithm  # read when the run begins
-    assert (config.epsilon, config.epsilon_max, config.sapo_temperature_pos) == (None, None, None)
+    assert (config.epsilon, config.loss_parameters) == (None, {})
     assert GRPOConfig(**tomllib.loads(GRPOConfig(algorithm=config).to_toml())).algorithm == config
 
 
 def test_choices_are_those_of_the_algorithms() -> None:
-    from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, MISMATCH_MODES, VOCABULARY_KL
+    from covey.algorithms import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, VOCABULARY_KL
 
-    assert set(get_args(MismatchCorrection)) == set(MISMATCH_MODES)
     assert set(get_args(KLEstimator)) == {*KL_ESTIMATORS, *VOCABULARY_KL}
     assert set(get_args(AdvantageEstimator)) == set(ADVANTAGE_ESTIMATORS)
 
@@ -166,7 +164,7 @@ def test_choices_are_those_of_the_algorithms() -> None:
         ({"max_new_tokens": 512}, {"max_completion_length": 512}),
         ({"clip_epsilon": 0.1}, {"epsilon": 0.1}),
         ({"num_epochs": 2}, {"num_train_epochs": 2.0}),
-        ({"update_reference_every": 10}, {"reference_update": "copy", "reference_update_steps": 10}),
+        ({"update_reference_every": 10}, {"reference_update_steps": 10}),
         ({"normalize_advantages": False}, {"scale_rewards": "none"}),
         ({"normalize_advantages": False, "scale_rewards": "none"}, {"scale_rewards": "none"}),
         ({"norm_adv_by_std_in_grpo": True}, {"scale_rewards": "group"}),
@@ -210,7 +208,8 @@ def test_toml_round_trip_is_exact() -> None:
     config = GRPOConfig(
         num_generations=8,
         learning_rate=1.2345678901234567e-05,
-        delta=4.0,
+        loss_parameters={"delta": 4.0},
+        adaptive_entropy={"target": 0.3},
         stop_strings=["</s>", 'quote " backslash \\ newline \n tab \t \x7f é 🐦'],
         lora_target_modules=["q_proj", "v_proj"],
         chat_template_kwargs={"enable_thinking": False, "a key": "x", "n": 3, "f": 0.5},
@@ -246,7 +245,7 @@ VALUES = st.fixed_dictionaries(
         "chat_template_kwargs": st.dictionaries(
             st.text(st.characters(codec="utf-8")), st.booleans() | st.integers(-(2**62), 2**62) | st.text()
         ),
-        "delta": st.none() | st.floats(2, 9),
+        "max_minutes": st.none() | st.floats(2, 9),
         "loss_type": st.sampled_from(sorted(LOSSES)),
     },
 )
@@ -310,18 +309,18 @@ def test_files_are_found_and_named_in_full(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> None:
-    path = recipe(tmp_path, "kl_coef = 0.01\n[sampling]\nnum_generations = 4\n[algorithm]\ndelta = 4.0")
+    path = recipe(tmp_path, "kl_coef = 0.01\n[sampling]\nnum_generations = 4\n[schedule]\nmax_minutes = 4.0")
     config = GRPOConfig.from_toml(
         str(path),
         overrides=[
             "beta=0.5",
             "env.rollout.n=8",
-            "algorithm.delta=none",
+            "schedule.max_minutes=none",
             "run.output_dir=runs/a=b",
             "beta=0.25",
         ],
     )
-    assert (config.beta, config.num_generations, config.delta) == (0.25, 8, None)
+    assert (config.beta, config.num_generations, config.max_minutes) == (0.25, 8, None)
     assert config.output_dir == "runs/a=b"
 
 
@@ -331,10 +330,10 @@ def test_overrides_win_over_the_file_whatever_names_both_use(tmp_path: Path) -> 
         ("sampling.num_generations=8", 8),
         ("learning_rate=1e-5", 1e-5),
         ("beta=.5", 0.5),
-        ("shuffle=False", False),
+        ("eval_at_end=False", False),
         ("use_peft=true", True),
         ("scale_rewards=none", "none"),
-        ("delta=None", None),
+        ("max_minutes=None", None),
         ("run_name=7", "7"),
         ("run_name=2024-01-01", "2024-01-01"),
         ('run_name="a b"', "a b"),
@@ -393,7 +392,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"num_generations": "8"}, "sampling.num_generations='8': must be int"),
         ({"num_generations": 8.0}, "sampling.num_generations=8.0: must be int"),
         ({"num_generations": True}, "sampling.num_generations=True: must be int"),
-        ({"shuffle": "yes"}, "data.shuffle='yes': must be bool"),
+        ({"eval_at_end": "yes"}, "evaluation.eval_at_end='yes': must be bool"),
         ({"device": "gpu"}, "model.device='gpu': must be one of auto, cpu, cuda or cuda:N"),
         ({"report_to": "neptune"}, "run.report_to='neptune': must be list of (tensorboard | wandb | trackio | mlflow)"),
         ({"lora_target_modules": 5}, "model.lora_target_modules=5: must be str | list of str"),
@@ -401,7 +400,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ({"reward_weights": [0, 0]}, "rewards.reward_weights=[0.0, 0.0]: with no weight"),
         ({"beta": None}, "algorithm.beta=None: must be float, >= 0"),
         ({"max_steps": 0}, "schedule.max_steps=0: a run without steps trains nothing"),
-        ({"warmup_steps": 5, "warmup_ratio": 0.1}, "warmup_steps=5 and warmup_ratio=0.1: both say"),
+        ({"warmup_steps": 5.5}, "optim.warmup_steps=5.5: a number of steps is whole"),
         ({"phases": [{"name": "a"}]}, "schedule.phases[0]: no length: a phase has exactly one length"),
         (
             {"phases": [{"steps": 1, "tokens": 2}]},
@@ -417,17 +416,24 @@ def test_unreadable_files(tmp_path: Path) -> None:
         ),
         ({"phases": [3]}, "schedule.phases[0]=3: a phase is a table"),
         ({"phases": 3}, "schedule.phases=3: must be list of table"),
-        ({"loss_type": "gspo", "importance_sampling_level": "token"}, "defined by its sequence ratio"),
+        ({"loss_type": "gspo", "loss_parameters": {"importance_sampling_level": "token"}}, "by its sequence ratio"),
         ({"loss_type": "my_loss"}, "or FILE.py:NAME for a loss of your own"),
         (
             {"loss_type": "vespo", "loss_parameters": {"k_pso": 1}},
             "loss_parameters='k_pso': no such name; did you mean",
         ),
         ({"loss_parameters": {"epsilon": 0.1}}, "loss_parameters.epsilon: it is a setting of its own; set"),
-        ({"delta": 1.1}, "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip"),
-        ({"importance_sampling_floor": 3.0}, "importance_sampling_floor=3.0: choose less than"),
-        ({"use_adaptive_entropy": True, "entropy_coef": 2.0}, "use_adaptive_entropy keeps it from"),
-        ({"adv_estimator": "rloo", "multi_objective_aggregation": "normalize_then_sum"}, "an estimator of its own"),
+        (
+            {"loss_parameters": {"delta": 1.1}},
+            "algorithm.delta=1.1: below 1 + epsilon_high = 1.2 it would replace the clip",
+        ),
+        ({"importance_sampling_correction": "token_mask:3:2"}, "the smallest ratio 3 must be 0 or more and less than"),
+        ({"importance_sampling_correction": "token_trunc:2"}, "'token_trunc:2': must be auto | off | token_truncate"),
+        ({"down_sampling": "max_varianc:2"}, "'max_varianc:2': must be none | max_variance"),
+        ({"down_sampling": "shortest:16"}, "algorithm.down_sampling='shortest:16': groups have at most 16 completions"),
+        ({"reference_drift_threshold": "mean:2"}, "'mean:2': must be a number, of the mean over tokens, or sum: and"),
+        ({"optimizer_parameters": {"beta1": 1.0}}, "optim.optimizer_parameters.beta1=1.0: must be 0 or more, below 1"),
+        ({"adaptive_entropy": {}, "entropy_coef": 2.0}, "entropy_coef=2.0: adaptive_entropy keeps it from min=0.0 to"),
         ({"use_peft": False, "adapter": "a"}, "model.adapter='a': an adapter is only loaded"),
         ({"keep_sampling_mask": True}, "algorithm.keep_sampling_mask=True: no token is ever cut"),
         ({"soft_overlong_cache": 256}, "rewards.soft_overlong_cache=256: it is the last part of"),
@@ -520,24 +526,14 @@ def test_a_rate_for_an_embedding_that_is_frozen_is_an_error() -> None:
     [
         ({"beta": 0.0, "kl_estimator": "k1"}, "algorithm.kl_estimator='k1'"),
         ({"loss_type": "reinforce", "epsilon": 0.1}, "algorithm.epsilon=0.1"),
-        ({"loss_type": "cispo", "delta": 2.0}, "algorithm.delta=2.0"),
-        ({"epsilon_max": 4.0}, "algorithm.epsilon_max=4.0"),
-        ({"sapo_temperature_neg": 2.0}, "algorithm.sapo_temperature_neg=2.0"),
-        ({"loss_type": "reinforce", "importance_sampling_level": "sequence"}, "importance_sampling_level='sequence'"),
-        ({"importance_sampling_cap": 2.0}, "algorithm.importance_sampling_cap=2.0"),
-        ({"importance_sampling_floor": 0.5}, "algorithm.importance_sampling_floor=0.5"),
-        ({"entropy_target": 0.5}, "algorithm.entropy_target=0.5"),
+        ({"importance_sampling_correction": "auto:2"}, "algorithm.importance_sampling_correction='auto:2'"),
         ({"adv_estimator": "rloo", "scale_rewards": "batch"}, "algorithm.scale_rewards='batch'"),
-        ({"scale_rewards": "none", "std_correction": 0}, "algorithm.std_correction=0"),
-        ({"reference_update_steps": 7}, "algorithm.reference_update_steps=7"),
-        ({"reference_update": "copy", "reference_ema_decay": 0.5}, "algorithm.reference_ema_decay=0.5"),
-        ({"reference_drift_reduction": "sum"}, "algorithm.reference_drift_reduction='sum'"),
-        ({"validity_min_length": 3}, "algorithm.validity_min_length=3"),
+        ({"beta": 0.0, "reference_update_steps": 7}, "algorithm.reference_update_steps=7"),
+        ({"reference_ema_decay": 0.5}, "algorithm.reference_ema_decay=0.5"),
         ({"adv_estimator": "reinforce_plus_plus", "max_generations": 32}, "sampling.max_generations=32"),
-        ({"dynamic_sampling_max_tries": 9}, "algorithm.dynamic_sampling_max_tries=9"),
         ({"max_steps": 5, "num_train_epochs": 2.0}, "schedule.num_train_epochs=2.0"),
         ({"use_peft": False, "lora_r": 8}, "model.lora_r=8"),
-        ({"inference_server_url": "http://127.0.0.1:1"}, "server.inference_server_url="),
+        ({"inference_server_kind": "vllm"}, "server.inference_server_kind="),
         ({"phases": [{"steps": 1, "name": "a", "learning_rate_cut": 0.1}]}, "phase 'a': learning_rate_cut"),
     ],
 )
@@ -556,11 +552,9 @@ def test_what_several_processes_heed_has_an_effect(shared: dict[str, Any]) -> No
         GRPOConfig(max_restarts=0)
 
 
-def test_an_update_of_a_reference_that_nothing_reads_is_worth_a_warning() -> None:
-    with pytest.warns(UserWarning, match="has no effect"):
-        GRPOConfig(beta=0.0, reference_update="copy")
-    GRPOConfig(beta=0.0, reference_update="copy", reference_drift_threshold=0.5)
-    GRPOConfig(beta=0.0, reference_update="copy", phases=[{"steps": 1, "beta": 0.1}])
+def test_an_update_of_a_reference_has_an_effect_where_something_reads_it() -> None:
+    GRPOConfig(beta=0.0, reference_update_steps=9, reference_drift_threshold=0.5)
+    GRPOConfig(beta=0.0, reference_update_steps=9, phases=[{"steps": 1, "beta": 0.1}])
 
 
 def test_keep_sampling_mask_wants_something_to_keep() -> None:
@@ -588,7 +582,7 @@ def test_explain_covers_every_field_once() -> None:
         "float, > 0, <= 1",
         "1.0",
     )
-    assert lines["delta"].default == "none"
+    assert lines["max_minutes"].default == "none"
     assert lines["report_to"].type == "list of (tensorboard | wandb | trackio | mlflow)"
     assert lines["epsilon"].default == "0.2"
     assert lines["lora_target_modules"].type == "str | list of str"
@@ -626,3 +620,113 @@ def test_old_names_say_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     assert GRPOConfig.from_overrides(["old_number=3"]) == GRPOConfig(sampling={"old_number": 3}) == GRPOConfig()
     with pytest.raises(ConfigError, match=r"sampling\.old_number=4: is no setting any more; use new_number"):
         GRPOConfig(sampling={"old_number": 4})
+
+
+BEFORE = Path(__file__).parent / "fixtures" / "settings-of-0.1.0.toml"
+"""All settings of a run of an earlier version, with their defaults."""
+
+
+def test_a_run_folder_of_before_is_read_without_a_word() -> None:
+    assert GRPOConfig.from_toml(BEFORE) == GRPOConfig()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            {"loss_type": "dapo", "epsilon_high": 0.3, "delta": 4.0},
+            {"loss_parameters": {"epsilon_high": 0.3, "delta": 4.0}},
+        ),
+        ({"loss_type": "cispo", "epsilon_max": 4.0}, {"loss_parameters": {"epsilon_max": 4.0}}),
+        ({"importance_sampling_level": "sequence"}, {"loss_parameters": {"importance_sampling_level": "sequence"}}),
+        (
+            {"std_correction": 0, "adv_parameters": {"epsilon": 1e-4}},
+            {"adv_parameters": {"epsilon": 1e-4, "std_correction": 0}},
+        ),
+        (
+            {"world": "house", "adv_estimator": "gigpo", "discount": 0.9, "step_advantage_weight": 0.5},
+            {"adv_parameters": {"discount": 0.9, "step_advantage_weight": 0.5}},
+        ),
+        ({"world": "house", "step_score": "return"}, {"adv_parameters": {"step_score": "return"}}),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, {"adv_estimator": "gdpo"}),
+        ({"use_adaptive_entropy": True, "entropy_target": 0.3}, {"adaptive_entropy": {"target": 0.3}}),
+        ({"max_staleness": 1, "importance_sampling_cap": 2.0}, {"importance_sampling_correction": "auto:2.0"}),
+        (
+            {"importance_sampling_correction": "token_mask", "importance_sampling_floor": 0.5},
+            {"importance_sampling_correction": "token_mask:0.5:3.0"},
+        ),
+        ({"reference_update": "copy"}, {"reference_update_steps": 100}),
+        (
+            {"reference_update": "ema", "reference_update_steps": 7},
+            {"reference_update_steps": 7, "reference_ema_decay": 0.99},
+        ),
+        (
+            {"reference_drift_threshold": 12.0, "reference_drift_reduction": "sum"},
+            {"reference_drift_threshold": "sum:12.0"},
+        ),
+        ({"validity_mask": True}, {"validity_min_length": 10}),
+        ({"dynamic_sampling": True, "dynamic_sampling_max_tries": 5}, {"dynamic_sampling": 5}),
+        ({"down_sampling": "shortest", "down_sampling_size": 8}, {"down_sampling": "shortest:8"}),
+        (
+            {"down_sampling": "first", "down_sampling_statistics": "group"},
+            {"down_sampling": "first:4:group"},
+        ),
+        (
+            {"context_mode": "steps", "max_turn_prompt_tokens": 99},
+            {"history_length": 2, "max_conversation_tokens": 99},
+        ),
+        ({"reset_seconds": 90.0}, {"step_seconds": 30.0}),
+        (
+            {"engine": "vllm", "sleep_level": 0, "merge_adapter": True},
+            {"llm_arguments": {"enable_sleep_mode": False, "enable_lora": False}},
+        ),
+        ({"engine": "vllm", "max_model_len": 512}, {"llm_arguments": {"max_model_len": 512}}),
+        ({"weight_decay": 0.1, "adam_beta2": 0.99}, {"optimizer_parameters": {"weight_decay": 0.1, "beta2": 0.99}}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+        ({"shuffle": False}, {"prompt_order": "given"}),
+        ({"shuffle": False, "prompt_weighting": "difficulty"}, {"prompt_order": "difficulty"}),
+        ({"ledger_steps": 50}, {"ledger": "sampled:2,all:50"}),
+    ],
+)
+def test_old_names_mean_what_they_meant(old: dict[str, Any], new: dict[str, Any]) -> None:
+    beside = {name: value for name, value in old.items() if name in FIELDS and name not in new}
+    if "dynamic_sampling" in new:
+        beside = {}
+    meant = GRPOConfig(**{**beside, **new})
+    of_before = tomllib.loads(BEFORE.read_text(encoding="utf-8"))
+    everything = {name: value for section in of_before.values() for name, value in section.items()}
+    assert GRPOConfig(**(everything | old)) == meant  # nobody writes a run folder's by hand: no warning
+    with pytest.warns(UserWarning, match=f"an old name; write .*{next(reversed(new))}") as said:
+        assert GRPOConfig(**old) == meant
+    assert len(said) == 1
+    overrides = [f"{name}={tomli_w.dumps({'x': value}).partition('=')[2]}" for name, value in old.items()]
+    if "adv_parameters" not in old:
+        with pytest.warns(UserWarning, match="an old name"):
+            assert GRPOConfig.from_overrides(overrides) == meant
+
+
+def test_published_names_of_a_server_stay() -> None:
+    at = {"inference_server_url": "http://127.0.0.1:8000"}
+    assert GRPOConfig(upload_adapters_to_server=True) == GRPOConfig(**at)
+    assert GRPOConfig(upload_adapters_to_server=True, inference_server_url="http://a:1").server.urls == ("http://a:1",)
+    assert GRPOConfig(**at).replace(upload_adapters_to_server=False) == GRPOConfig()
+    assert GRPOConfig(dynamic_sampling=True).dynamic_sampling == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("kl_coef", "beta"),
+        ("env.rollout.n", "num_generations"),
+        ("use_off_policy_masking", "reference_drift_threshold"),
+        ("off_policy_threshold", "reference_drift_threshold"),
+        ("num_samples_per_prompt", "num_generations"),
+        ("weight_decay", "optimizer_parameters"),
+        ("down_sampling_size", "down_sampling"),
+    ],
+)
+def test_help_finds_a_setting_by_its_other_names(name: str, setting: str) -> None:
+    output = io.StringIO()
+    assert render_explain(Console(file=output, width=200), name) == 1
+    assert f"{setting} " in output.getvalue()
+    assert re.search(rf"{name}[^.]* means? this\.", " ".join(output.getvalue().replace("│", " ").split()))

@@ -52,12 +52,13 @@ class Backend(Protocol):
 def adamw_options(config: GRPOConfig) -> dict[str, Any]:
     """`config.optim` under the names of the learners' arguments."""
     optim = config.optim
+    adamw = {"weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, **optim.optimizer_parameters}
     return {
         "learning_rate": optim.learning_rate,
         "embedding_lr": optim.embedding_lr,
-        "weight_decay": optim.weight_decay,
-        "betas": (optim.adam_beta1, optim.adam_beta2),
-        "epsilon": optim.adam_epsilon,
+        "weight_decay": adamw["weight_decay"],
+        "betas": (adamw["beta1"], adamw["beta2"]),
+        "epsilon": adamw["epsilon"],
         "max_grad_norm": optim.max_grad_norm,
         "tokens_per_micro_batch": optim.tokens_per_micro_batch,
     }

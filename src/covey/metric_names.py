@@ -82,7 +82,7 @@ kl | nats | divergence from the reference by algorithm.kl_estimator, mean over t
 kl_penalty | | algorithm.beta times kl; only where beta is above 0
 entropy | nats | entropy of the policy's next-token distribution (at the sampling temperature, and with
     algorithm.keep_sampling_mask over the ids that were left), mean over trained tokens
-entropy_coef | | weight of the entropy bonus after the step; only with algorithm.use_adaptive_entropy
+entropy_coef | | weight of the entropy bonus after the step; only with algorithm.adaptive_entropy
 loss_scale | | by which losses are multiplied so that gradients fit float16, after the step; only with float16
 skipped_steps | optimiser steps | that were not taken since a float16 gradient overflowed; only with float16
 clip_ratio/low_mean | fraction | trained tokens held back by the lower clip
@@ -92,7 +92,7 @@ clip_ratio/high_mean | fraction | trained tokens held back by an upper limit (ra
 clip_ratio/region_mean | fraction | trained tokens held back by either
 clip_ratio/low_min | fraction | the smallest clip_ratio/low_mean among the passes over the step
 clip_ratio/high_max | fraction | the largest clip_ratio/high_mean among the passes over the step
-ratio/mean | | importance ratio exp(new - old log-probability), by algorithm.importance_sampling_level, mean over
+ratio/mean | | importance ratio exp(new - old log-probability), by the loss (importance_sampling_level), mean over
     trained tokens; with algorithm.importance_sampling_correction old is the trainer's own before the first pass
 ratio/min | | the smallest importance ratio of a trained token in any pass
 ratio/max | | the largest importance ratio of a trained token in any pass

@@ -313,6 +313,16 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
     keep_support: bool = False
 
+    @property
+    def cut(self) -> dict[str, float]:
+        """What cuts tokens off, by name, as servers are asked for it."""
+        return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+
+    @property
+    def cuts(self) -> bool:
+        """True when some tokens cannot be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:

@@ -17,17 +17,13 @@ from hypothesis import strategies as st
 from covey.algorithms import (
     ADVANTAGE_ESTIMATORS,
     Outcomes,
-    broadcast_steps,
     combine_rewards,
     compute_grpo_outcome_advantage,
     compute_naive_grpo_outcome_advantage,
     episode_advantages,
     find_estimator,
     group_advantages,
-    multi_reward_advantages,
     rloo_advantages,
-    step_advantages,
-    step_scores,
 )
 from covey.errors import ConfigError, DataError
 
@@ -189,39 +185,16 @@ def test_an_episode_counts_once_however_many_steps_it_has() -> None:
     )
 
 
-def test_steps_are_normalised_over_all_steps_of_the_group() -> None:
-    token_rewards = np.array([[1.0, 1.0, 0.0, NAN], [0.0, 4.0, 1.0, 1.0]])
-    step_of_token = np.array([[0, 0, 1, -1], [0, 1, 2, 2]])
-    scores = step_scores(token_rewards, step_of_token, 3)
-    np.testing.assert_array_equal(scores, [[2, 0, NAN], [0, 4, 2]])
-    # steps 2 0 0 4 2: mean 1.6, squares 0.16 + 2.56 + 2.56 + 5.76 + 0.16 = 11.2, std sqrt(11.2 / 5)
-    advantages = step_advantages(scores, ["a", "a"], correction=0, epsilon=0.0)
-    expected = np.array([[0.4, -1.6, 0], [-1.6, 2.4, 0.4]]) / math.sqrt(2.24)
-    np.testing.assert_allclose(advantages, expected)
-    a, b, c = expected[0, 0], expected[0, 1], expected[1, 1]
-    np.testing.assert_allclose(broadcast_steps(advantages, step_of_token), [[a, a, b, 0], [b, c, a, a]])
-    by_jax = jax.jit(lambda r, s: broadcast_steps(step_advantages(step_scores(r, s, 3), [0, 0], correction=0), s))
-    np.testing.assert_allclose(
-        by_jax(token_rewards, step_of_token), [[a, a, b, 0], [b, c, a, a]], rtol=1e-5, atol=1e-12
-    )
-
-
 def test_several_rewards_by_hand() -> None:
     parts = [[1.0, 0.0, None, None], [10.0, 30.0, 20.0, None]]
     np.testing.assert_array_equal(combine_rewards(parts, [2.0, 0.1]), [3.0, 3.0, 2.0, NAN])
-    # normalised first: part 0 has two scorable rewards, ±0.5 / sqrt(0.5); part 1 has -10, 10, 0 over std 10
-    s = math.sqrt(0.5)
-    first = combine_rewards(parts, [2.0, 0.1], [0] * 4, aggregation="normalize_then_sum", epsilon=0.0)
-    np.testing.assert_allclose(first, [2 * s - 0.1, -2 * s + 0.1, 0.0, NAN])
-    summed = multi_reward_advantages(parts, [2.0, 0.1], [0] * 4, epsilon=0.0)
+    summed = group_advantages(combine_rewards(parts, [2.0, 0.1]), [0] * 4, epsilon=0.0)
     # 3 3 2: mean 8/3, sample std sqrt(1/3)
     np.testing.assert_allclose(summed, np.array([1, 1, -2, 0]) / 3 / math.sqrt(1 / 3), atol=1e-12)
-    # x, -x and 0, then normalised over the batch: the sample std of x -x 0 is x
+    # x, -x and 0, then normalised over the batch: the sample std of x -x 0 is x.
     for scale in ("group", "batch", "none"):
         np.testing.assert_allclose(
-            multi_reward_advantages(
-                parts, [2.0, 0.1], [0] * 4, aggregation="normalize_then_sum", scale=scale, epsilon=0.0
-            ),
+            estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[2.0, 0.1], scale=scale, epsilon=0.0),
             [1.0, -1.0, 0.0, 0.0],
             atol=1e-12,
         )
@@ -229,8 +202,8 @@ def test_several_rewards_by_hand() -> None:
 
 def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first() -> None:
     parts = np.array([[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1000.0, 1000.0]])
-    together = multi_reward_advantages(parts, [1.0, 1.0], [0] * 4)
-    apart = multi_reward_advantages(parts, [1.0, 1.0], [0] * 4, aggregation="normalize_then_sum", scale="batch")
+    together = group_advantages(combine_rewards(parts, [1.0, 1.0]), [0] * 4)
+    apart = estimate_by("gdpo", None, [0] * 4, parts=parts, weights=[1.0, 1.0])
     assert together[2] - together[3] < 0.01
     assert apart[2] - apart[3] > 1.0
     assert np.std(apart, ddof=1) == pytest.approx(1.0, abs=1e-5)
@@ -239,7 +212,7 @@ def test_a_wide_reward_does_not_drown_the_others_when_each_is_normalised_first()
 def test_what_differs_in_more_rewards_weighs_more() -> None:
     """GDPO, equations 4 to 6: one reward differs in the first group, both do in the second."""
     parts = [[0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]
-    found = multi_reward_advantages(parts, [1.0, 1.0], [0, 0, 1, 1], aggregation="normalize_then_sum", epsilon=1e-12)
+    found = estimate_by("gdpo", None, [0, 0, 1, 1], parts=parts, weights=[1.0, 1.0], epsilon=1e-12)
     # sums -a a -2a 2a with a = sqrt(1/2); their sample std is sqrt(10 a^2 / 3)
     np.testing.assert_allclose(found, np.array([-1, 1, -2, 2]) / math.sqrt(10 / 3))
 
@@ -272,16 +245,10 @@ def test_step_level_rows_in_the_layout_of_the_agents_document() -> None:
 def test_errors_name_the_value_and_the_fix() -> None:
     with pytest.raises(ConfigError, match="did you mean 'batch'"):
         group_advantages([1.0], [0], scale="bach")
-    with pytest.raises(ConfigError, match="did you mean 'sum_then_normalize'"):
-        combine_rewards([[1.0]], [1.0], aggregation="sum_then_normalise")
-    with pytest.raises(ConfigError, match="pass groups"):
-        combine_rewards([[1.0]], [1.0], aggregation="normalize_then_sum")
     with pytest.raises(DataError, match=r"\(2,\).*\(1,\)"):
         group_advantages([1.0, 2.0], [0])
     with pytest.raises(DataError, match="one weight"):
         combine_rewards([[1.0], [2.0]], [1.0])
-    with pytest.raises(DataError, match="each episode"):
-        step_advantages([[1.0], [2.0]], [0])
 
 
 def test_the_two_functions_of_the_documents_divide_by_different_spreads() -> None:

@@ -34,7 +34,7 @@ def group(rewards: list[float], lengths: list[int] | None = None) -> Group:
 
 
 def chosen(rule: str, size: int, rewards: list[float], lengths: list[int] | None = None) -> list[int]:
-    return np.flatnonzero(find_down_sampling(rule, size)(group(rewards, lengths))).tolist()
+    return np.flatnonzero(find_down_sampling(f"{rule}:{size}")(group(rewards, lengths))).tolist()
 
 
 def batch_of(groups: list[Group], **changes: Any) -> Batch:
@@ -72,21 +72,21 @@ def test_no_subset_varies_more(rewards: list[int], size: int) -> None:
 
 def test_statistics_of_the_chosen_or_of_the_group() -> None:
     groups = [group([0, 0, 0, 1])]
-    among = batch_of(groups, down_sampling="max_variance", down_sampling_size=2)
+    among = batch_of(groups, down_sampling="max_variance:2")
     np.testing.assert_allclose(among.advantages, [[-0.5] * 2, [0] * 2, [0] * 2, [0.5] * 2])
-    whole = batch_of(groups, down_sampling="max_variance", down_sampling_size=2, down_sampling_statistics="group")
+    whole = batch_of(groups, down_sampling="max_variance:2:group")
     np.testing.assert_allclose(whole.advantages, [[-0.25] * 2, [0] * 2, [0] * 2, [0.75] * 2])
     for batch in (among, whole):
         assert batch.mask.tolist() == [[True] * 2, [False] * 2, [False] * 2, [True] * 2]
         assert batch.excluded["down_sampling"].tolist() == (~batch.mask).tolist()
         assert batch.sampled.all()
-    assert batch_of(groups, down_sampling="largest_advantage", down_sampling_size=2).advantages[3, 0] == 0.75
+    assert batch_of(groups, down_sampling="largest_advantage:2").advantages[3, 0] == 0.75
 
 
 def test_it_is_as_if_only_the_chosen_had_been_sampled() -> None:
     groups = [group([0, 0, 2, 1], [3, 1, 2, 2]), group([1, 1, 0], [4, 2, 1])]
     options = {"adv_estimator": "opo", "mask_truncated_completions": True}
-    batch = batch_of(groups, down_sampling="shortest", down_sampling_size=2, **options)
+    batch = batch_of(groups, down_sampling="shortest:2", **options)
     alone = batch_of([group([0, 2], [1, 2]), group([1, 0], [2, 1])], **options)
     rows = batch.mask.any(axis=1)
     assert np.flatnonzero(rows).tolist() == [1, 2, 5, 6]
@@ -107,12 +107,12 @@ def test_of_agents_whole_episodes_are_chosen() -> None:
         {},
         tuple(played),
     )
-    batch = batch_of([agents], down_sampling="max_variance", down_sampling_size=2, adv_estimator="naive_grpo")
+    batch = batch_of([agents], down_sampling="max_variance:2", adv_estimator="naive_grpo")
     assert batch.mask.any(axis=1).tolist() == [True, True, True, False, False, False]
     np.testing.assert_allclose(batch.advantages[:3, 0], [0.5, 0.5, -0.5])
     # what tables show of GiGPO's two parts is of the same episodes
     settings = {"world": "house", "adv_estimator": "gigpo", "scale_rewards": "none"}
-    args = GRPOConfig(**settings, down_sampling="max_variance", down_sampling_size=2, num_generations=3)
+    args = GRPOConfig(**settings, down_sampling="max_variance:2", num_generations=3)
     credit = episode_credit([agents], args)
     assert credit is not None
     np.testing.assert_allclose(credit, batch.advantages)
@@ -145,7 +145,7 @@ def leaves(group, size):
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
     (tmp_path / "own_rules.py").write_text(RULE)
     monkeypatch.chdir(tmp_path)
-    return lambda name: {"down_sampling": f"own_rules.py:{name}", "down_sampling_size": 2}
+    return lambda name: {"down_sampling": f"own_rules.py:{name}:2"}
 
 
 def test_a_rule_in_a_file(rules: Callable[[str], dict[str, Any]]) -> None:
@@ -166,8 +166,8 @@ def test_a_rule_in_a_file(rules: Callable[[str], dict[str, Any]]) -> None:
 
 def test_settings_that_cannot_be_meant() -> None:
     with pytest.raises(ConfigError, match="nothing would be left out"):
-        GRPOConfig(down_sampling="max_variance", down_sampling_size=8, num_generations=8)
+        GRPOConfig(down_sampling="max_variance:8", num_generations=8)
     with pytest.raises(ConfigError, match=r"at most 12 completions \(sampling.max_generations\)"):
-        GRPOConfig(down_sampling="max_variance", down_sampling_size=12, num_generations=4, max_generations=12)
+        GRPOConfig(down_sampling="max_variance:12", num_generations=4, max_generations=12)
     with pytest.raises(ConfigError, match="max_variance"):
         GRPOConfig(down_sampling="max_varianz", num_generations=8)

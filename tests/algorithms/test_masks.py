@@ -132,7 +132,7 @@ def test_mismatch_correction_by_hand() -> None:
     tensor = torch.zeros(1, 1, requires_grad=True)
     factor = mismatch_correction(tensor, torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), MODES[0], 3.0)
     assert not factor.requires_grad
-    with pytest.raises(ConfigError, match="importance_sampling_cap=0"):
+    with pytest.raises(ConfigError, match="importance_sampling_correction of at most 0"):
         mismatch_correction(trainer, sampler, mask, MODES[0], 0.0)
     with pytest.raises(ConfigError, match="did you mean 'token_truncate'"):
         mismatch_correction(trainer, sampler, mask, "token_truncat", 3.0)

@@ -175,7 +175,7 @@ def test_memory_that_runs_out_in_a_loss_stays_what_it_is(folder: Path) -> None:
 
 
 def test_a_parameter_that_is_a_setting_of_another_name() -> None:
-    with pytest.raises(ConfigError, match=r"set algorithm\.use_adaptive_entropy"):
+    with pytest.raises(ConfigError, match=r"set algorithm\.adaptive_entropy"):
         GRPOConfig(loss_parameters={"adaptive_entropy": True})
 
 

@@ -140,9 +140,7 @@ def test_kl_penalties_are_verl_s(name: str) -> None:
 
 
 def test_adaptive_entropy_is_trl_s() -> None:
-    section = AlgorithmConfig(
-        use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=1.0, entropy_coef_delta=0.03, entropy_coef_max=0.2
-    )
+    section = AlgorithmConfig(entropy_coef=0.1, adaptive_entropy={"target": 1.0, "delta": 0.03, "max": 0.2})
     coefficient, last = 0.1, float("inf")
     moved, before = None, None
     for entropy in (0.5, 0.9, 1.0, 1.1, 0.2, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 0.1):

@@ -59,10 +59,14 @@ def test_credit_of_tokens_needs_a_ratio_of_tokens(more: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=rf"{more['adv_estimator']}.*{loss}.*gspo_token"):
             check_estimator(GRPOConfig(loss_type=loss, **more), None)
     with pytest.raises(ConfigError, match="gspo_token"):
-        check_estimator(GRPOConfig(loss_type="dapo", importance_sampling_level="sequence", **more), None)
+        check_estimator(
+            GRPOConfig(loss_type="dapo", loss_parameters={"importance_sampling_level": "sequence"}, **more), None
+        )
     for fine in ("gspo_token", "grpo", "vespo", "cispo"):
         check_estimator(GRPOConfig(loss_type=fine, **more), None)
-    check_estimator(GRPOConfig(loss_type="luspo", importance_sampling_level="gspo_token", **more), None)
+    check_estimator(
+        GRPOConfig(loss_type="luspo", loss_parameters={"importance_sampling_level": "gspo_token"}, **more), None
+    )
 
 
 def test_credit_of_completions_goes_with_every_loss() -> None:
@@ -72,19 +76,19 @@ def test_credit_of_completions_goes_with_every_loss() -> None:
 
 
 def test_turns_of_agents_have_a_credit_of_their_own() -> None:
-    """`grpo` compares the turns by `step_score`; with `context_mode = "steps"` a row is one turn."""
+    """`grpo` compares the turns by `step_score`; with `history_length` a row is one turn."""
 
     def check(**more: Any) -> None:
         check_estimator(GRPOConfig(**{"loss_type": "gspo", "world": "blocks"} | more), object())  # type: ignore[arg-type]
 
-    for more in ({"adv_estimator": "gigpo"}, {"step_score": "return"}):
+    for more in ({"adv_estimator": "gigpo"}, {"adv_parameters": {"step_score": "return"}}):
         with pytest.raises(ConfigError, match="gspo_token"):
             check(**more)
-        check(**more, context_mode="steps")
+        check(**more, history_length=2)
         check(**more, loss_type="gspo_token")
     check()
-    check(adv_estimator="naive_grpo", step_score="return")
-    check(adv_estimator="gigpo", step_advantage_weight=0.0)
+    check(adv_estimator="naive_grpo")
+    check(adv_estimator="gigpo", adv_parameters={"step_advantage_weight": 0.0})
 
 
 def test_losses_and_estimators_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

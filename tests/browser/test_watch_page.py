@@ -57,7 +57,7 @@ def train(folder: Path, model_folder: Path, **changes: Any) -> Path:
     settings: dict[str, Any] = {
         "model": str(model_folder), "output_dir": str(folder), "num_generations": 4, "prompts_per_step": 2,
         "max_steps": 24, "lora_r": 4, "max_completion_length": 24, "learning_rate": 1e-2, "progress": False,
-        "eval_steps": 6, "ledger_steps": 6, "beta": 0.01, "save_steps": 0, "correctness": "has_a",
+        "eval_steps": 6, "ledger": "sampled:2,all:6", "beta": 0.01, "save_steps": 0, "correctness": "has_a",
         "samplers": 0,
     }  # fmt: skip
     data: dict[str, Any] = {"reward_funcs": [few_letters, has_a], "train_dataset": rows[:4], "eval_dataset": rows[4:]}
@@ -86,7 +86,7 @@ def agents_run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> 
     return train(
         tmp_path_factory.mktemp("browser") / "house", model_folder, world="house:rooms=2,num_train=6,num_eval=3",
         max_conversation_tokens=600, invalid_action_penalty=0.1, action_format="choice", max_completion_length=16,
-        max_steps=4, eval_steps=4, ledger_steps=2, adv_estimator="gigpo", discount=0.9,
+        max_steps=4, eval_steps=4, ledger="sampled:2,all:2", adv_estimator="gigpo", adv_parameters={"discount": 0.9},
     )  # fmt: skip
 
 

@@ -31,7 +31,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "tied, all weights": ({}, {"use_peft": False}, "20KB"),
     "tied, LoRA": ({}, {}, "1GB"),
     "untied, all weights": ({"tie_word_embeddings": False}, {"use_peft": False, "beta": 0.04}, "1GB"),
-    "untied, LoRA": ({"tie_word_embeddings": False}, {"beta": 0.04, "reference_update": "ema"}, "20KB"),
+    "untied, LoRA": (
+        {"tie_word_embeddings": False},
+        {"beta": 0.04, "reference_update_steps": 100, "reference_ema_decay": 0.99},
+        "20KB",
+    ),
     "Qwen3, all weights": ({"name": "qwen3"}, {"use_peft": False}, "20KB"),
     "Qwen3, LoRA": ({"name": "qwen3", "num_layers": 4}, {"gradient_checkpointing": True}, "20KB"),
     "bfloat16, LoRA": ({"num_layers": 3}, {"dtype": "bfloat16"}, "20KB"),

@@ -102,7 +102,7 @@ def test_a_death_costs_turns_and_no_episode(play: Any) -> None:
 
 
 def test_histories_that_start_anew_each_turn(play: Any) -> None:
-    how = {"context_mode": "steps", "history_length": 1, "max_turn_prompt_tokens": 400, "action_format": "choice"}
+    how = {"history_length": 1, "max_conversation_tokens": 400, "action_format": "choice"}
     here, _, _ = play("here", **how)
     there, _, _ = play("there", samplers=2, **how)
     assert there[0] == here[0]

@@ -25,7 +25,7 @@ WORLD = {
     "eval_on_start": False,
 }
 CHOICE = {"action_format": "choice"}
-STEPS = {"context_mode": "steps", "history_length": 1, "max_turn_prompt_tokens": 400, **CHOICE}
+STEPS = {"history_length": 1, "max_conversation_tokens": 400, **CHOICE}
 
 
 @pytest.fixture

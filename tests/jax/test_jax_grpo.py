@@ -68,23 +68,28 @@ def test_one_function_compiles_and_differentiates() -> None:
 VARIANTS: list[dict[str, Any]] = [{"loss_type": name, "kl_estimator": "k3"} for name in LOSSES]
 VARIANTS += [{"loss_type": "grpo", "kl_estimator": name} for name in ("k1", "k2", "k3_unbiased", "exact")]
 VARIANTS += [
-    {"loss_type": "dapo", "adv_estimator": "grpo", "scale_rewards": "batch", "epsilon": 0.1, "epsilon_high": 0.3},
-    {"loss_type": "grpo", "adv_estimator": "rloo", "delta": 2.0, "entropy_coef": 0.05},
+    {
+        "loss_type": "dapo",
+        "adv_estimator": "grpo",
+        "scale_rewards": "batch",
+        "epsilon": 0.1,
+        "loss_parameters": {"epsilon_high": 0.3},
+    },
+    {"loss_type": "grpo", "adv_estimator": "rloo", "loss_parameters": {"delta": 2.0}, "entropy_coef": 0.05},
     {"loss_type": "bnpo", "mask_truncated_completions": True},
     {"loss_type": "reinforce_kept", "mask_truncated_completions": True},
     {"loss_type": "bnpo", "off_policy_mask_threshold": 0.0},
-    {"loss_type": "bnpo", "reference_drift_threshold": 0.0, "reference_drift_reduction": "sum"},
+    {"loss_type": "bnpo", "reference_drift_threshold": "sum:0"},
     {"loss_type": "bnpo", "top_entropy_quantile": 0.4},
     {"loss_type": "gspo", "kl_estimator": "k3", "top_entropy_quantile": 0.4, "off_policy_mask_threshold": 0.0},
     {
         "loss_type": "grpo",
         "kl_estimator": "k3_unbiased",
         "top_entropy_quantile": 0.4,
-        "importance_sampling_correction": "sequence_mask",
-        "importance_sampling_cap": 1.5,
+        "importance_sampling_correction": "sequence_mask:1.5",
     },
-    {"loss_type": "bnpo", "importance_sampling_correction": "sequence_truncate", "importance_sampling_cap": 1.1},
-    {"loss_type": "vespo", "importance_sampling_correction": "token_mask", "importance_sampling_cap": 1.1},
+    {"loss_type": "bnpo", "importance_sampling_correction": "sequence_truncate:1.1"},
+    {"loss_type": "vespo", "importance_sampling_correction": "token_mask:1.1"},
 ]
 SMALL = {"kl_cov": {"kl_cov_ratio": 0.3}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.01, "clip_cov_ub": 2.0}}
 for variant in VARIANTS:
@@ -114,11 +119,13 @@ def by_the_reference(
         "off_policy_mask_threshold": "off_policy",
         "top_entropy_quantile": "quantile",
         "reference_drift_threshold": "drift",
-        "reference_drift_reduction": "drift_reduction",
         "importance_sampling_correction": "correction",
-        "importance_sampling_cap": "cap",
     }
-    options = {names.get(name, name): value for name, value in settings.items()}
+    options = {names.get(name, name): value for name, value in settings.items() if name != "loss_parameters"}
+    if "drift" in options:
+        options["drift"], options["drift_reduction"] = config.algorithm.reference_drift
+    if "correction" in options:
+        options |= {"correction": config.algorithm.correction.mode, "cap": config.algorithm.correction.cap}
     if settings.get("kl_estimator") == "exact":  # it knows no KL over the vocabulary
         options |= {"kl_estimator": "k1", "beta": 0.0}
     options = {"kl_estimator": config.kl_estimator, "beta": 0.2, **options, **config.loss_parameters}
@@ -342,7 +349,7 @@ def test_bad_input_is_one_clear_error() -> None:
         ({"num_samples_per_prompt": 1}, "num_samples_per_prompt=1: a group needs at least 2"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"loss_type": "gpro"}, r"loss_type='gpro': must be grpo .*did you mean"),
-        ({"validity_mask": True}, "pass decode=tokenizer.decode"),
+        ({"validity_min_length": 10}, "pass decode=tokenizer.decode"),
     ]:
         with pytest.raises(ConfigError, match=message):
             make_trainer(**settings)

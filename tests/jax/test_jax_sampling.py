@@ -178,7 +178,6 @@ def test_validity_is_judged_on_text() -> None:
     trainer, state = make_trainer(
         reward=lambda responses: [1.0 * len(text) for text in responses],
         decode=lambda ids: " ".join("ABCdefg"[i] for i in ids),
-        validity_mask=True,
         validity_min_length=3,
     )
     record = trainer.rollout(state.params, {"prompts": PROMPTS})

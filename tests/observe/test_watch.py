@@ -96,7 +96,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Pa
     rows = [{"prompt": [{"role": "user", "content": f"say {word}"}]} for word in ("one", "two", "three")]
     args = GRPOConfig(
         model=str(model_folder), output_dir=str(folder), num_generations=4, prompts_per_step=2, max_steps=4, lora_r=4,
-        max_completion_length=8, learning_rate=1e-2, progress=False, eval_steps=4, ledger="off", ledger_steps=2,
+        max_completion_length=8, learning_rate=1e-2, progress=False, eval_steps=4, ledger="off,all:2",
         beta=0.01, correctness="has_a",
     )  # fmt: skip
     GRPOTrainer(reward_funcs=[few_letters, has_a], args=args, train_dataset=rows, eval_dataset=rows[:2]).train()

@@ -255,8 +255,8 @@ def test_a_model_that_transformers_has_quantised_is_taken(tmp_path: Path, kind: 
 def test_what_cannot_be_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"quantization='nf4' with use_peft=False.*set model.use_peft to true"):
         GRPOConfig(quantization="nf4", use_peft=False)
-    with pytest.raises(ConfigError, match=r"quantization='nf4'.*merge_adapter=False"):
-        GRPOConfig(quantization="nf4", engine="vllm", merge_adapter=False)
+    with pytest.raises(ConfigError, match=r"quantization='nf4'.*enable_lora"):
+        GRPOConfig(quantization="nf4", engine="vllm", llm_arguments={"enable_lora": True})
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel\) has no linear layers"):
         load_model(tiny_model("gpt2"), tiny_tokenizer(), quantization="nf4")
     model = tiny_model("llama")

@@ -46,9 +46,13 @@ def group(*trajectories: Trajectory) -> Group:
     return Group(fake_prompt(), episodes, np.zeros(len(episodes)), {}, tuple(trajectories))
 
 
-def advantages(groups: list[Group], adv_estimator: str = "grpo", **environment: Any) -> Any:
+def advantages(
+    groups: list[Group], adv_estimator: str = "grpo", parameters: dict[str, Any] | None = None, **environment: Any
+) -> Any:
     algorithm = AlgorithmConfig(adv_estimator=adv_estimator, scale_rewards="none")
-    return agent_advantages(groups, find_estimator(adv_estimator), algorithm, EnvironmentConfig(**environment))
+    return agent_advantages(
+        groups, find_estimator(adv_estimator, parameters), algorithm, EnvironmentConfig(**environment)
+    )
 
 
 def test_segments() -> None:
@@ -77,9 +81,11 @@ def test_estimators_by_hand(conversation: bool) -> None:
     assert tokens(adv_estimator="dr_grpo") == expected(0.5, 0.5, -0.5)
     assert tokens(adv_estimator="rloo") == expected(1.0, 1.0, -1.0)
     # own rewards 0, 1, 0
-    assert tokens(adv_estimator="grpo", step_score="step") == expected(-third, 2 * third, -third)
+    assert tokens(adv_estimator="grpo", parameters={"step_score": "step"}) == expected(-third, 2 * third, -third)
     # returns 1/2, 1, 0
-    assert tokens(adv_estimator="grpo", step_score="return", discount=0.5) == expected(0.0, 0.5, -0.5)
+    assert tokens(adv_estimator="grpo", parameters={"step_score": "return", "discount": 0.5}) == expected(
+        0.0, 0.5, -0.5
+    )
     # and the two first turns, both from the hall: returns 1 and 0
     assert tokens(adv_estimator="gigpo") == expected(1.0, 0.5, -1.0)
     # of which the episodes' part is 1/2, and the rest the first turns' own

@@ -240,9 +240,7 @@ def test_what_was_reset_for_nothing_is_forgotten() -> None:
 
 def test_steps_have_prompts_of_their_own_with_a_bounded_history() -> None:
     generator = FakeGenerator(lambda text: read_go_take(text.replace("\n> ", "<|im_start|>user\n")))
-    ((one,),), _ = play(
-        generator, FakePool(HouseEnvironment, 1), samples=1, context_mode="steps", history_length=1, show_actions=False
-    )
+    ((one,),), _ = play(generator, FakePool(HouseEnvironment, 1), samples=1, history_length=1, show_actions=False)
     assert len(one.episodes) == len(one.turns) == 3
     assert [segments(episode) for episode in one.episodes] == [
         ["read note<|im_end|>"],
@@ -318,7 +316,11 @@ def test_failures_cost_their_own_episode(mode: str, places: int) -> None:
     Fragile.count = 0
     policy = read_go_take if mode == "conversation" else lambda t: read_go_take(t.replace("\n> ", "<|im_start|>user\n"))
     found, player = play(
-        FakeGenerator(policy), FakePool(Fragile, places), tasks=3, samples=4, context_mode=mode, history_length=1
+        FakeGenerator(policy),
+        FakePool(Fragile, places),
+        tasks=3,
+        samples=4,
+        history_length=1 if mode == "steps" else None,
     )
     trajectories = [t for group in found for t in group]
     assert len(trajectories) == 12
@@ -363,10 +365,9 @@ def test_history_gives_way_where_a_prompt_has_no_room() -> None:
         generator,
         FakePool(HouseEnvironment, 1),
         samples=1,
-        context_mode="steps",
         history_length=3,
         show_actions=False,
-        max_turn_prompt_tokens=520,
+        max_conversation_tokens=520,
     )
     assert one.ended == "turns"
     lengths = [len(row.ids) for row in generator.rows]

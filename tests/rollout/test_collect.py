@@ -101,7 +101,7 @@ def batch_of(groups: list[Group], soft_overlong_cache: int = 0, **changes: Any) 
 
 
 def test_batch_by_hand() -> None:
-    batch = batch_of([group([0, 1]), group([1, 1], [1, 3])], std_correction=0)
+    batch = batch_of([group([0, 1]), group([1, 1], [1, 3])], adv_parameters={"std_correction": 0})
     assert batch.group.tolist() == [0, 0, 1, 1]
     # mean 0.5, population std 0.5: (0 - 0.5) / 0.5 = -1; the second group is tied.
     np.testing.assert_allclose(batch.advantages, [[-1, -1, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]], atol=1e-5)
@@ -122,7 +122,6 @@ def test_masks_leave_their_reason_and_the_group_mean() -> None:
 def test_validity_uses_the_tasks_own_notion_of_an_answer() -> None:
     batch = batch_of(
         [group([0, 1], [2, 3])],
-        validity_mask=True,
         validity_min_length=1,
         has_answer=lambda prompt, text: len(text) == 2,
     )

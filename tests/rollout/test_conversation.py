@@ -84,5 +84,5 @@ def test_without_a_template() -> None:
     "template", [THOUGHTLESS, "{{ messages | length }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"]
 )
 def test_templates_that_rewrite_the_past_are_refused(template: str) -> None:
-    with pytest.raises(ConfigError, match="context_mode=steps"):
+    with pytest.raises(ConfigError, match="history_length=2"):
         ConversationTemplate(tokenizer_with(template), [TOKENIZER.eos_token_id])

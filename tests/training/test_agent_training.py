@@ -45,11 +45,11 @@ def playing(settings: dict[str, Any]) -> dict[str, Any]:
     "changes",
     [
         {},
-        {"context_mode": "steps", "history_length": 1, "max_turn_prompt_tokens": 400},
+        {"history_length": 1, "max_conversation_tokens": 400},
         slow({"adv_estimator": "naive_grpo", "norm_adv_by_std_in_grpo": False}),
-        slow({"adv_estimator": "gigpo", "discount": 0.9, "beta": 0.0}),
+        slow({"adv_estimator": "gigpo", "adv_parameters": {"discount": 0.9}, "beta": 0.0}),
         slow({"action_format": "tags", "loss_type": "dapo"}),
-        slow({"action_format": "tool", "dynamic_sampling": True}),
+        slow({"action_format": "tool", "dynamic_sampling": 3}),
         slow({"max_generations": 9, "max_steps": 2}),
     ],
     ids=str,
@@ -118,7 +118,13 @@ def test_an_episode_part_that_fails_costs_no_more_than_itself(
 
 @pytest.mark.parametrize("mode", ["conversation", "steps"])
 def test_each_turn_is_recorded_with_the_credit_of_its_tokens(playing: dict[str, Any], mode: str) -> None:
-    changes = {"adv_estimator": "gigpo", "context_mode": mode, "ledger_steps": 1, "max_steps": 1, "beta": 0.01}
+    changes = {
+        "adv_estimator": "gigpo",
+        "history_length": 2 if mode == "steps" else None,
+        "ledger": "all",
+        "max_steps": 1,
+        "beta": 0.01,
+    }
     GRPOTrainer(args=GRPOConfig(**(playing | changes))).train()
     folder = RunFolder.read(playing["output_dir"])
     tokens: dict[int, list[float]] = {}

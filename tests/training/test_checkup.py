@@ -161,7 +161,9 @@ def test_each_setting_takes_what_it_says(folder: Path) -> None:
     assert everything["weights"] == everything["reference"] == 4 * 1_235_814_400
     assert recipe_of(folder, beta=0.1).phases(24e9)["held"].get("reference") is None  # the adapter is switched off
     assert "sampling" not in recipe_of(folder, samplers=1).phases(24e9)
-    asleep, awake = (recipe_of(folder, engine="vllm", sleep_level=level).phases(24e9) for level in (1, 0))
+    asleep, awake = (
+        recipe_of(folder, engine="vllm", llm_arguments={"enable_sleep_mode": on}).phases(24e9) for on in (True, False)
+    )
     assert asleep["sampling"] == {"vLLM's share": 0.3 * 24e9}
     assert awake["held"]["vLLM's share"] == 0.3 * 24e9
 

@@ -11,8 +11,7 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.config.documents import NAMES
-from covey.config.names import FIELDS, SYNONYMS
+from covey.config.names import FIELDS, OPTIONS, SYNONYMS
 from covey.errors import ConfigError, DataError, ModelError
 from covey.metric_names import METRICS
 
@@ -177,7 +176,7 @@ def test_the_model_itself_needs_no_second_one(settings: dict[str, Any], monkeypa
     ("changes", "why"),
     [
         ({"beta": 0.0}, "nothing compares with it"),
-        ({"reference_update": "copy"}, "reference_update='none'"),
+        ({"reference_update_steps": 9}, "reference_update_steps"),
         ({"max_staleness": 1}, "max_staleness=0"),
         ({"learners": 2}, "set distributed.learners to 1"),
     ],
@@ -211,9 +210,9 @@ def test_the_page_names_what_is_there() -> None:
     section = page.partition("## usmle-qa.md")[2].partition("\n## ")[0]
     for name in ("num_samples_per_prompt", "max_new_tokens", "kl_coef", "use_unbiased_kl", "off_policy_threshold"):
         assert name in section
-        assert name in SYNONYMS or name in NAMES
+        assert name in SYNONYMS or name in OPTIONS
     for name in re.findall(r"`(\w+)=", page):
-        here = {*FIELDS, *SYNONYMS, *NAMES, "args", "ref_model", "decode", "params", "timeout", "retry_seconds"}
+        here = {*FIELDS, *SYNONYMS, *OPTIONS, "args", "ref_model", "decode", "params", "timeout", "retry_seconds"}
         assert name in here, name
     for name in ("kl_penalty", "kl", "accuracy", "reward", "mask_ratio", "loss", "policy_loss"):
         assert f"`{name}`" in section

@@ -158,7 +158,7 @@ def test_equal_rewards_teach_where_nothing_is_compared_within_groups(settings: d
     def by_question(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
         return [float("t" in prompt) for prompt in prompts]
 
-    changes = {"beta": 0.0, "dynamic_sampling": True, "prompts_per_step": 4, "max_steps": 2}
+    changes = {"beta": 0.0, "dynamic_sampling": 3, "prompts_per_step": 4, "max_steps": 2}
     silent = build(settings, by_question, adv_estimator="grpo", **changes)
     silent.train()
     assert silent.state.updates == 0

@@ -60,7 +60,9 @@ def test_an_action_is_read_back(format: Any, action: str) -> None:
     ],
 )  # three calls of tools are more characters than the tiny model's context
 def test_the_expert_speaks_as_the_policy_would(playing: dict[str, Any], format: str, mode: str) -> None:
-    trainer = GRPOTrainer(args=GRPOConfig(**playing | {"action_format": format, "context_mode": mode}))
+    trainer = GRPOTrainer(
+        args=GRPOConfig(**playing | {"action_format": format, "history_length": 2 if mode == "steps" else None})
+    )
     played = by_the_expert(trainer)
     for trajectory in played:
         assert trajectory.success, trajectory.ended

@@ -23,7 +23,7 @@ from covey.training.update import Pass, update
 from covey.types import Batch
 from loss_reference import Completed, reference_loss
 
-CORRECTED = {"importance_sampling_correction": "token_truncate", "importance_sampling_cap": 2.0}
+CORRECTED = {"importance_sampling_correction": "token_truncate:2"}
 
 
 def passes_of(batch: Batch, **settings: Any) -> tuple[list[Pass], Any, Any]:
@@ -137,8 +137,7 @@ def test_a_run_with_ledgers_has_the_same_numbers_and_a_resume_drops_later_ones(
             "output_dir": str(tmp_path / name),
             "max_steps": 4,
             "save_steps": 3,
-            "ledger_steps": every,
-            "ledger": "off",
+            "ledger": f"off,all:{every}" if every else "off",
         }
         args = GRPOConfig(
             **changed,

@@ -285,7 +285,9 @@ def test_the_next_step_is_sampled_while_this_one_is_learnt(
 
 
 def test_a_stale_batch_is_corrected(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = build(settings, max_steps=2, max_staleness=1, beta=0.0, learning_rate=0.1, importance_sampling_cap=1.05)
+    trainer = build(
+        settings, max_steps=2, max_staleness=1, beta=0.0, learning_rate=0.1, importance_sampling_correction="auto:1.05"
+    )
     seen: list[Any] = []
     rows = np.arange(8)
     learn = trainer.learn
@@ -342,9 +344,9 @@ def test_evaluations_in_between_change_nothing(settings: dict[str, Any]) -> None
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {"dynamic_sampling": True, "max_staleness": 4, "num_iterations": 2, "lora_dropout": 0.1},
+    {"dynamic_sampling": 3, "max_staleness": 4, "num_iterations": 2, "lora_dropout": 0.1},
     {"max_generations": 9, "kl_estimator": "k3_unbiased", "off_policy_mask_threshold": 0.0},
-    {"prompt_weighting": "difficulty", "reward": begins_with_a_letter, "correctness": "begins_with_a_letter"},
+    {"prompt_order": "difficulty", "reward": begins_with_a_letter, "correctness": "begins_with_a_letter"},
     {"kl_estimator": "exact", "use_peft": False},
     {"phases": [{"tokens": 300, "temperature": 0.7}, {"tokens": 300, "num_generations": 2}, {"steps": 2}]},
     {

@@ -74,7 +74,7 @@ def first_letter_early(completions: list[str], **columns: Any) -> list[float]:
 
 def build(settings: dict[str, Any], **changes: Any) -> GRPOTrainer:
     args = GRPOConfig(
-        **(settings | {"max_steps": 4, "prompt_weighting": "difficulty", "correctness": "first_letter_early"} | changes)
+        **(settings | {"max_steps": 4, "prompt_order": "difficulty", "correctness": "first_letter_early"} | changes)
     )
     return GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
 
@@ -108,7 +108,7 @@ def test_discarded_groups_count_in_every_number(settings: dict[str, Any], monkey
         hard = [prompt.split()[1] in ("one:", "two:") for prompt in prompts]
         return [0.0 if no else float(text[:1].lower() < "n") for no, text in zip(hard, completions, strict=True)]
 
-    changes = {"max_steps": 4, "save_steps": 2, "dynamic_sampling": True, "prompt_weighting": "difficulty"}
+    changes = {"max_steps": 4, "save_steps": 2, "dynamic_sampling": 3, "prompt_order": "difficulty"}
     changes["correctness"] = "reward"
     args = GRPOConfig(**(settings | changes))
     whole = GRPOTrainer(reward_funcs=reward, args=args, train_dataset=ROWS)
@@ -163,10 +163,8 @@ def test_difficulty_without_right_and_wrong_is_refused(settings: dict[str, Any])
     def half(completions: list[str], **columns: Any) -> list[float]:
         return [0.5 + 0.01 * len(text) for text in completions]
 
-    args = GRPOConfig(**(settings | {"prompt_weighting": "difficulty"}))
-    with pytest.raises(
-        ConfigError, match=r"data\.prompt_weighting='difficulty'.*set data\.prompt_weighting to uniform"
-    ):
+    args = GRPOConfig(**(settings | {"prompt_order": "difficulty"}))
+    with pytest.raises(ConfigError, match=r"data\.prompt_order='difficulty'.*set data\.prompt_order to random"):
         GRPOTrainer(reward_funcs=half, args=args, train_dataset=ROWS)
     with pytest.raises(ConfigError, match=r"correctness='right': is no reward function; there is half"):
         GRPOTrainer(reward_funcs=half, args=args.replace(correctness="right"), train_dataset=ROWS)
@@ -195,12 +193,7 @@ def test_the_learning_rate_is_cut_in_a_run(settings: dict[str, Any]) -> None:
 
 
 def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None:
-    args = GRPOConfig(
-        **(
-            settings
-            | {"validity_mask": True, "validity_min_length": 6, "max_steps": 1, "correctness": "first_letter_early"}
-        )
-    )
+    args = GRPOConfig(**(settings | {"validity_min_length": 6, "max_steps": 1, "correctness": "first_letter_early"}))
     trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
     trainer.train()
     (record,) = trainer.state.log_history
@@ -212,8 +205,8 @@ def test_masks_and_missing_answers_are_metrics(settings: dict[str, Any]) -> None
 
 
 def test_the_share_that_masks_leave_is_of_what_down_sampling_chose(settings: dict[str, Any]) -> None:
-    changes = {"down_sampling": "first", "down_sampling_size": 2, "max_steps": 1, "num_generations": 4}
-    for mask in ({}, {"validity_mask": True, "validity_min_length": 12}):
+    changes = {"down_sampling": "first:2", "max_steps": 1, "num_generations": 4}
+    for mask in ({}, {"validity_min_length": 12}):
         settings["output_dir"] += "-masked" if mask else ""
         args = GRPOConfig(**(settings | changes | mask))
         trainer = GRPOTrainer(reward_funcs=first_letter_early, args=args, train_dataset=ROWS)
@@ -249,7 +242,7 @@ def test_what_groups_are_grown_by_is_trained_on_and_counts_in_no_number(
         log_metric("share", sum(scores) / len(scores))
         return scores
 
-    changes = {"max_steps": 4, "max_generations": 12, "prompt_weighting": "difficulty", "correctness": "reward"}
+    changes = {"max_steps": 4, "max_generations": 12, "prompt_order": "difficulty", "correctness": "reward"}
     trainer = GRPOTrainer(reward_funcs=reward, args=GRPOConfig(**(settings | changes)), train_dataset=ROWS)
     sampled: list[list[Rollout]] = [[]]
     collect, report = AnswerCollector.__call__, trainer._report

@@ -119,17 +119,17 @@ def test_a_step_is_what_was_recorded_bit_for_bit_and_the_folder_is_left_alone(fi
     [
         {
             **{"num_iterations": 2, "num_minibatches": 2, "importance_sampling_correction": "token_truncate"},
-            **{"top_k": 5, "keep_sampling_mask": True, "validity_mask": True, "validity_min_length": 3},
+            **{"top_k": 5, "keep_sampling_mask": True, "validity_min_length": 3},
             **{"off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.5, "lora_dropout": 0.1},
         },
-        pytest.param({"max_generations": 12, "down_sampling": "max_variance", "down_sampling_size": 3}, marks=SLOW),
+        pytest.param({"max_generations": 12, "down_sampling": "max_variance:3"}, marks=SLOW),
         pytest.param(
-            {"dynamic_sampling": True, "use_adaptive_entropy": True, "entropy_coef": 0.1, "adv_estimator": "remax"},
+            {"dynamic_sampling": 3, "adaptive_entropy": {}, "entropy_coef": 0.1, "adv_estimator": "remax"},
             marks=SLOW,
         ),
         pytest.param(
             {
-                **{"use_peft": False, "beta": 0.1, "reference_update": "ema", "reference_update_steps": 1},
+                **{"use_peft": False, "beta": 0.1, "reference_ema_decay": 0.99, "reference_update_steps": 1},
                 **{"kl_estimator": "exact", "adv_estimator": "optimal_token_baseline"},
             },
             marks=SLOW,
@@ -155,14 +155,13 @@ def test_several_ranks_add_up_to_what_one_process_adds_up(tmp_path: Path, model_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("context", [{}, {"context_mode": "steps", "history_length": 1}], ids=["growing", "steps"])
+@pytest.mark.parametrize("context", [{}, {"history_length": 1}], ids=["growing", "steps"])
 def test_agents(context: dict[str, Any], tmp_path: Path, model_folder: Path) -> None:
     run = train(
         tmp_path / "run",
         model_folder,
         world="house:rooms=2,num_train=6,num_eval=3",
         max_conversation_tokens=600,
-        max_turn_prompt_tokens=400,
         invalid_action_penalty=0.1,
         action_format="choice",
         max_completion_length=16,
@@ -197,7 +196,7 @@ def test_a_group_s_mean_spread_and_tie_stand_in_the_table(finished: Path) -> Non
 def test_the_ledger_of_some_groups_has_no_others_and_is_chosen_the_same_way_again(
     tmp_path: Path, model_folder: Path
 ) -> None:
-    run = train(tmp_path / "run", model_folder, ledger="sampled:1", ledger_steps=4, prompts_per_step=3)
+    run = train(tmp_path / "run", model_folder, ledger="sampled:1,all:4", prompts_per_step=3)
     groups = [
         {row["group"] for row in pq.read_table(run / "ledger" / f"step_{n:06d}.parquet").to_pylist()}
         for n in (1, 2, 3, 4)

@@ -94,11 +94,11 @@ def test_a_schedule_that_cannot_be_is_refused():
 
 
 def test_warmup_steps():
-    assert resolve_warmup_steps(7, 0.0, None) == 7
-    assert resolve_warmup_steps(0, 0.1, 25) == 3  # ceil(2.5), as transformers
-    assert resolve_warmup_steps(0, 0.0, None) == 0
-    with pytest.raises(ConfigError, match=r"warmup_ratio=0\.1"):
-        resolve_warmup_steps(0, 0.1, None)
+    assert resolve_warmup_steps(7.0, None) == 7
+    assert resolve_warmup_steps(0.1, 25) == 3  # ceil(2.5), as transformers
+    assert resolve_warmup_steps(0, None) == 0
+    with pytest.raises(ConfigError, match=r"warmup_steps=0\.1"):
+        resolve_warmup_steps(0.1, None)
 
 
 def usmle_plan():

@@ -94,8 +94,7 @@ def with_a_masked_row(batch: Batch) -> Batch:
         {"off_policy_mask_threshold": 0.0},
         {
             "top_entropy_quantile": 0.4,
-            "importance_sampling_correction": "sequence_truncate",
-            "importance_sampling_cap": 2.0,
+            "importance_sampling_correction": "sequence_truncate:2.0",
         },
         {"off_policy_mask_threshold": 0.0, "top_entropy_quantile": 0.5, "reference_drift_threshold": 0.02},
     ],
@@ -109,9 +108,11 @@ def test_a_step_is_that_of_the_reference(loss_type: str, masks: dict[str, Any]) 
         "top_entropy_quantile": "quantile",
         "reference_drift_threshold": "drift",
         "importance_sampling_correction": "correction",
-        "importance_sampling_cap": "cap",
     }
     options = {names[name]: value for name, value in masks.items()}
+    if "correction" in options:
+        options["correction"], cap = options["correction"].split(":")
+        options["cap"] = float(cap)
     wanted = by_the_reference(batch, learner, loss_type=loss_type, beta=0.3, max_length=12, **options)
     done = learn(learner, batch, loss_type, 0.3, **masks)
     for name in ("loss", "policy_loss", "kl", "entropy", "ratio/mean", "mask_ratio"):
@@ -222,17 +223,18 @@ def test_kl_cov_is_that_of_the_reference() -> None:
 def test_adaptive_entropy_moves_its_coefficient_after_each_optimiser_step() -> None:
     """Skywork-OR1: up while the entropy is at or below the target, else down; the bonus acts a step later."""
     batch, state = make_batch(), TrainerState()
-    steps = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_coef_delta": 0.04, "entropy_coef_max": 0.15}
-    first = learn(make_learner(), batch, entropy_target=1e9, state=state, **steps)
+    steps = {"entropy_coef": 0.1}
+    high, low = ({"target": target, "delta": 0.04, "max": 0.15} for target in (1e9, 0.0))
+    first = learn(make_learner(), batch, adaptive_entropy=high, state=state, **steps)
     without = learn(make_learner(), batch, entropy_coef=0.0)
     assert first.metrics["loss"] == pytest.approx(without.metrics["loss"], rel=1e-5)  # nothing was measured before
     assert (first.metrics["entropy_coef"], state.entropy_coef) == (pytest.approx(0.14),) * 2
     assert state.last_entropy == first.metrics["entropy"]
-    second = learn(make_learner(), batch, entropy_target=1e9, state=state, **steps)
+    second = learn(make_learner(), batch, adaptive_entropy=high, state=state, **steps)
     with_it = learn(make_learner(), batch, entropy_coef=0.14)
     assert second.metrics["loss"] == pytest.approx(with_it.metrics["loss"], rel=1e-5)
     assert state.entropy_coef == 0.15  # at most
-    third = learn(make_learner(), batch, entropy_target=0.0, num_iterations=2, state=state, **steps)
+    third = learn(make_learner(), batch, adaptive_entropy=low, num_iterations=2, state=state, **steps)
     assert state.entropy_coef == pytest.approx(0.15 - 2 * 0.04)  # a move for each pass
     assert third.metrics["entropy_coef"] == pytest.approx((0.11 + 0.07) / 2)
 

@@ -75,8 +75,13 @@ def test_the_document_s_recipe_is_the_document_s_configuration() -> None:
     for section in ("sampling", "optim"):
         for name in getattr(printed, section).model_fields_set:
             assert getattr(recipe, name) == getattr(printed, name), name
-    for name in printed.algorithm.model_fields_set - {"kl_estimator"}:
+    for name in printed.algorithm.model_fields_set - {"kl_estimator", "reference_drift_threshold"}:
         assert getattr(recipe, name) == getattr(printed, name), name
+    # the document does not say whether the threshold is one of a token or of the whole answer
+    assert (recipe.algorithm.reference_drift, printed.algorithm.reference_drift) == (
+        (0.5, "sum"),
+        (0.5, "per_token_mean"),
+    )
     # the name promises an unbiased estimate; the recipe has the formula that is printed under it
     assert (printed.kl_estimator, recipe.kl_estimator) == ("k3_unbiased", "exact_weighted")
     assert [phase.name for phase in recipe.phases] == ["warm-up", "main", "final"]
@@ -94,5 +99,5 @@ def test_the_document_s_recipe_has_its_loss() -> None:
     objective = settings.objective()
     assert (objective.loss.name, objective.aggregation) == ("reinforce_kept", "sequence_sum_kept")
     assert (objective.kl_aggregation, objective.kl_estimator, objective.beta) == ("token_mean", "exact_weighted", 0.02)
-    assert (settings.reference_drift_threshold, settings.reference_drift_reduction) == (0.5, "sum")
+    assert settings.reference_drift == (0.5, "sum")
     assert settings.off_policy_mask_threshold is None

@@ -6,7 +6,6 @@ torch nor JAX.
 """
 
 from covey.algorithms.advantages import (
-    broadcast_steps,
     combine_rewards,
     compute_grpo_outcome_advantage,
     compute_naive_grpo_outcome_advantage,
@@ -14,12 +13,11 @@ from covey.algorithms.advantages import (
     group_advantages,
     normalise_tokens,
     rloo_advantages,
-    step_advantages,
-    step_scores,
+    soft_overlong_punishment,
 )
 from covey.algorithms.aggregation import AGGREGATORS, StepCounts, count_step, token_weights
 from covey.algorithms.arrays import LOG_RATIO_LIMIT, Array, bounded_exp, row_mean, row_sum, stop_gradient
-from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, Estimator, find_estimator, multi_reward_advantages, states
+from covey.algorithms.estimators import ADVANTAGE_ESTIMATORS, Estimator, find_estimator, states
 from covey.algorithms.kl import (
     KL_ESTIMATORS,
     VOCABULARY_KL,
@@ -55,12 +53,12 @@ from covey.algorithms.masks import (
     restrict_to_support,
     top_entropy_mask,
     truncated_mask,
+    uncertain_tokens,
     without_surrogate,
 )
 from covey.algorithms.mismatch import MISMATCH_MODES, Correction, mismatch_correction
 from covey.algorithms.objective import LossTerms, Objective, add_metrics, make_objective, mean_metrics, policy_loss
 from covey.algorithms.outcomes import Outcomes, Turns
-from covey.algorithms.shaping import soft_overlong_punishment
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -86,7 +84,6 @@ __all__ = [
     "Turns",
     "add_metrics",
     "bounded_exp",
-    "broadcast_steps",
     "clip_surrogate",
     "combine_masks",
     "combine_rewards",
@@ -113,7 +110,6 @@ __all__ = [
     "make_objective",
     "mean_metrics",
     "mismatch_correction",
-    "multi_reward_advantages",
     "normalise_tokens",
     "off_policy_mask",
     "policy_loss",
@@ -126,12 +122,11 @@ __all__ = [
     "sequence_ratio",
     "soft_overlong_punishment",
     "states",
-    "step_advantages",
-    "step_scores",
     "stop_gradient",
     "token_ratio",
     "token_weights",
     "top_entropy_mask",
     "truncated_mask",
+    "uncertain_tokens",
     "without_surrogate",
 ]

@@ -137,103 +137,17 @@ def episode_advantages(
     return _normalise(rewards, groups, scorable, counted, scale, correction, epsilon)
 
 
-def step_scores(token_rewards: Array, step_of_token: Array, num_steps: int) -> Array:
-    """`score_step = sum of the token-level rewards of the step`, for episodes that are one row each.
-
-    Args:
-        token_rewards: `[N, T]` reward given at each sampled token.
-        step_of_token: `[N, T]` step to which the token belongs, counted from 0; -1 where there is no token.
-        num_steps: S, the largest number of steps of an episode.
-
-    Returns:
-        `[N, S]` scores, NaN for a step that an episode does not have.
-    """
-    xp = array_namespace(token_rewards)
-    columns = []
-    for step in range(num_steps):
-        here = step_of_token == step
-        score = xp.sum(masked(token_rewards, here), axis=1)
-        columns.append(xp.where(xp.any(here, axis=1), score, xp.full_like(score, float("nan"))))
-    return xp.stack(columns, axis=1)
-
-
-def step_advantages(
-    scores: Any, groups: Any, *, scale: str = "group", correction: int = 1, epsilon: float = 1e-6
-) -> Array:
-    """Step-level GRPO for agents (naive-grpo-agents.md, "Standard"): normalise over *all steps* of the group.
-
-    Args:
-        scores: `[N, S]` score of each step of each episode (`step_scores`), NaN where an episode has no such
-            step.
-        groups: `[N]` group of each episode.
-        scale: see `group_advantages`.
-        correction: see `group_advantages`.
-        epsilon: see `group_advantages`.
-
-    Returns:
-        `[N, S]`, 0 where there is no step; `broadcast_steps` spreads it over the tokens.
-    """
-    scores = as_float(scores)
-    xp = array_namespace(scores)
-    groups = group_numbers(groups, scores)
-    if scores.ndim != 2 or scores.shape[0] != groups.shape[0]:
-        raise DataError(
-            f"scores of shape {tuple(scores.shape)} and {groups.shape[0]} groups: one row of scores is "
-            f"needed for each episode; pass scores as [episodes, steps]"
-        )
-    steps = xp.broadcast_to(groups[:, None], scores.shape)
-    flat = group_advantages(
-        xp.reshape(scores, (-1,)),
-        xp.reshape(steps, (-1,)),
-        scale=scale,
-        correction=correction,
-        epsilon=epsilon,
-    )
-    return xp.reshape(flat, scores.shape)
-
-
-def broadcast_steps(values: Array, step_of_token: Array) -> Array:
-    """Spread a value per step `[N, S]` over the tokens of the step `[N, T]`; 0 where `step_of_token` is
-    -1.
-    """
-    xp = array_namespace(values)
-    tokens = xp.zeros_like(values[:, :1]) + xp.zeros_like(step_of_token)
-    for step in range(values.shape[1]):
-        tokens = xp.where(step_of_token == step, values[:, step : step + 1], tokens)
-    return tokens
-
-
-AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
-"""`multi_objective_aggregation`: what happens first to the rewards of several functions."""
-
-
-def combine_rewards(
-    parts: Any,
-    weights: Any,
-    groups: Any = None,
-    *,
-    aggregation: str = "sum_then_normalize",
-    correction: int = 1,
-    epsilon: float = 1e-6,
-) -> Array:
-    """One reward per completion from several reward functions.
+def combine_rewards(parts: Any, weights: Any) -> Array:
+    """One reward per completion from several reward functions: their weighted sum, for an estimator to normalise.
 
     Args:
         parts: `[F, N]` unweighted rewards of each function, NaN (None in lists) where it could not score.
         weights: `[F]`.
-        groups: `[N]`, needed for `normalize_then_sum` only.
-        aggregation: `sum_then_normalize`: the weighted sum, for an advantage estimator to normalise.
-            `normalize_then_sum`: each part is normalised in its groups first, so that a part with a wide
-            range does not drown the others (GDPO, arXiv 2601.05242, equations 4 and 5). The sum then *is* an
-            advantage but for its size, which `multi_reward_advantages` makes that of one reward.
-        correction: see `group_advantages`.
-        epsilon: see `group_advantages`.
 
     Returns:
         `[N]`. A NaN part counts as absent; a completion of which no part could be scored is NaN.
 
     Raises:
-        ConfigError: unknown `aggregation`, or `normalize_then_sum` without groups.
         DataError: `parts` and `weights` differ in length.
     """
     parts = as_float(parts)
@@ -245,18 +159,7 @@ def combine_rewards(
             f"for each reward function; pass parts as [functions, completions] and as many weights"
         )
     scored = xp.isfinite(parts)
-    if aggregation == "normalize_then_sum":
-        if groups is None:
-            raise ConfigError("aggregation='normalize_then_sum': rewards are normalised in their groups; pass groups")
-        rows = [
-            group_advantages(parts[f, :], groups, correction=correction, epsilon=epsilon) for f in range(parts.shape[0])
-        ]
-        values = xp.stack(rows)
-    elif aggregation == "sum_then_normalize":
-        values = xp.where(scored, parts, xp.zeros_like(parts))
-    else:
-        raise unknown_name(aggregation, AGGREGATIONS, "multi_objective_aggregation")
-    total = xp.sum(weights[:, None] * values, axis=0)
+    total = xp.sum(weights[:, None] * xp.where(scored, parts, xp.zeros_like(parts)), axis=0)
     return xp.where(xp.any(scored, axis=0), total, xp.full_like(total, float("nan")))
 
 
@@ -457,3 +360,32 @@ def normalise_tokens(values: Array, mask: Array) -> Array:
     infinite = float("inf")
     low, high = xp.min(xp.where(mask, values, infinite)), xp.max(xp.where(mask, values, -infinite))
     return xp.where(equal_rewards(low, high), xp.zeros_like(centred), centred / xp.sqrt(variance + 1e-8))
+
+
+def soft_overlong_punishment(lengths: Any, max_completion_length: int, cache: int) -> Array:
+    """DAPO's penalty on long completions, to be added to the reward (arXiv 2503.14476, equation 13).
+
+    0 up to `max_completion_length - cache` tokens, then falling linearly to -1 at the limit, -1 beyond. With
+    a limit of 100 and a cache of 20: 80 tokens give 0, 90 give -0.5, 100 give -1.
+
+    Args:
+        lengths: `[N]` completion lengths in tokens.
+        max_completion_length: L_max, in tokens.
+        cache: L_cache, width of the falling part in tokens.
+
+    Returns:
+        `[N]` in [-1, 0].
+
+    Raises:
+        ConfigError: `cache` is not between 1 and `max_completion_length`.
+    """
+    if not 0 < cache <= max_completion_length:
+        raise ConfigError(
+            f"soft_overlong_cache={cache}: the punished range ends at max_completion_length="
+            f"{max_completion_length}; choose 1 to {max_completion_length} tokens"
+        )
+    lengths = as_float(lengths)
+    xp = array_namespace(lengths)
+    penalty = (max_completion_length - cache - lengths) / cache
+    penalty = xp.where(penalty > 0, xp.zeros_like(penalty), penalty)
+    return xp.where(penalty < -1, -xp.ones_like(penalty), penalty)

@@ -10,14 +10,14 @@ anything that is masked, and stays in tables and metrics.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.algorithms.arrays import lookup
 from covey.errors import ConfigError, naming
 from covey.functions import load_function
 from covey.types import BoolArray, Group
@@ -125,7 +125,7 @@ class DownSampling:
             )
         if found.size > self.size:
             raise ConfigError(
-                f"down_sampling={self.name!r}: it returned {found.size} indices where down_sampling_size is {self.size}"
+                f"down_sampling={self.name!r}: it returned {found.size} indices and was asked for {self.size}"
             )
         kept[:] = False
         kept[found.astype(np.int64)] = True
@@ -144,12 +144,40 @@ def _to_look_at(group: Group) -> Group:
     return replace(group, rewards=locked(group.rewards), reward_parts=parts)
 
 
-def find_down_sampling(name: str, size: int, statistics: Statistics | None = None) -> DownSampling:
-    """The rule of a name, or of `FILE.py:RULE`, whose advantages are compared within the chosen unless told otherwise.
+def read_down_sampling(text: str) -> tuple[str, int, Statistics | None]:
+    """`algorithm.down_sampling`, `RULE:SIZE` or `RULE:SIZE:STATISTICS`, where `RULE` is `none`, a name or
+    `FILE.py:NAME`: the rule, the size (4 where none is given), and the statistics, if they are given.
 
     Raises:
-        ConfigError: there is none.
+        ValueError: no such name, or a size below 1.
     """
+    name, statistics, size = text, None, 4
+    for each in get_args(Statistics):
+        if text.endswith(f":{each}"):
+            name, statistics = text.removesuffix(f":{each}"), each
+    rule, _, number = name.rpartition(":")
+    if number.isdecimal():
+        name, size = rule, int(number)
+    if size < 1 or (":" not in name and name not in (*DOWN_SAMPLING, "none")):
+        near = difflib.get_close_matches(name, DOWN_SAMPLING, n=1)
+        fix = f"; did you mean {near[0]!r}?" if near and near[0] != name else ""
+        raise ValueError(
+            f"must be none | {' | '.join(DOWN_SAMPLING)} or FILE.py:RULE, with a number of completions after it, such "
+            f"as max_variance:4{fix}"
+        )
+    return name, size, statistics
+
+
+def find_down_sampling(text: str) -> DownSampling | None:
+    """The rule that `read_down_sampling` reads; its advantages are compared within the chosen, unless the paper of the
+    rule or `STATISTICS` says otherwise. None for `none`.
+
+    Raises:
+        ConfigError: a rule in a file cannot be found.
+    """
+    name, size, statistics = read_down_sampling(text)
+    if name == "none":
+        return None
     own: tuple[Rule, Statistics]
-    own = (load_function(name), "selected") if ":" in name else lookup(DOWN_SAMPLING, name, "down_sampling")
-    return DownSampling(name, own[0], size, own[1] if statistics is None else statistics)
+    own = (load_function(name), "selected") if ":" in name else DOWN_SAMPLING[name]
+    return DownSampling(name, own[0], size, statistics or own[1])

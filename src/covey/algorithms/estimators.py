@@ -120,19 +120,18 @@ class Estimator:
                 return f"{setting}={size}: a group needs at least 2 completions to compare; set {setting} to 2 or more"
         return None
 
-    def credit_problem(self, objective: Objective, slope: Any, array: Any, environment: Any = None) -> str | None:
+    def credit_problem(self, objective: Objective, slope: Any, array: Any, conversing: bool = False) -> str | None:
         """Why the loss would average away what this gives single tokens; both are tried on a small step.
 
-        `environment` is that section where a row holds several turns, else None. See `Objective.shares_credit`.
+        `conversing` is True where a row holds several turns. See `Objective.shares_credit`.
         """
         if not objective.shares_credit(slope, array):
             return None
         rewards, groups, turns, logp = np.arange(4.0), np.array([0, 0, 1, 1]), None, -np.resize([0.1, 0.7, 1.9], (4, 4))
-        if environment is not None:
-            of, returns = np.arange(8) // 2, np.array([0.0, 3.0, 2.0, 1.0] * 2)
-            scores = rewards[of] if environment.step_score == "episode" else returns
-            rest = list("abababab"), environment.step_advantage_weight, np.repeat(np.arange(8).reshape(4, 2), 2, axis=1)
-            turns = Turns(of, groups[of], rewards[of], scores, returns, *rest)
+        if conversing:
+            of, earned = np.arange(8) // 2, np.array([-3.0, 3.0, 1.0, 1.0] * 2)
+            tokens = np.repeat(np.arange(8).reshape(4, 2), 2, axis=1)
+            turns = Turns(of, groups[of], rewards[of], earned, list("abababab"), tokens)
         known: dict[str, Any] = {"parts": rewards[None], "weights": np.ones(1), "mask": logp < 0, "logprobs": logp}
         known |= {"reference": 2 * logp, "sum_pi_squared": np.exp(logp), "greedy": rewards, "turns": turns}
         found = rewards[:, None]
@@ -169,17 +168,39 @@ class Estimator:
         return found
 
 
-def grpo(step: Outcomes, *, epsilon: float | None = None) -> Array:
-    """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn."""
-    step = step if epsilon is None else replace(step, epsilon=epsilon)
-    if step.turns is None:
-        return group_advantages(step.rewards, step.groups, **step.scaling)
-    return step.turns.spread(group_advantages(step.turns.scores, step.turns.groups, **step.scaling))
+def _scaled(step: Outcomes, correction: int | None, epsilon: float | None = None) -> Outcomes:
+    """The step with what an estimator's own parameters say of the standard deviation, where they say it."""
+    if correction not in (None, 0, 1):
+        raise ConfigError(
+            f"algorithm.adv_parameters std_correction={correction!r}: choose 1 (divided by G - 1) or 0 (by G)"
+        )
+    given: dict[str, Any] = {"correction": correction, "epsilon": epsilon}
+    return replace(step, **{name: value for name, value in given.items() if value is not None})
 
 
-def naive_grpo(step: Outcomes) -> Array:
-    """The same for whole completions: `episode_advantages` of agents, where an episode counts once."""
+def grpo(
+    step: Outcomes,
+    *,
+    std_correction: int | None = None,
+    epsilon: float | None = None,
+    step_score: Literal["episode", "return", "step"] = "episode",
+    discount: float = 1.0,
+) -> Array:
+    """GRPO (arXiv 2402.03300): `group_advantages`; of agents the scores of all turns of the group, turn by turn: the
+    reward of a turn's whole episode, its discounted return, or its own reward, as `step_score` says.
+    """
+    step = _scaled(step, std_correction, epsilon)
     turns = step.turns
+    if turns is None:
+        return group_advantages(step.rewards, step.groups, **step.scaling)
+    scores = {"episode": turns.rewards, "return": turns.returns(discount), "step": turns.earned}
+    chosen = lookup(scores, step_score, "algorithm.adv_parameters step_score")
+    return turns.spread(group_advantages(chosen, turns.groups, **step.scaling))
+
+
+def naive_grpo(step: Outcomes, *, std_correction: int | None = None) -> Array:
+    """The same for whole completions: `episode_advantages` of agents, where an episode counts once."""
+    step, turns = _scaled(step, std_correction), step.turns
     if turns is None:
         return grpo(step)
     return turns.spread(episode_advantages(turns.rewards, turns.groups, turns.completion, **step.scaling))
@@ -197,37 +218,44 @@ def rloo(step: Outcomes) -> Array:
     return rloo_advantages(step.rewards, step.groups)
 
 
-def _of_episodes(step: Outcomes) -> Array:
+def _of_episodes(step: Outcomes, *, std_correction: int | None = None, **others: Any) -> Array:
     """The first of GiGPO's two parts, turn by turn."""
-    turns = step.turns
-    assert turns is not None, "the run has checked needs_turns"
-    return turns.spread(episode_advantages(turns.rewards, turns.groups, turns.completion, **step.scaling))
+    return naive_grpo(step, std_correction=std_correction)
 
 
 @states(needs_turns=True, episode_part=_of_episodes)
-def gigpo(step: Outcomes) -> Array:
-    """GiGPO: `gigpo_advantages`, turn by turn."""
-    turns = step.turns
+def gigpo(
+    step: Outcomes, *, std_correction: int | None = None, discount: float = 1.0, step_advantage_weight: float = 1.0
+) -> Array:
+    """GiGPO: `gigpo_advantages`, turn by turn; `discount` is that of returns, and the weight the paper's omega."""
+    step, turns = _scaled(step, std_correction), step.turns
     assert turns is not None, "the run has checked needs_turns"
     values = gigpo_advantages(
         turns.rewards,
-        turns.returns,
+        turns.returns(discount),
         turns.groups,
         turns.completion,
         turns.anchors,
-        omega=turns.step_advantage_weight,
+        omega=step_advantage_weight,
         **step.scaling,
     )
     return turns.spread(values)
 
 
-def gdpo(step: Outcomes, *, epsilon: float | None = None) -> Array:
+@states(scaled=False)
+def gdpo(step: Outcomes, *, std_correction: int | None = None, epsilon: float | None = None) -> Array:
     """GDPO (arXiv 2601.05242, equations 4 to 6): each reward function's part is normalised in its groups, and their
     weighted sum over the batch. The batch's mean is 0 already, since each group's is.
     """
-    settings: dict[str, Any] = {"correction": step.correction, "epsilon": epsilon or step.epsilon}
-    total = combine_rewards(step.parts, step.weights, step.groups, aggregation="normalize_then_sum", **settings)
-    return group_advantages(total, step.groups, scale="batch", **settings)
+    step = _scaled(step, std_correction, epsilon)
+    how: dict[str, Any] = {"correction": step.correction, "epsilon": step.epsilon}
+    alone = step.parts is None  # agents earn one reward
+    parts = as_float(step.rewards)[None, :] if alone else as_float(step.parts)
+    weights = np.ones(1) if alone else step.weights
+    xp = array_namespace(parts)
+    each = xp.stack([group_advantages(parts[f, :], step.groups, **how) for f in range(parts.shape[0])])
+    total = combine_rewards(xp.where(xp.isfinite(parts), each, parts), weights)
+    return group_advantages(total, step.groups, scale="batch", **how)
 
 
 @states(group_relative=False, scaled=False)
@@ -372,7 +400,7 @@ def _best_is_alone(group: Group) -> bool:
 
 
 @states(teaches=_best_is_alone)
-def grpo_passk(step: Outcomes) -> Array:
+def grpo_passk(step: Outcomes, *, std_correction: int | None = None) -> Array:
     """GRPO for pass@k (arXiv 2503.19595): only the best of a group has an advantage, its lead over the second best,
     divided as `scale` says.
 
@@ -382,9 +410,9 @@ def grpo_passk(step: Outcomes) -> Array:
     Returns:
         `[N]`.
     """
+    step = _scaled(step, std_correction)
     rewards, groups, scorable = prepare(step.rewards, step.groups)
     xp = array_namespace(rewards)
-
     group = group_statistics(rewards, groups, scorable, correction=step.correction)
     best = scorable & equal_rewards(rewards, Grouping(groups, scorable).max(rewards))
     number = Grouping(groups, best).count(rewards)
@@ -401,6 +429,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {
     "dr_grpo": dr_grpo,
     "rloo": rloo,
     "gigpo": gigpo,
+    "gdpo": gdpo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
@@ -410,27 +439,6 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Array]] = {
     "grpo_passk": grpo_passk,
 }
 """`adv_estimator` -> function."""
-
-
-def multi_reward_advantages(
-    parts: Any,
-    weights: Any,
-    groups: Any,
-    *,
-    estimator: str = "grpo",
-    aggregation: str = "sum_then_normalize",
-    scale: str = "group",
-    correction: int = 1,
-    epsilon: float = 1e-6,
-) -> Array:
-    """`[N]` advantages, never NaN, from the rewards of several functions: `sum_then_normalize` applies the estimator to
-    the weighted sum, `normalize_then_sum` is `gdpo`. Other arguments as in `combine_rewards`.
-    """
-    how: dict[str, Any] = {"scale": scale, "correction": correction, "epsilon": epsilon}
-    if aggregation == "normalize_then_sum":
-        return gdpo(Outcomes(None, groups, parts=parts, weights=weights, **how))
-    total = combine_rewards(parts, weights, groups, aggregation=aggregation)
-    return lookup(ADVANTAGE_ESTIMATORS, estimator, "adv_estimator")(Outcomes(total, groups, **how))
 
 
 def find_estimator(name: str, parameters: Mapping[str, Any] | None = None) -> Estimator:

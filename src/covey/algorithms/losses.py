@@ -421,16 +421,7 @@ def loss_name(value: Any) -> Any:
     return value
 
 
-def default_of(parameter: str) -> Callable[[dict[str, Any]], Any]:
-    """The default of a setting that is a loss's parameter, given the settings before it.
-
-    It is the loss's own, or that of the first loss that has the parameter; None for a loss in a file, which knows its
-    own.
-    """
-    published = next(loss.parameters[parameter] for loss in LOSSES.values() if parameter in loss.parameters)
-
-    def default(settings: dict[str, Any]) -> Any:
-        chosen = LOSSES.get(settings.get("loss_type", "grpo"))
-        return None if chosen is None else chosen.parameters.get(parameter, published)
-
-    return default
+def default_epsilon(settings: dict[str, Any]) -> float | None:
+    """`epsilon` of the chosen loss, given the settings before it; None for a loss in a file, which knows its own."""
+    chosen = LOSSES.get(settings.get("loss_type", "grpo"))
+    return None if chosen is None else chosen.parameters.get("epsilon", 0.2)

@@ -103,10 +103,15 @@ def completion_masks(
     keep = {}
     if algorithm.mask_truncated_completions:
         keep["mask_truncated_completions"] = truncated_mask(finish_reasons)
-    if algorithm.validity_mask:
+    if algorithm.validity_min_length is not None:
         whole = create_sampling_mask(texts, algorithm.validity_min_length, has_valid_answer=lambda text: True)
         keep["validity_mask"] = whole & np.array(answered(), np.bool_)
     return keep
+
+
+def uncertain_tokens(mask: Array, excluded: Mapping[str, Array]) -> Array:
+    """`[N, T]` the tokens of a mask that `top_entropy_mask` has kept."""
+    return mask & ~excluded["top_entropy_quantile"] if "top_entropy_quantile" in excluded else mask
 
 
 class PolicyMasks(NamedTuple):
@@ -119,7 +124,7 @@ class PolicyMasks(NamedTuple):
 
 def masks_by_policy(settings: MaskSettings) -> bool:
     """True when a mask looks at the current policy."""
-    thresholds = (settings.off_policy_mask_threshold, settings.reference_drift_threshold)
+    thresholds = (settings.off_policy_mask_threshold, settings.reference_drift)
     return thresholds != (None, None) or settings.top_entropy_quantile < 1
 
 
@@ -138,7 +143,7 @@ def policy_masks(
         settings: which, and their thresholds.
         logp: `[N, T]` under the current policy.
         old: `[N, T]` under the policy that sampled.
-        ref: `[N, T]` under the reference, for `reference_drift_threshold`.
+        ref: `[N, T]` under the reference, for `reference_drift_mask`.
         entropy: `[N, T]` of the current policy, for `top_entropy_quantile`.
         advantages: `[N]` or `[N, T]`.
         mask: `[N, T]` active tokens.
@@ -147,10 +152,8 @@ def policy_masks(
     acting: dict[str, Array] = {}
     if settings.off_policy_mask_threshold is not None:
         acting["off_policy_mask"] = off_policy_mask(logp, old, advantages, mask, settings.off_policy_mask_threshold)
-    if settings.reference_drift_threshold is not None:
-        keep["reference_drift_mask"] = reference_drift_mask(
-            logp, ref, mask, settings.reference_drift_threshold, settings.reference_drift_reduction
-        )
+    if settings.reference_drift is not None:
+        keep["reference_drift_mask"] = reference_drift_mask(logp, ref, mask, *settings.reference_drift)
     if settings.top_entropy_quantile < 1:
         acting["top_entropy_quantile"] = top_entropy_mask(entropy, mask, settings.top_entropy_quantile)
     left, excluded = combine_masks(mask, keep)
@@ -202,7 +205,7 @@ def reference_drift_mask(
         ConfigError: unknown reduction.
     """
     mask = as_mask(mask)
-    reduce = lookup(_REDUCTIONS, reduction, "reference_drift_reduction")
+    reduce = lookup(_REDUCTIONS, reduction, "reduction")
     drift = reduce(masked_difference(logp, ref, mask), mask)
     return array_namespace(logp).broadcast_to(drift < threshold, logp.shape)
 

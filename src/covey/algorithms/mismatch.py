@@ -31,7 +31,7 @@ class Correction:
     """Importance sampling for a sampler that is another program: mode and bounds of `mismatch_correction`."""
 
     mode: str
-    cap: float
+    cap: float = 3.0
     floor: float | None = None
 
 
@@ -80,14 +80,37 @@ def mismatch_correction(
     """
     if not cap > 0:
         raise ConfigError(
-            f"importance_sampling_cap={cap}: it bounds a positive ratio; choose more than 0, usually 2 to 5"
+            f"importance_sampling_correction of at most {cap}: it bounds a positive ratio; choose more than 0"
         )
     if floor is not None and not 0 <= floor < cap:
         raise ConfigError(
-            f"importance_sampling_floor={floor}: it bounds the ratio from below; choose less than "
-            f"importance_sampling_cap={cap}, e.g. 0.5"
+            f"importance_sampling_correction of at least {floor}: it bounds the ratio from below; choose less than "
+            f"{cap}, e.g. 0.5"
         )
     reduce, limit = lookup(MISMATCH_MODES, mode, "importance_sampling_correction")
     mask = as_mask(mask)
     log_ratio = reduce(masked_difference(trainer_old, sampler_old, mask), mask)
     return stop_gradient(limit(bounded_exp(log_ratio), cap, 0.0 if floor is None else floor))
+
+
+def read_correction(text: str) -> tuple[str, Correction]:
+    """`algorithm.importance_sampling_correction`, `MODE`, `MODE:CAP` or `MODE:FLOOR:CAP`, where `MODE` may also be
+    `auto` or `off`: the mode as written, and the correction, of `auto` that which it stands for.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    mode, *written = text.split(":")
+    try:
+        bounds = list(map(float, written)) or [3.0]
+    except ValueError:
+        bounds = []
+    if mode not in (*MISMATCH_MODES, "auto", "off") or len(bounds) not in (1, 2) or not 0 < bounds[-1] < float("inf"):
+        raise ValueError(
+            f"must be auto | off | {' | '.join(MISMATCH_MODES)}, with a largest ratio after it (token_truncate:3), or "
+            "a smallest and a largest one (token_mask:0.5:5)"
+        )
+    floor, cap = bounds[0] if len(bounds) == 2 else None, bounds[-1]
+    if floor is not None and not 0 <= floor < cap:
+        raise ValueError(f"the smallest ratio {floor:g} must be 0 or more and less than the largest, {cap:g}")
+    return mode, Correction("token_truncate" if mode == "auto" else mode, cap, floor)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
 
+from covey.algorithms.advantages import discounted_returns
 from covey.algorithms.arrays import Array
 
 
@@ -19,21 +20,22 @@ class Turns:
         completion: `[S]` which of the N episodes it is a turn of.
         groups: `[S]` group of that episode.
         rewards: `[S]` reward of that whole episode; NaN, here and below, where the episode is excluded.
-        scores: `[S]` what `environment.step_score` compares.
-        returns: `[S]` discounted return from the turn on.
+        earned: `[S]` the turn's own reward.
         anchors: `[S]` the observations before the turns.
-        step_advantage_weight: GiGPO's omega.
         of_token: `[N, T]` the turn to which each sampled token belongs; -1 where there is none.
     """
 
     completion: Array
     groups: Array
     rewards: Array
-    scores: Array
-    returns: Array
+    earned: Array
     anchors: list[str]
-    step_advantage_weight: float
     of_token: Array
+
+    def returns(self, discount: float = 1.0) -> Array:
+        """`[S]` what each turn led to, its own reward and the discounted ones that follow in its episode."""
+        ends = np.flatnonzero(np.diff(self.completion, append=-1)) + 1
+        return np.concatenate([discounted_returns(list(each), discount) for each in np.split(self.earned, ends[:-1])])
 
     def spread(self, values: Array) -> Array:
         """A value for each turn `[S]` on the turn's tokens `[N, T]`, 0 elsewhere."""
@@ -51,7 +53,7 @@ class Outcomes:
         rewards: `[N]` weighted sum of all reward functions; NaN where a completion cannot be scored.
         groups: `[N]` group ids: completions of the same prompt.
         scale: `algorithm.scale_rewards`: group, batch or none.
-        correction: `algorithm.std_correction`: 1 = sample, 0 = population standard deviation.
+        correction: `std_correction` of `algorithm.adv_parameters`: 1 = sample, 0 = population standard deviation.
         epsilon: to be added to a standard deviation; `algorithm.adv_parameters` of `grpo` may give another one.
         parts: `[F, N]` unweighted rewards of each function, None for agents.
         weights: `[F]` of the functions.

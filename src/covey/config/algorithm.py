@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
-from covey.algorithms.down_sampling import DownSampling, find_down_sampling
-from covey.algorithms.losses import default_of, find_loss, function_name, loss_name
-from covey.algorithms.mismatch import Correction
+from covey.algorithms.down_sampling import DownSampling, find_down_sampling, read_down_sampling
+from covey.algorithms.losses import default_epsilon, find_loss, function_name, loss_name
+from covey.algorithms.mismatch import Correction, read_correction
 from covey.algorithms.objective import Objective, make_objective
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+", "abs", "k3_unbiased", "exact", "exact_weighted"]
@@ -18,6 +19,7 @@ AdvantageEstimator = Literal[
     "dr_grpo",
     "rloo",
     "gigpo",
+    "gdpo",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
@@ -26,7 +28,32 @@ AdvantageEstimator = Literal[
     "gpg",
     "grpo_passk",
 ]
-MismatchCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+def _read_drift(text: str) -> float:
+    try:
+        kind, number = text.split(":")
+        if kind == "sum":
+            return float(number)
+    except ValueError:
+        pass
+    raise ValueError("must be a number, of the mean over tokens, or sum: and a number, such as sum:12")
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "importance_sampling_correction": read_correction,
+    "down_sampling": read_down_sampling,
+    "reference_drift_threshold": _read_drift,
+}
+
+
+class AdaptiveEntropy(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
+    """How the weight of the entropy bonus follows the entropy (Skywork-OR1, arXiv 2505.22312)."""
+
+    target: float = Field(default=0.2, ge=0)
+    delta: float = Field(default=0.005, gt=0)
+    min: float = Field(default=0.0, ge=0)
+    max: float = Field(default=1.0, ge=0)
 
 
 class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -43,30 +70,35 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     )
     loss_parameters: dict[str, float | int | bool | str] = Field(
         default_factory=dict,
-        description="Parameters of the loss that have no setting of their own, by name: { k_pos = 2.0 } for vespo.",
+        description="The loss's own parameters by name, as its function has them: epsilon_high (upper clip range, "
+        "where it is another one than epsilon: 0.28 for dapo), delta (cap on the ratio itself, which also bounds the "
+        "loss of negative advantages) and importance_sampling_level (token, sequence or gspo_token: one ratio for each "
+        "of these) of losses that clip, epsilon_max of cispo, sapo_temperature_pos and sapo_temperature_neg of sapo, "
+        "{ k_pos = 2.0 } of vespo.",
     )
     adv_estimator: AdvantageEstimator | Annotated[str, Field(pattern=r".:.")] = Field(
         default="grpo",
         description="How a reward becomes an advantage: grpo (against the group's mean and spread), "
         "naive_grpo (the same, each multi-turn episode counted once), dr_grpo (mean only), rloo (mean of "
-        "the others), gigpo (agents: episodes, and turns that began with the same observation), reinforce_plus_plus "
-        "(against the batch) and reinforce_plus_plus_baseline (group's mean, then batch), remax (against the prompt's "
-        "greedy completion), opo (mean weighed by length), optimal_token_baseline (weighed by the length of gradients, "
-        "token by token), gpg, grpo_passk (the best of the group only), or a function "
-        "of yours, FILE.py:FUNCTION or MODULE:FUNCTION.",
+        "the others), gigpo (agents: episodes, and turns that began with the same observation), gdpo "
+        "(several reward functions: each is normalised in its group, and their sum over the batch), "
+        "reinforce_plus_plus (against the batch) and reinforce_plus_plus_baseline (group's mean, then batch), remax "
+        "(against the prompt's greedy completion), opo (mean weighed by length), optimal_token_baseline "
+        "(weighed by the length of gradients, token by token), gpg, grpo_passk (the best of the group only), or a "
+        "function of yours, FILE.py:FUNCTION or MODULE:FUNCTION.",
     )
     adv_parameters: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="The estimator's own parameters by name, such as gamma."
+        default_factory=dict,
+        description="The estimator's own parameters by name: gamma of reinforce_plus_plus; std_correction where "
+        "rewards are divided by a spread (1 divides squares by G - 1, 0 by G); of agents step_score of grpo (what is "
+        "compared: the reward of a turn's whole episode, its discounted return, or the turn's own reward: episode, "
+        "return, step), discount of returns, and step_advantage_weight of gigpo (the paper's omega).",
     )
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group",
         description="Spread that advantages are divided by: that of the group, of the whole batch, or "
         "none. Has no effect with an adv_estimator that does not divide, such as dr_grpo and rloo. True means group, "
         "False none.",
-    )
-    std_correction: Literal[0, 1] = Field(
-        default=1,
-        description="Standard deviation of a group: 1 divides by G - 1 (sample), 0 by G (population).",
     )
     beta: float = Field(
         default=0.04,
@@ -80,44 +112,12 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "not unbiased.",
     )
     epsilon: float | None = Field(
-        default_factory=default_of("epsilon"),
+        default_factory=default_epsilon,
         ge=0,
         lt=1,
         description="Clip range: importance ratios below 1 - epsilon gain nothing further. none = what loss_type says: "
         "0.2, and 0.0003 for gspo and gspo_token, whose sequence ratio moves far less than a token's, 0.002 for luspo. "
         "For gmpo a range of log-ratios, 0.4.",
-    )
-    epsilon_high: float | None = Field(
-        default=None,
-        ge=0,
-        description="Upper clip range (ratio above 1 + epsilon_high); none = what loss_type says: 0.28 for "
-        "dapo, 0.0004 for gspo and gspo_token, 0.0025 for luspo, else the same as epsilon.",
-    )
-    delta: float | None = Field(
-        default=None,
-        gt=1,
-        description="Cap on the ratio itself, which also bounds the loss of negative advantages (two-sided "
-        "clipping); choose it above 1 + epsilon. none = no cap.",
-    )
-    epsilon_max: float | None = Field(
-        default_factory=default_of("epsilon_max"),
-        gt=0,
-        description="Cap on the importance ratio with loss_type cispo; other losses do not use it.",
-    )
-    sapo_temperature_pos: float | None = Field(
-        default_factory=default_of("sapo_temperature_pos"),
-        gt=0,
-        description="Sharpness of the soft gate of loss_type sapo for advantages above 0.",
-    )
-    sapo_temperature_neg: float | None = Field(
-        default_factory=default_of("sapo_temperature_neg"),
-        gt=0,
-        description="Sharpness of the soft gate of loss_type sapo for advantages up to 0.",
-    )
-    importance_sampling_level: Literal["token", "sequence", "gspo_token"] | None = Field(
-        default=None,
-        description="One importance ratio for each token, or one for each completion (GSPO); none = what "
-        "loss_type says.",
     )
     num_iterations: int = Field(
         default=1, ge=1, le=1000, description="Passes over each batch of completions (the paper's mu)."
@@ -130,18 +130,13 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "sampled all of it.",
     )
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of an entropy bonus; 0 = off.")
-    use_adaptive_entropy: bool = Field(
-        default=False,
-        description="Move entropy_coef, which is then where it begins, after each optimiser step: up by "
-        "entropy_coef_delta while the entropy is at or below entropy_target, else down. The bonus acts only after a "
-        "step whose entropy was at or below the target (Skywork-OR1, arXiv 2505.22312).",
+    adaptive_entropy: AdaptiveEntropy | None = Field(
+        default=None,
+        description="A table, { target = 0.2, delta = 0.005, min = 0.0, max = 1.0 }, which may be empty: move "
+        "entropy_coef, which is then where it begins, after each optimiser step, up by delta while the entropy (in "
+        "nats, mean over trained tokens) is at or below target, else down, from min to max. The bonus acts only after "
+        "a step whose entropy was at or below the target (Skywork-OR1). none = off.",
     )
-    entropy_target: float = Field(
-        default=0.2, ge=0, description="Entropy that use_adaptive_entropy holds, in nats, mean over trained tokens."
-    )
-    entropy_coef_delta: float = Field(default=0.005, gt=0, description="Step of use_adaptive_entropy.")
-    entropy_coef_min: float = Field(default=0.0, ge=0, description="Least weight with use_adaptive_entropy.")
-    entropy_coef_max: float = Field(default=1.0, ge=0, description="Largest weight with use_adaptive_entropy.")
     mask_truncated_completions: bool = Field(
         default=False, description="Leave completions that hit max_completion_length out of the loss."
     )
@@ -152,30 +147,23 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         "old - new log-probability, in nats, is above this; averages and its KL term stay (DeepSeek-V3.2, equation 8). "
         "none = off.",
     )
-    reference_drift_threshold: float | None = Field(
+    reference_drift_threshold: float | str | None = Field(
         default=None,
-        description="Leave a completion out of the loss unless policy - reference log-probability, in "
-        "nats, is below this, whatever its advantage; 0.5 in the USMLE recipe. none = off.",
-    )
-    reference_drift_reduction: Literal["per_token_mean", "sum"] = Field(
-        default="per_token_mean",
-        description="How reference_drift_threshold reduces a completion's tokens to a number.",
+        description="Leave a completion out of the loss unless policy - reference log-probability, in nats, mean over "
+        "its tokens, is below this, whatever its advantage; 0.5 in the USMLE recipe. sum:12 = the sum over its tokens. "
+        "none = off.",
     )
     keep_sampling_mask: bool = Field(
         default=False,
         description="Keep, with each token, the ids that top_k, top_p and min_p had left, and take all "
         "log-probabilities over those ids only (DeepSeek-V3.2).",
     )
-    validity_mask: bool = Field(
-        default=False,
-        description="Leave a completion that is too short, has no valid answer or repeats itself out of "
-        "the loss (it still counts in its group's mean). Beware: with every invalid completion goes the "
-        "signal that would teach a valid form.",
-    )
-    validity_min_length: int = Field(
-        default=10,
+    validity_min_length: int | None = Field(
+        default=None,
         ge=0,
-        description="Completions shorter than this many characters are invalid for validity_mask.",
+        description="Validity mask: leave a completion that has fewer characters than this, has no valid answer or "
+        "repeats itself out of the loss (it still counts in its group's mean). Beware: with every invalid completion "
+        "goes the signal that would teach a valid form. none = off; 10 in the USMLE recipe.",
     )
     top_entropy_quantile: float = Field(
         default=1.0,
@@ -184,65 +172,40 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         description="Only this fraction of the tokens, the most uncertain ones, has a policy gradient; averages are "
         "still over all tokens, and so are KL and entropy terms. 1 = all, 0.2 in arXiv 2506.01939.",
     )
-    importance_sampling_correction: MismatchCorrection | Literal["auto", "off"] = Field(
+    importance_sampling_correction: str = Field(
         default="auto",
-        description="Correct for a sampler whose log-probabilities differ from the trainer's: weigh tokens "
-        "or completions by their ratio, truncated at importance_sampling_cap, or drop those above it; auto = "
-        "token_truncate where they do differ (vLLM or a server of another kind than covey samples, "
-        "sampling.sampler_dtype is narrower than the model's, or schedule.max_staleness is above 0), else off.",
+        description="Correct for a sampler whose log-probabilities differ from the trainer's. token_truncate, "
+        "sequence_truncate: weigh tokens or completions by their ratio, up to a largest; token_mask, sequence_mask: "
+        "drop those beyond it. The largest ratio follows, 3 unless it is given (token_truncate:2), or the smallest and "
+        "the largest (token_mask:0.5:5: IcePop). auto = token_truncate where they do differ (vLLM or a server of "
+        "another kind than covey samples, sampling.sampler_dtype is narrower than the model's, or "
+        "schedule.max_staleness is above 0), else off.",
     )
-    importance_sampling_cap: float = Field(
-        default=3.0, gt=0, description="Largest ratio for importance_sampling_correction."
-    )
-    importance_sampling_floor: float | None = Field(
+    reference_update_steps: int | None = Field(
         default=None,
-        ge=0,
-        description="Smallest ratio for importance_sampling_correction, which then bounds on both sides (IcePop); none "
-        "= no bound.",
-    )
-    reference_update: Literal["none", "copy", "ema"] = Field(
-        default="none",
-        description="Whether the reference follows the policy: never, by copying it, or by an exponential "
-        "moving average.",
-    )
-    reference_update_steps: int = Field(
-        default=100, ge=1, description="Optimiser steps between updates of the reference."
+        ge=1,
+        description="Optimiser steps between updates by which the reference follows the policy; none = it never does.",
     )
     reference_ema_decay: float = Field(
-        default=0.99, ge=0, lt=1, description="Share of the old reference that an ema update keeps."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the old reference that an update keeps (exponential moving average); 0 = a copy.",
     )
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
-        default="sum_then_normalize",
-        description="With several reward functions: add their weighted rewards and then normalise per "
-        "group, or normalise each per group, add, and normalise the sum over the batch (GDPO; adv_estimator and "
-        "scale_rewards have no part in it).",
+    dynamic_sampling: int = Field(
+        default=0,
+        ge=0,
+        description="Replace groups that teach nothing, whose rewards are all equal, by newly sampled ones (DAPO): how "
+        "many times a step may sample in all before it trains on the groups it has. 0 = off; 3 is usual.",
     )
-    dynamic_sampling: bool = Field(
-        default=False,
-        description="Replace groups that teach nothing, whose rewards are all equal, by newly sampled ones (DAPO).",
-    )
-    dynamic_sampling_max_tries: int = Field(
-        default=3,
-        ge=1,
-        description="How many times a step may sample in all before it trains on the groups it has.",
-    )
-
-    down_sampling: (
-        Literal["none", "max_variance", "largest_advantage", "shortest", "token_efficiency", "first"]
-        | (Annotated[str, Field(pattern=r".:.")])
-    ) = Field(
+    down_sampling: str = Field(
         default="none",
-        description="Which completions of each group are trained on, down_sampling_size of them: those whose rewards "
-        "vary most (max_variance: PODS), largest_advantage (CPPO), shortest and token_efficiency (GFPO), the first, or "
-        "what a function of yours chooses, FILE.py:RULE. none = all.",
-    )
-    down_sampling_size: int = Field(
-        default=4, ge=1, description="Completions of each group that down_sampling leaves to be trained on."
-    )
-    down_sampling_statistics: Literal["selected", "group"] | None = Field(
-        default=None,
-        description="Which rewards an advantage is compared with: those of the completions that are trained on, or "
-        "those of the whole group. none = what the paper of the rule does: group for largest_advantage, else selected.",
+        min_length=1,
+        description="Which completions of each group are trained on, and how many, 4 unless it is said: max_variance:8 "
+        "(those whose rewards vary most: PODS), largest_advantage:8 (CPPO), shortest:8 and token_efficiency:8 (GFPO), "
+        "first:8, or what a function of yours chooses, FILE.py:RULE:8. An advantage is compared with the completions "
+        "that are trained on, or with the whole group, as the paper of the rule does (group for largest_advantage); "
+        "`:selected` or `:group` after the number says otherwise. none = all.",
     )
 
     @field_validator("scale_rewards", mode="before")
@@ -260,32 +223,29 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
     def _a_function(cls, value: Any) -> Any:
         return function_name(value)
 
-    @field_validator("epsilon", "epsilon_max", "sapo_temperature_pos", "sapo_temperature_neg", mode="before")
+    @field_validator("epsilon", mode="before")
     @classmethod
     def _none_means_the_loss_s_own(cls, value: Any, info: ValidationInfo) -> Any:
-        return default_of(str(info.field_name))(info.data) if value is None else value
+        return default_epsilon(info.data) if value is None else value
+
+    @field_validator("importance_sampling_correction", "down_sampling", "reference_drift_threshold", mode="after")
+    @classmethod
+    def _readable(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            _READERS[str(info.field_name)](value)
+        return value
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
-        fitting = ("grpo", "naive_grpo", "gigpo")
-        if self.multi_objective_aggregation == "normalize_then_sum" and self.adv_estimator not in fitting:
+        entropy = self.adaptive_entropy
+        if entropy is not None and not entropy.min <= self.entropy_coef <= entropy.max:
             raise ValueError(
-                f"adv_estimator={self.adv_estimator!r}: multi_objective_aggregation 'normalize_then_sum' (GDPO) is an "
-                "estimator of its own, which would not use it; remove one of the two settings"
-            )
-        floor, cap = self.importance_sampling_floor, self.importance_sampling_cap
-        if floor is not None and floor >= cap:
-            raise ValueError(f"importance_sampling_floor={floor}: choose less than importance_sampling_cap={cap}")
-        low, high = self.entropy_coef_min, self.entropy_coef_max
-        if self.use_adaptive_entropy and not low <= self.entropy_coef <= high:
-            raise ValueError(
-                f"entropy_coef={self.entropy_coef}: use_adaptive_entropy keeps it from entropy_coef_min={low} to "
-                f"entropy_coef_max={high}; choose a number between these"
+                f"entropy_coef={self.entropy_coef}: adaptive_entropy keeps it from min={entropy.min} to "
+                f"max={entropy.max}; choose a number between these"
             )
         for name in self.loss_parameters:
-            setting = "use_adaptive_entropy" if name == "adaptive_entropy" else name
-            if setting in type(self).model_fields:
-                raise ValueError(f"loss_parameters.{name}: it is a setting of its own; set algorithm.{setting}")
+            if name in type(self).model_fields:
+                raise ValueError(f"loss_parameters.{name}: it is a setting of its own; set algorithm.{name}")
         if ":" not in self.loss_type:  # a file is read when the run begins: a config can be read without it
             self.objective()
         return self
@@ -303,7 +263,7 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
             beta=self.beta,
             kl_estimator=self.kl_estimator,
             entropy_coef=self.entropy_coef,
-            adaptive_entropy=self.use_adaptive_entropy,
+            adaptive_entropy=self.adaptive_entropy is not None,
             **own,
             **self.loss_parameters,
         )
@@ -314,8 +274,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
 
         "auto" counts as off here: what a run makes of it says `covey.config.effects.correction_mode`.
         """
-        mode, cap = self.importance_sampling_correction, self.importance_sampling_cap
-        return None if mode in ("auto", "off") else Correction(mode, cap, self.importance_sampling_floor)
+        mode, correction = read_correction(self.importance_sampling_correction)
+        return None if mode in ("auto", "off") else correction
 
     @property
     def selection(self) -> DownSampling | None:
@@ -324,19 +284,37 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
         Raises:
             ConfigError: a rule in a file cannot be found.
         """
-        if self.down_sampling == "none":
-            return None
-        return find_down_sampling(self.down_sampling, self.down_sampling_size, self.down_sampling_statistics)
+        return find_down_sampling(self.down_sampling)
 
     @property
     def scaling(self) -> dict[str, Any]:
         """What advantages are divided by, as arguments of `group_advantages` and `Outcomes`."""
-        return {"scale": self.scale_rewards, "correction": self.std_correction}
+        return {"scale": self.scale_rewards, "correction": self.adv_parameters.get("std_correction", 1)}
+
+    @property
+    def reference_update(self) -> Literal["none", "copy", "ema"]:
+        """Whether the reference follows the policy: never, as a copy of it, or as a moving average."""
+        if self.reference_update_steps is None:
+            return "none"
+        return "ema" if self.reference_ema_decay > 0 else "copy"
+
+    @property
+    def reference_drift(self) -> tuple[float, str] | None:
+        """Threshold and reduction of `reference_drift_mask`, None = no such mask."""
+        threshold = self.reference_drift_threshold
+        if isinstance(threshold, str):
+            return _read_drift(threshold), "sum"
+        return None if threshold is None else (threshold, "per_token_mean")
 
     @property
     def uses_reference(self) -> bool:
         """True when something looks at the reference policy."""
         return self.beta > 0 or self.reference_drift_threshold is not None
+
+    @property
+    def masks_by_entropy(self) -> bool:
+        """True when a mask looks at the entropy of the current policy."""
+        return self.top_entropy_quantile < 1
 
     @property
     def optimizer_steps(self) -> int:
@@ -345,14 +323,14 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow
 
     def entropy_weight(self, coefficient: float | None, entropy: float | None) -> float:
         """The weight of the entropy bonus in an optimiser step."""
-        if not self.use_adaptive_entropy:
+        if self.adaptive_entropy is None:
             return self.entropy_coef
-        if coefficient is None or entropy is None or entropy > self.entropy_target:
+        if coefficient is None or entropy is None or entropy > self.adaptive_entropy.target:
             return 0.0
         return coefficient
 
     def next_entropy_coef(self, coefficient: float | None, entropy: float) -> float:
-        """Where `use_adaptive_entropy` moves the coefficient after an optimiser step of that entropy, in nats."""
-        step = self.entropy_coef_delta if entropy <= self.entropy_target else -self.entropy_coef_delta
+        """Where `adaptive_entropy` moves the coefficient after an optimiser step of that entropy, in nats."""
+        by = self.adaptive_entropy or AdaptiveEntropy()
         begun = self.entropy_coef if coefficient is None else coefficient
-        return min(max(begun + step, self.entropy_coef_min), self.entropy_coef_max)
+        return min(max(begun + (by.delta if entropy <= by.target else -by.delta), by.min), by.max)

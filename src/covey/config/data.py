@@ -40,12 +40,11 @@ class DataConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
         description="What becomes of prompts beyond that: an error before training, their last tokens only, or no use "
         "of them; how many is said. A question that is cut may have another answer.",
     )
-    shuffle: bool = Field(default=True, description="Visit the dataset in a new random order in each epoch.")
-    prompt_weighting: Literal["uniform", "difficulty"] = Field(
-        default="uniform",
-        description="Which prompts are visited: all alike, or drawn by what their last answers say that they can "
-        "teach (most where half of the completions are right; new prompts first of all). Needs to know what is right: "
-        "a task, or rewards.correctness.",
+    prompt_order: Literal["random", "given", "difficulty"] = Field(
+        default="random",
+        description="How prompts are visited: in a new random order in each epoch, in the order of the dataset, or "
+        "drawn by what their last answers say that they can teach (most where half of the completions are right; new "
+        "prompts first of all), which needs to know what is right: a task, or rewards.correctness.",
     )
     system_prompt: str | None = Field(
         default=None, description="System message put before every prompt; none = what the dataset has."

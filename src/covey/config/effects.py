@@ -26,14 +26,9 @@ def uses_reference(config: Any) -> bool:
     return own or uses_kl(config) or config.algorithm.uses_reference
 
 
-def _loss_takes(parameter: str) -> _Condition:
-    """True when the loss has the parameter; one in a file may have any."""
-
-    def takes(config: Any) -> bool:
-        loss = LOSSES.get(config.algorithm.loss_type)
-        return loss is None or parameter in loss.parameters
-
-    return takes
+def _clips(config: Any) -> bool:
+    loss = LOSSES.get(config.algorithm.loss_type)  # one in a file may have any parameter
+    return loss is None or "epsilon" in loss.parameters
 
 
 def _divides(config: Any) -> bool:
@@ -63,26 +58,15 @@ def another_program_samples(config: Any) -> bool:
 def correction_mode(config: Any) -> str:
     """`algorithm.importance_sampling_correction` of a run, "auto" resolved."""
     chosen: str = config.algorithm.importance_sampling_correction
-    if chosen != "auto":
+    mode, colon, bounds = chosen.partition(":")
+    if mode != "auto":
         return chosen
     narrower = config.sampling.sampler_dtype == "bfloat16" and config.model.dtype != "bfloat16"
     # A server is given the adapter, and has a base of its own, which need not be quantised, or not so.
     other_base = config.model.quantization != "none" and config.server.upload_adapters_to_server
     differs = narrower or other_base or config.schedule.max_staleness > 0 or another_program_samples(config)
-    return "token_truncate" if differs else "off"
+    return f"token_truncate{colon}{bounds}" if differs else "off"
 
-
-def _corrects(config: Any) -> bool:
-    return correction_mode(config) != "off"
-
-
-def _down_samples(config: Any) -> bool:
-    return bool(config.algorithm.down_sampling != "none")
-
-
-_DOWN_SAMPLING = ("down_sampling_size", "down_sampling_statistics")
-_BOUNDS = ("importance_sampling_cap", "importance_sampling_floor")
-_ENTROPY = ("entropy_target", "entropy_coef_delta", "entropy_coef_min", "entropy_coef_max")
 
 _OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts", "allow_mixture")
 
@@ -121,53 +105,35 @@ def _makes_an_adapter(config: Any) -> bool:
 
 _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ("kl_estimator", uses_kl, "algorithm.beta is above 0"),
-    ("epsilon", _loss_takes("epsilon"), "algorithm.loss_type clips; this one does not"),
-    ("epsilon_high", _loss_takes("epsilon_high"), "algorithm.loss_type clips; this one does not"),
-    ("delta", _loss_takes("delta"), "algorithm.loss_type clips; this one does not"),
-    ("epsilon_max", _loss_takes("epsilon_max"), "algorithm.loss_type is cispo"),
-    ("sapo_temperature_pos", _loss_takes("sapo_temperature_pos"), "algorithm.loss_type is sapo"),
-    ("sapo_temperature_neg", _loss_takes("sapo_temperature_neg"), "algorithm.loss_type is sapo"),
+    ("epsilon", _clips, "algorithm.loss_type clips; this one does not"),
     (
-        "importance_sampling_level",
-        _loss_takes("importance_sampling_level"),
-        "algorithm.loss_type has a ratio; this one has none",
+        "importance_sampling_correction",
+        lambda c: c.algorithm.importance_sampling_correction == "off" or correction_mode(c) != "off",
+        "the sampler may differ from the trainer, or where a mode is chosen",
     ),
-    *((bound, _corrects, "algorithm.importance_sampling_correction is set") for bound in _BOUNDS),
-    *((field, _set("use_adaptive_entropy"), "algorithm.use_adaptive_entropy is true") for field in _ENTROPY),
     (
         "scale_rewards",
         lambda c: _divides(c) or c.algorithm.scale_rewards == "none",
         "algorithm.adv_estimator divides by a spread; this one does not",
     ),
     (
-        "std_correction",
-        lambda c: _divides(c) and c.algorithm.scale_rewards != "none",
-        "advantages are divided by a spread; these are not",
-    ),
-    (
-        "reference_update",
+        "reference_update_steps",
         uses_reference,
         "something looks at the reference: algorithm.beta above 0, or reference_drift_threshold",
     ),
-    ("reference_update_steps", lambda c: c.algorithm.reference_update != "none", "algorithm.reference_update is set"),
-    ("reference_ema_decay", lambda c: c.algorithm.reference_update == "ema", "algorithm.reference_update is ema"),
     (
-        "reference_drift_reduction",
-        lambda c: c.algorithm.reference_drift_threshold is not None,
-        "algorithm.reference_drift_threshold is set",
+        "reference_ema_decay",
+        lambda c: c.algorithm.reference_update_steps is not None,
+        "algorithm.reference_update_steps is set",
     ),
-    ("validity_min_length", _set("validity_mask"), "algorithm.validity_mask is true"),
     ("max_generations", _compares, "completions of a group compete; with this algorithm.adv_estimator they do not"),
-    ("dynamic_sampling_max_tries", _set("dynamic_sampling"), "algorithm.dynamic_sampling is true"),
-    *((field, _down_samples, "algorithm.down_sampling is set") for field in _DOWN_SAMPLING),
     (
         "num_train_epochs",
         lambda c: c.schedule.max_steps < 0 and not c.schedule.phases,
         "neither schedule.max_steps nor schedule.phases says how long the run is",
     ),
     *((field, _makes_an_adapter, "an adapter is made: model.use_peft and no model.adapter") for field in _OF_ADAPTERS),
-    ("inference_server_url", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
-    ("inference_server_kind", _set("upload_adapters_to_server"), "server.upload_adapters_to_server is true"),
+    ("inference_server_kind", _set("inference_server_url"), "server.inference_server_url is set"),
     ("keep_units", _has_units, "distributed.samplers is set, or there are several servers"),
     *((field, _has_ranks, "there are several samplers, learners, workers or servers") for field in _OF_RANKS),
     (

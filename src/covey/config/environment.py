@@ -20,12 +20,12 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     max_turns: int | None = Field(
         default=None, ge=1, description="Actions after which an episode ends; none = what the world says."
     )
-    context_mode: Literal["conversation", "steps"] = Field(
-        default="conversation",
-        description="conversation: one growing sequence, keys and values kept between turns; steps: each turn has a "
-        "prompt of its own with the last history_length turns.",
+    history_length: int | None = Field(
+        default=None,
+        ge=0,
+        description="Earlier turns that the prompt of a turn shows, each turn having a prompt of its own; 2 is usual. "
+        "none = one growing conversation, whose keys and values are kept between turns.",
     )
-    history_length: int = Field(default=2, ge=0, description="Earlier turns that a prompt of its own shows.")
     action_format: ActionFormat = Field(
         default="text",
         description="How a turn is read as an action: text (its first line), tags (<action>...</action>), tool (a call "
@@ -34,15 +34,6 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     show_actions: bool = Field(default=True, description="List the admissible actions after each observation.")
     invalid_action_penalty: float = Field(
         default=0.0, ge=0, description="Subtracted from the reward of a turn that is no valid action."
-    )
-    step_score: Literal["episode", "return", "step"] = Field(
-        default="episode",
-        description="What adv_estimator grpo compares: the reward of a turn's whole episode, the discounted return "
-        "from the turn on, or the turn's own reward.",
-    )
-    discount: float = Field(default=1.0, ge=0, le=1, description="Of later rewards in returns (step_score, gigpo).")
-    step_advantage_weight: float = Field(
-        default=1.0, ge=0, description="Weight of the step advantage in adv_estimator gigpo (the paper's omega)."
     )
     failed_episodes: Literal["exclude", "score"] = Field(
         default="exclude",
@@ -55,14 +46,15 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     max_conversation_tokens: int = Field(
         default=1024,
         ge=2,
-        description="Tokens of a conversation after its opening; an episode that would need more ends. Memory is "
-        "taken as conversations grow.",
-    )
-    max_turn_prompt_tokens: int = Field(
-        default=1024, ge=1, description="With context_mode steps: most tokens of a prompt with history; older turns go."
+        description="Tokens of a conversation after its opening; an episode that would need more ends. Memory is taken "
+        "as conversations grow. With history_length: most tokens of a prompt with history; older turns go.",
     )
     parallel_episodes: int = Field(
         default=64, ge=1, description="Episodes at once, each in an environment process of its own."
     )
-    reset_seconds: float = Field(default=60.0, gt=0, le=1e9, description="Time limit of an environment's reset.")
-    step_seconds: float = Field(default=20.0, gt=0, le=1e9, description="Time limit of an environment's step.")
+    step_seconds: float = Field(
+        default=20.0,
+        gt=0,
+        le=1e9,
+        description="Time limit of an environment's step; a reset may take three times as long.",
+    )

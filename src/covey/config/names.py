@@ -14,7 +14,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from covey.config import documents as config_documents
 from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig
@@ -60,8 +59,16 @@ SYNONYMS: dict[str, str] = {
 }
 """Accepted on input, never written. One with dots in it is a whole path."""
 
-_OPTIONS = config_documents.NAMES
-"""Names that are no fields and are translated into some."""
+OPTIONS: dict[str, str] = {
+    "use_baseline": "adv_estimator",
+    "use_unbiased_kl": "kl_estimator",
+    "use_off_policy_masking": "reference_drift_threshold",
+    "off_policy_threshold": "reference_drift_threshold",
+}
+"""Options of usmle-qa.md's `GRPO_CONFIG` that are no field under another name -> the field that they are about."""
+
+MEANS: dict[str, str] = {**SYNONYMS, **OPTIONS, **old_names.OLD_NAMES}
+"""Every other name that is read -> the field that it is about."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -124,7 +131,7 @@ def resolve(path: str) -> str:
         if section not in ("", FIELDS[field]):
             raise ConfigError(f"{path}: {name} is no setting of section {section}; write {field_path(field)}")
         return field
-    if name in _OPTIONS or name in old_names.SETTINGS:
+    if name in OPTIONS or name in old_names.OLD_NAMES or name in old_names.SETTINGS:
         return name
     if name in _OF_TRL and path not in SECTIONS:
         raise ConfigError(
@@ -141,7 +148,7 @@ def _nearest(name: str, section: str) -> str:
         return f"write {field_path(name)}"
     sections = get_close_matches(section, SECTIONS, n=1) if section else []
     own = list(SECTIONS[sections[0]].model_fields) if sections else []
-    for names in (own, [*FIELDS, *SYNONYMS, *sorted(_OPTIONS)]):
+    for names in (own, [*FIELDS, *SYNONYMS, *OPTIONS]):
         for match in get_close_matches(name, names, n=1):
             field = SYNONYMS.get(match, match)
             return f"did you mean {field_path(field) if field in FIELDS else field}?"
@@ -155,7 +162,7 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
         if path in SECTIONS and isinstance(value, SECTIONS[path]):
             value = {name: getattr(value, name) for name in value.model_fields_set}
         name = path.rpartition(".")[2]
-        is_setting = any(name in known for known in (FIELDS, SYNONYMS, _OPTIONS, old_names.SETTINGS))
+        is_setting = any(name in known for known in (FIELDS, MEANS, old_names.SETTINGS))
         if isinstance(value, Mapping) and (path in SECTIONS or (value and not is_setting)):
             yield from _leaves(value, f"{path}.")
         else:
@@ -190,6 +197,25 @@ class _Settings:
         self.written[field] = written
 
 
+def _of_the_document(options: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """`OPTIONS` with the meaning that they have in the document: field, value, and the option as it was written."""
+    for name, value in options.items():
+        if name != "off_policy_threshold" and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r}: it switches something on or off; write true or false")
+    if not options.get("use_baseline", True):
+        raise ConfigError(
+            "use_baseline=False: without its group's mean a reward is no advantage, and the loss no GRPO; remove it"
+        )
+    if "use_unbiased_kl" in options:
+        # The estimator that is unbiased; the document's own formula is not, and is called exact_weighted.
+        on = options["use_unbiased_kl"]
+        yield "kl_estimator", "k3_unbiased" if on else "k1", f"use_unbiased_kl={on}"
+    mask = {name: options[name] for name in OPTIONS if name in options and "off_policy" in name}
+    if mask:  # it compares with the reference, whatever its name says
+        threshold = options.get("off_policy_threshold", 0.5) if options.get("use_off_policy_masking", True) else None
+        yield "reference_drift_threshold", threshold, ", ".join(f"{name}={value}" for name, value in mask.items())
+
+
 def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reduce settings in any accepted form to field -> value; the values are not validated here.
 
@@ -198,6 +224,7 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
     """
     result = _Settings()
     options: dict[str, Any] = {}
+    moved: dict[str, Any] = {}
     for path, value in _leaves(settings):
         try:
             name = resolve(path)
@@ -206,17 +233,17 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
             continue
         if name in old_names.SETTINGS:
             result.problems.extend(filter(None, [old_names.gone_setting(path, name, value)]))
+        elif name in old_names.OLD_NAMES:
+            moved[name], result.written[name] = value, f"{path}={value!r}"
         elif name not in FIELDS:
             options[name] = value
         else:
             result.put(name, value, f"{path}={value!r}")
-            if path.rpartition(".")[2] == "update_reference_every":
-                result.put("reference_update", "copy", f"{path}={value!r}")
-    known = {**(base or {}), **result.values}
-    translated, problems = config_documents.translate(options, known)
-    result.problems.extend(problems)
-    for field, value, written in translated:
-        result.put(field, value, written)
+    try:
+        for field, value, written in _of_the_document(options):
+            result.put(field, value, written)
+    except ConfigError as error:
+        result.problems.append(str(error))
     if result.problems:
         raise ConfigError("\n".join(result.problems))
-    return result.values
+    return result.values | old_names.translate(moved, result.values, base or {}, result.written)

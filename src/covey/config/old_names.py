@@ -1,8 +1,12 @@
-"""Names that were once Covey's: each answers with one line that names what to use now."""
+"""Names that were once Covey's: each answers with one line that names what to use now, or is read as what it meant."""
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from covey.algorithms.losses import LOSSES, function_name
 
 COMMANDS: dict[str, str] = {
     "compare": "covey report RUN RUN",
@@ -35,3 +39,227 @@ def gone_setting(path: str, field: str, value: Any) -> str | None:
     """The line for a setting that went and is given another value than its default, or None."""
     default, instead = SETTINGS[field]
     return None if value == default else f"{path}={value!r:.200}: is no setting any more; {instead}"
+
+
+# --- settings that moved
+
+Values = Mapping[str, Any]
+
+
+class Moved(NamedTuple):
+    """Some settings that are now written as others: with the defaults that they had, where they are now, and the
+    translation.
+
+    `write(old, known)` is given all of the old ones, with defaults for those that are not given, and the fields that
+    are given beside them or before; it returns fields.
+    """
+
+    old: dict[str, Any]
+    now: str
+    write: Callable[[Values, Values], dict[str, Any]]
+
+
+def _of_the_loss(old: Values, known: Values) -> dict[str, Any]:
+    loss = LOSSES.get(known.get("loss_type", "grpo"))
+    given = {name: value for name, value in old.items() if value != _OF_THE_LOSS[name]}
+    given = {name: value for name, value in given.items() if loss is None or name in loss.parameters}
+    return {"loss_parameters": {**known.get("loss_parameters", {}), **given}} if given else {}
+
+
+def _of_the_estimator(old: Values, known: Values) -> dict[str, Any]:
+    estimator = function_name(known.get("adv_estimator", "grpo"))
+    taken = {
+        "std_correction": ("grpo", "naive_grpo", "gigpo", "gdpo", "grpo_passk"),
+        "step_score": ("grpo",),
+        "discount": ("grpo", "gigpo"),
+        "step_advantage_weight": ("gigpo",),
+    }
+    given = {name: value for name, value in old.items() if value != _OF_THE_ESTIMATOR[name]}
+    given = {name: value for name, value in given.items() if ":" in estimator or estimator in taken[name]}
+    return {"adv_parameters": {**known.get("adv_parameters", {}), **given}} if given else {}
+
+
+def _gdpo(old: Values, known: Values) -> dict[str, Any]:
+    alone = old["multi_objective_aggregation"] == "normalize_then_sum" and known.get("world") is None
+    return {"adv_estimator": "gdpo"} if alone else {}
+
+
+def _adaptive_entropy(old: Values, known: Values) -> dict[str, Any]:
+    if not old["use_adaptive_entropy"]:
+        return {}
+    names = {"entropy_target": "target", "entropy_coef_delta": "delta", "entropy_coef_min": "min"}
+    return {"adaptive_entropy": {new: old[name] for name, new in {**names, "entropy_coef_max": "max"}.items()}}
+
+
+def _correction(old: Values, known: Values) -> dict[str, Any]:
+    mode, floor, cap = known.get("importance_sampling_correction", "auto"), *old.values()
+    bounds = [cap] if floor is None else [floor, cap]
+    if ":" in mode or bounds == [3.0]:
+        return {}
+    return {"importance_sampling_correction": ":".join([mode, *(f"{bound!r}" for bound in bounds)])}
+
+
+def _reference(old: Values, known: Values) -> dict[str, Any]:
+    how = old["reference_update"]
+    if how == "none":
+        return {"reference_update_steps": None, "reference_ema_decay": 0.0}
+    decay = known.get("reference_ema_decay") or 0.99
+    steps = known.get("reference_update_steps") or 100
+    return {"reference_update_steps": steps, "reference_ema_decay": decay if how == "ema" else 0.0}
+
+
+def _drift(old: Values, known: Values) -> dict[str, Any]:
+    threshold = known.get("reference_drift_threshold")
+    if threshold is None or old["reference_drift_reduction"] == "per_token_mean":
+        return {}
+    return {"reference_drift_threshold": f"sum:{threshold}"}
+
+
+def _validity(old: Values, known: Values) -> dict[str, Any]:
+    return {"validity_min_length": known.get("validity_min_length", 10) if old["validity_mask"] else None}
+
+
+def _dynamic_sampling(old: Values, known: Values) -> dict[str, Any]:
+    return {"dynamic_sampling": old["dynamic_sampling_max_tries"]} if known.get("dynamic_sampling") else {}
+
+
+def _down_sampling(old: Values, known: Values) -> dict[str, Any]:
+    rule = function_name(known.get("down_sampling", "none"))
+    if rule == "none":
+        return {}
+    parts = [rule, str(old["down_sampling_size"]), old["down_sampling_statistics"]]
+    return {"down_sampling": ":".join(part for part in parts if part is not None)}
+
+
+def _context(old: Values, known: Values) -> dict[str, Any]:
+    if old["context_mode"] == "conversation":
+        return {"history_length": None}
+    history = known.get("history_length")
+    return {
+        "history_length": 2 if history is None else history,
+        "max_conversation_tokens": old["max_turn_prompt_tokens"],
+    }
+
+
+def _time_limit(old: Values, known: Values) -> dict[str, Any]:
+    reset, step = old["reset_seconds"], known.get("step_seconds", 20.0)
+    return {"step_seconds": reset / 3} if reset > 3 * step else {}
+
+
+def _servers(old: Values, known: Values) -> dict[str, Any]:
+    if not old["upload_adapters_to_server"]:
+        return {"inference_server_url": None}
+    return {"inference_server_url": known.get("inference_server_url") or "http://127.0.0.1:8000"}
+
+
+def _vllm(old: Values, known: Values) -> dict[str, Any]:
+    given = {name: value for name, value in old.items() if value != _VLLM[name]}
+    changed: dict[str, Any] = {
+        name: given[name] for name in ("tensor_parallel_size", "max_model_len", "enforce_eager") if name in given
+    }
+    if "sleep_level" in given:
+        changed["enable_sleep_mode"] = given["sleep_level"] > 0
+    if "merge_adapter" in given:
+        changed["enable_lora"] = not given["merge_adapter"]
+    return {"llm_arguments": {**changed, **known.get("llm_arguments", {})}} if changed else {}
+
+
+def _optimizer(old: Values, known: Values) -> dict[str, Any]:
+    given = {name.removeprefix("adam_"): value for name, value in old.items() if value != _OPTIMIZER[name]}
+    return {"optimizer_parameters": {**known.get("optimizer_parameters", {}), **given}} if given else {}
+
+
+def _warmup(old: Values, known: Values) -> dict[str, Any]:
+    return {"warmup_steps": old["warmup_ratio"]} if old["warmup_ratio"] else {}
+
+
+def _order(old: Values, known: Values) -> dict[str, Any]:
+    if old["prompt_weighting"] == "difficulty":
+        return {"prompt_order": "difficulty"}
+    return {"prompt_order": "random" if old["shuffle"] else "given"}
+
+
+def _ledger(old: Values, known: Values) -> dict[str, Any]:
+    every, ledger = old["ledger_steps"], known.get("ledger", "sampled:2").partition(",")[0]
+    return {"ledger": f"{ledger},all:{every}"} if every else {}
+
+
+_OF_THE_LOSS = {
+    **{"epsilon_high": None, "delta": None, "epsilon_max": 5.0, "importance_sampling_level": None},
+    **{"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+}
+_OF_THE_ESTIMATOR = {"std_correction": 1, "step_score": "episode", "discount": 1.0, "step_advantage_weight": 1.0}
+_VLLM = {
+    **{"sleep_level": 1, "tensor_parallel_size": 1, "max_model_len": None, "merge_adapter": None},
+    "enforce_eager": False,
+}
+_OPTIMIZER = {"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8}
+
+MOVED: tuple[Moved, ...] = (
+    Moved({"multi_objective_aggregation": "sum_then_normalize"}, "adv_estimator", _gdpo),
+    Moved(_OF_THE_LOSS, "loss_parameters", _of_the_loss),
+    Moved(_OF_THE_ESTIMATOR, "adv_parameters", _of_the_estimator),
+    Moved(
+        {
+            **{"use_adaptive_entropy": False, "entropy_target": 0.2, "entropy_coef_delta": 0.005},
+            **{"entropy_coef_min": 0.0, "entropy_coef_max": 1.0},
+        },
+        "adaptive_entropy",
+        _adaptive_entropy,
+    ),
+    Moved(
+        {"importance_sampling_floor": None, "importance_sampling_cap": 3.0},
+        "importance_sampling_correction",
+        _correction,
+    ),
+    Moved({"reference_update": "none"}, "reference_update_steps", _reference),
+    Moved({"reference_drift_reduction": "per_token_mean"}, "reference_drift_threshold", _drift),
+    Moved({"validity_mask": False}, "validity_min_length", _validity),
+    Moved({"dynamic_sampling_max_tries": 3}, "dynamic_sampling", _dynamic_sampling),
+    Moved({"down_sampling_size": 4, "down_sampling_statistics": None}, "down_sampling", _down_sampling),
+    Moved({"context_mode": "conversation", "max_turn_prompt_tokens": 1024}, "history_length", _context),
+    Moved({"reset_seconds": 60.0}, "step_seconds", _time_limit),
+    Moved({"upload_adapters_to_server": False}, "inference_server_url", _servers),
+    Moved(_VLLM, "llm_arguments", _vllm),
+    Moved(_OPTIMIZER, "optimizer_parameters", _optimizer),
+    Moved({"warmup_ratio": 0.0}, "warmup_steps", _warmup),
+    Moved({"shuffle": True, "prompt_weighting": "uniform"}, "prompt_order", _order),
+    Moved({"ledger_steps": 0}, "ledger", _ledger),
+)
+"""In this order: an estimator that another row chooses comes before its parameters."""
+
+OLD_NAMES: dict[str, str] = {name: moved.now for moved in MOVED for name in moved.old}
+"""Old name -> the field that says it now."""
+
+PUBLISHED = frozenset({"upload_adapters_to_server"})
+"""Old names that a published recipe has: they stay good, and are read without a word."""
+
+
+def translate(given: Values, values: Values, known: Values, written: Mapping[str, str]) -> dict[str, Any]:
+    """Fields that old names stand for; they hold in place of what `values` says of the same fields.
+
+    Args:
+        given: old names with their values.
+        values: fields that are given beside them.
+        known: fields that hold where nothing is given, before these.
+        written: old name -> how it was written, for the warning.
+    """
+    found: dict[str, Any] = {}
+    by_hand = len(given) < len(OLD_NAMES) / 2  # most of them at once are a run folder's, which nobody writes again
+    for old, _, write in MOVED:
+        own = {name: given[name] for name in old if name in given}
+        if own:  # None is a setting that is not given
+            own = {name: value for name, value in own.items() if value is not None}
+            now = write({**old, **own}, {**known, **values, **found})
+            changed = [name for name, value in own.items() if value != old[name]]
+            if by_hand and any(name not in PUBLISHED for name in changed):
+                instead = ", ".join(f"{field} = {value!r}" for field, value in now.items() if value is not None)
+                what = ", ".join(written[name] for name in changed)
+                advice = (
+                    f"an old name; write {instead}" if instead else "an old name, without effect here; leave it out"
+                )
+                warnings.warn(f"{what:.300}: {advice}", stacklevel=2)
+            found |= now
+    if type(tries := values.get("dynamic_sampling")) is bool and "dynamic_sampling" not in found:
+        found["dynamic_sampling"] = 3 if tries else 0
+    return found

@@ -25,7 +25,7 @@ class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
         default=None,
         min_length=1,
         description="Name of the reward function that says which completions are right: 1 = right, 0 = wrong. "
-        "Without a task, accuracy, prompt_weighting and min_accuracy need it; none = the task says so, or nothing "
+        "Without a task, accuracy, prompt_order and min_accuracy need it; none = the task says so, or nothing "
         "does.",
     )
     reward_timeout: float = Field(

@@ -49,14 +49,10 @@ class RunConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_n
     )
     ledger: str = Field(
         default="sampled:2",
-        pattern=r"^(off|all|sampled:[1-9][0-9]{0,5})$",
-        description="off, sampled:N (such as sampled:2) or all: groups of each step whose tokens its ledger has. It "
-        "tells of a token what it got and what it added to the loss (`covey watch` shows it), in about 50 bytes.",
-    )
-    ledger_steps: int = Field(
-        default=0,
-        ge=0,
-        description="Steps between ledgers of all groups, whatever `ledger` says of the other steps; 0 = none.",
+        pattern=r"^(off|all|sampled:[1-9][0-9]{0,5})(,all:[1-9][0-9]{0,8})?$",
+        description="off, sampled:N (such as sampled:2) or all: groups of each step whose tokens its ledger has; "
+        "sampled:2,all:50 = those of all groups every 50 steps. It tells of a token what it got and what it added to "
+        "the loss (`covey watch` shows it), in about 50 bytes.",
     )
     allow_mixture: bool = Field(
         default=False,

@@ -147,9 +147,14 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_
     )
 
     @property
+    def cut(self) -> dict[str, Any]:
+        """What cuts tokens off, by name."""
+        return {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+
+    @property
     def cuts(self) -> bool:
         """True when some tokens cannot be drawn."""
-        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+        return self.cut != {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
     @field_validator("stop_strings", mode="before")
     @classmethod
@@ -174,26 +179,14 @@ class VLLMConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_
         description="Share of the GPU's memory that vLLM takes for weights, keys and values. On a CPU keys and values "
         "have sampling.kv_cache_gb.",
     )
-    sleep_level: Literal[0, 1, 2] = Field(
-        default=1,
-        description="While the policy learns: 1 = vLLM's weights go to the host's memory, and keys and values are "
-        "given up; 2 = weights are given up too, and loaded again; 0 = it keeps its memory, as on a CPU always.",
-    )
-    tensor_parallel_size: int = Field(
-        default=1, ge=1, le=1024, description="GPUs among which vLLM splits the model, in processes of its own."
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=2,
-        description="Longest prompt and completion together, for which vLLM needs room; none = what the model was "
-        "built for.",
-    )
-    merge_adapter: bool | None = Field(
-        default=None,
-        description="Publish all weights with the adapter merged into them, in place of the adapter, which vLLM then "
-        "adds in each layer; none = on CPUs alone, where vLLM's adapters are slow.",
-    )
-    enforce_eager: bool = Field(default=False, description="Do not compile the model or capture CUDA graphs.")
     llm_arguments: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="More arguments of vllm.LLM, by name; they replace Covey's."
+        default_factory=dict,
+        description="Arguments of vllm.LLM by name, such as tensor_parallel_size (GPUs among which it splits the "
+        "model), max_model_len (longest prompt and completion together) and enforce_eager; they replace Covey's. "
+        "enable_sleep_mode = false: it keeps its memory while the policy learns. enable_lora = false: all weights are "
+        "published with the adapter merged into them, as on CPUs always.",
     )
+
+    def llm_argument(self, name: str, otherwise: Any) -> Any:
+        """An argument of `vllm.LLM`, as `llm_arguments` or else Covey has it."""
+        return self.llm_arguments.get(name, otherwise)

@@ -10,12 +10,10 @@ from pydantic import BaseModel, Field, model_validator
 class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
     """Where completions are sampled when not in this process, and how the server gets new weights."""
 
-    upload_adapters_to_server: bool = Field(
-        default=False, description="Sample on the server at inference_server_url and upload the adapter to it."
-    )
-    inference_server_url: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = Field(
-        default="http://127.0.0.1:8000",
-        description="Address of the inference server (`covey serve`), or several, with commas or as a list.",
+    inference_server_url: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None,
+        description="Sample on the inference server at this address (`covey serve` has http://127.0.0.1:8000 unless "
+        "told otherwise), to which the adapter is uploaded; or several, with commas or as a list. none = sample here.",
     )
     inference_server_kind: str = Field(
         default="covey",
@@ -43,9 +41,14 @@ class ServerConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
     )
 
     @property
+    def upload_adapters_to_server(self) -> bool:
+        """True when a server samples."""
+        return self.inference_server_url is not None
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """The addresses one by one."""
-        given = self.inference_server_url
+        given = self.inference_server_url or ()
         return tuple(url.strip() for url in given.split(",")) if isinstance(given, str) else given
 
     @model_validator(mode="after")

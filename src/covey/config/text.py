@@ -17,7 +17,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from covey.config.names import FIELDS, SECTIONS, resolve
+from covey.config.names import FIELDS, MEANS, SECTIONS, resolve
+from covey.config.old_names import SETTINGS
 from covey.config.training import PhaseConfig
 from covey.errors import ConfigError
 
@@ -42,6 +43,8 @@ class FieldHelp:
     type: str
     default: str
     meaning: str
+    also: tuple[str, ...] = ()
+    """Other names that mean it, or a part of it."""
 
 
 def explain() -> list[FieldHelp]:
@@ -52,20 +55,26 @@ def explain() -> list[FieldHelp]:
         for name, field in model.model_fields.items():
             default = getattr(defaults, name)
             text = "none" if default is None else json.dumps(default)
-            lines.append(FieldHelp(section, name, type_text(field), text, field.description or ""))
+            also = tuple(other for other, meant in MEANS.items() if meant == name)
+            lines.append(FieldHelp(section, name, type_text(field), text, field.description or "", also))
     return lines
 
 
 def render_explain(console: Console, filter: str | None = None) -> int:
-    """Print the settings as one table for each section."""
+    """Print the settings as one table for each section: those that have `filter` in their name, in their meaning or in
+    another name that means them.
+    """
     from rich.markup import escape
     from rich.table import Table
 
     wanted = (filter or "").lower()
     by_section: dict[str, list[FieldHelp]] = defaultdict(list)
     for line in explain():
-        if wanted in f"{line.section}.{line.name} {line.meaning}".lower():
+        if wanted in f"{line.section}.{line.name} {line.meaning} {' '.join(line.also)}".lower():
             by_section[line.section].append(line)
+    gone = [name for name in SETTINGS if wanted and wanted in name]
+    for name in gone:
+        console.print(escape(f"{name} is no setting any more; {SETTINGS[name][1]}"))
     for section, lines in by_section.items():
         table = Table(title=f"[{section}]".replace("[", r"\["), title_justify="left", title_style="bold", expand=True)
         table.add_column("setting", no_wrap=True)
@@ -73,9 +82,11 @@ def render_explain(console: Console, filter: str | None = None) -> int:
         table.add_column("meaning", ratio=4)
         for line in lines:
             meaning = f"{escape(line.meaning)} [dim]({escape(line.type)})[/dim]"
+            if wanted and (said := [name for name in line.also if wanted in name]):
+                meaning += f" [dim]{', '.join(said)}: {'means' if len(said) == 1 else 'mean'} this.[/dim]"
             table.add_row(line.name, escape(line.default), meaning)
         console.print(table)
-    return sum(len(lines) for lines in by_section.values())
+    return len(gone) + sum(len(lines) for lines in by_section.values())
 
 
 def type_text(field: FieldInfo) -> str:

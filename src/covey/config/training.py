@@ -38,10 +38,11 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         gt=0,
         description="Learning rate of the embedding, where it is trained; none = learning_rate.",
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of AdamW.")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of AdamW's mean of gradients.")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of AdamW's mean of squared gradients.")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to AdamW's denominator.")
+    optimizer_parameters: dict[Literal["weight_decay", "beta1", "beta2", "epsilon"], float] = Field(
+        default_factory=dict,
+        description="Parameters of AdamW by name: weight_decay (decoupled; 0), beta1 and beta2 (decay of the mean of "
+        "gradients, 0.9, and of squared gradients, 0.999), epsilon (added to the denominator, 1e-8).",
+    )
     lr_scheduler_type: ScheduleType = Field(
         default="linear",
         description="Course of the learning rate after warm-up, as in transformers: down to 0 (linear, cosine), "
@@ -52,9 +53,10 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
         description="Options of the schedule, such as min_lr of cosine_with_min_lr or num_decay_steps of "
         "warmup_stable_decay.",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="Optimiser steps over which the learning rate rises from 0.")
-    warmup_ratio: float = Field(
-        default=0.0, ge=0, lt=1, description="The same as a fraction of all steps; set one of the two."
+    warmup_steps: float = Field(
+        default=0.0,
+        ge=0,
+        description="Optimiser steps over which the learning rate rises from 0; below 1, their share of all steps.",
     )
     max_grad_norm: float = Field(
         default=1.0, ge=0, description="Gradients with a larger norm are scaled down to it; 0 = never."
@@ -91,13 +93,19 @@ class OptimConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf
             )
         return self
 
+    @field_validator("warmup_steps", mode="after")
+    @classmethod
+    def _whole_steps(cls, value: float) -> float:
+        if value > 1 and value != int(value):
+            raise ValueError("a number of steps is whole; write a whole number, or a share of all steps below 1")
+        return value
+
     @model_validator(mode="after")
-    def _one_warmup(self) -> Self:
-        if self.warmup_steps > 0 and self.warmup_ratio > 0:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio}: both say how long "
-                "warm-up lasts; set one of them to 0"
-            )
+    def _parameters_in_range(self) -> Self:
+        for name, value in self.optimizer_parameters.items():
+            if value < 0 or (name.startswith("beta") and value >= 1) or (name == "epsilon" and value == 0):
+                wanted = {"weight_decay": "0 or more", "epsilon": "more than 0"}.get(name, "0 or more, below 1")
+                raise ValueError(f"optimizer_parameters.{name}={value}: must be {wanted}")
         return self
 
 

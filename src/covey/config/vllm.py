@@ -62,13 +62,13 @@ def _problems_here(config: Any) -> Iterator[str]:
     """What a vLLM cannot do that shares its process with the learner."""
     words, chosen = "sampling.engine='vllm'", config.distributed
     actors = "for vLLM in processes of its own set distributed.samplers=1, distributed.sampler_kind=vllm and"
-    if config.model.quantization != "none" and config.vllm.merge_adapter is False:
+    if config.model.quantization != "none" and config.vllm.llm_argument("enable_lora", False):
         yield (
-            f"{words} with model.quantization={config.model.quantization!r} and vllm.merge_adapter=False: vLLM would "
-            "sample from the base as it is in its files; leave vllm.merge_adapter out"
+            f"{words} with model.quantization={config.model.quantization!r} and vllm.llm_arguments.enable_lora: vLLM "
+            "would sample from the base as it is in its files; leave enable_lora out"
         )
     if config.server.upload_adapters_to_server:
-        yield f"{words} and server.upload_adapters_to_server=True: either the server samples or vLLM here; set one"
+        yield f"{words} and server.inference_server_url: either the server samples or vLLM here; set one"
     if chosen.samplers:
         yield (
             f"{words} and distributed.samplers={chosen.samplers}: the actors sample, with "

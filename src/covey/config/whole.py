@@ -24,6 +24,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from covey.algorithms import ADVANTAGE_ESTIMATORS, find_estimator
+from covey.algorithms.down_sampling import read_down_sampling
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.data import DataConfig
 from covey.config.distributed import DistributedConfig
@@ -35,7 +36,6 @@ from covey.config.run import RunConfig
 from covey.config.sampling import ModelConfig, SamplingConfig, VLLMConfig
 from covey.config.server import ServerConfig
 from covey.config.text import (
-    FieldHelp,
     explain,
     explain_error,
     parse_overrides,
@@ -50,27 +50,7 @@ from covey.files import no_path
 from covey.functions import whole_path
 from covey.metric_names import says_which_is_best
 
-__all__ = [
-    "AlgorithmConfig",
-    "DataConfig",
-    "DistributedConfig",
-    "EnvironmentConfig",
-    "EvaluationConfig",
-    "FieldHelp",
-    "GRPOConfig",
-    "GRPOTrainingArgs",
-    "ModelConfig",
-    "OptimConfig",
-    "PhaseConfig",
-    "RewardConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "ScheduleConfig",
-    "ServerConfig",
-    "VLLMConfig",
-    "explain",
-    "render_explain",
-]
+__all__ = ["GRPOConfig", "GRPOTrainingArgs", "explain", "render_explain"]
 
 
 class GRPOConfig(BaseModel):
@@ -195,11 +175,11 @@ class GRPOConfig(BaseModel):
         Raises:
             ConfigError: unknown names or bad values.
         """
-        own = AlgorithmConfig(loss_type=self.algorithm.loss_type).model_dump()
+        own = AlgorithmConfig(loss_type=self.algorithm.loss_type).epsilon  # follows the loss until somebody sets it
         written = {
             field: getattr(getattr(self, section), field)
             for field, section in FIELDS.items()
-            if field == "loss_type" or section != "algorithm" or own[field] != getattr(self.algorithm, field)
+            if field != "epsilon" or self.algorithm.epsilon != own
         }
         changes = canonical_names(parse_overrides(overrides), base=written)
         return type(self)(**(written | _whole_paths(changes, Path())))
@@ -347,16 +327,16 @@ def _check_across_sections(config: GRPOConfig) -> None:
             "come from its world; remove one of them"
         )
     samplers = config.distributed.samplers
-    if samplers and config.server.upload_adapters_to_server:
+    if samplers and config.server.inference_server_url is not None:
         problems.append(
-            f"distributed.samplers={samplers} and server.upload_adapters_to_server=True: either actors sample or "
-            "servers do; set distributed.samplers to 0, or upload_adapters_to_server to false"
+            f"distributed.samplers={samplers} and server.inference_server_url={config.server.inference_server_url!r}: "
+            "either actors sample or servers do; set distributed.samplers to 0, or remove inference_server_url"
         )
     problems += vllm_problems(config)
     to_covey = config.server.upload_adapters_to_server and config.server.inference_server_kind == "covey"
     if to_covey and not config.model.use_peft:
         problems.append(
-            "server.upload_adapters_to_server=True and model.use_peft=False: only adapters are uploaded; set "
+            "server.inference_server_url and model.use_peft=False: only adapters are uploaded; set "
             "model.use_peft to true"
         )
     if algorithm.adv_estimator in ADVANTAGE_ESTIMATORS:  # somebody's own is looked at when the run is put together
@@ -369,13 +349,13 @@ def _check_across_sections(config: GRPOConfig) -> None:
             f"sampling.max_generations={most}: groups begin with {size} completions ({setting}), so none would grow; "
             "choose more, or remove it"
         )
-    if algorithm.down_sampling != "none" and algorithm.down_sampling_size >= config.largest_group:
+    rule, number, _ = read_down_sampling(algorithm.down_sampling)
+    if rule != "none" and number >= config.largest_group:
         sizes = {**config.group_sizes, **({} if most is None else {"sampling.max_generations": most})}
         setting, size = max(sizes.items(), key=lambda item: item[1])
         problems.append(
-            f"algorithm.down_sampling={algorithm.down_sampling!r} and down_sampling_size="
-            f"{algorithm.down_sampling_size}: groups have at most {size} completions ({setting}), so nothing would be "
-            "left out; choose a smaller down_sampling_size or larger groups"
+            f"algorithm.down_sampling={algorithm.down_sampling!r}: groups have at most {size} completions ({setting}), "
+            f"so nothing would be left out of {number}; write a smaller number after the rule, or make groups larger"
         )
     if config.schedule.max_staleness > 0 and config.max_steps_ahead == 0:
         problems.append(

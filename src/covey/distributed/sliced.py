@@ -73,7 +73,7 @@ class SlicedPolicy(ShardedPolicy):
         whole = Reference(
             self.model,
             update=chosen.reference_update,
-            every=chosen.reference_update_steps,
+            every=chosen.reference_update_steps or 1,
             ema_decay=chosen.reference_ema_decay,
             from_current=config.model.adapter is not None,
             needed=uses_reference(config),

@@ -97,7 +97,7 @@ def make_worlds(config: GRPOConfig, world: World) -> EnvironmentPool | WorldWork
     from covey.environments.pool import FEWEST_RESETS_AT_ONCE, EnvironmentPool
 
     chosen, wanted = config.environment, config.distributed
-    reset_seconds, step_seconds = chosen.reset_seconds, chosen.step_seconds
+    reset_seconds, step_seconds = 3 * chosen.step_seconds, chosen.step_seconds
     if not wanted.world_workers:
         return EnvironmentPool(world, chosen.parallel_episodes, reset_seconds=reset_seconds, step_seconds=step_seconds)
     with _needing_ray(f"distributed.world_workers={wanted.world_workers}"):

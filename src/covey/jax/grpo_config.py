@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from covey.algorithms import Estimator, Objective, find_estimator
 from covey.algorithms.arrays import unknown_name
+from covey.config import old_names
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.sampling import SamplingConfig
 from covey.errors import ConfigError
@@ -31,11 +32,10 @@ _DEFAULTS = {
 }
 _ORDER = """
     kl_coeff num_samples_per_prompt temperature max_completion_length eos_token_ids pad_token_id top_k top_p min_p
-    loss_type loss_parameters kl_estimator adv_estimator scale_rewards std_correction epsilon epsilon_high delta
-    epsilon_max sapo_temperature_pos sapo_temperature_neg importance_sampling_level num_iterations entropy_coef
-    mask_truncated_completions off_policy_mask_threshold reference_drift_threshold reference_drift_reduction
-    keep_sampling_mask validity_mask validity_min_length top_entropy_quantile importance_sampling_correction
-    importance_sampling_cap importance_sampling_floor rows_per_pass prompt_bucket seed adv_parameters
+    loss_type loss_parameters kl_estimator adv_estimator scale_rewards epsilon num_iterations entropy_coef
+    mask_truncated_completions off_policy_mask_threshold reference_drift_threshold keep_sampling_mask
+    validity_min_length top_entropy_quantile importance_sampling_correction rows_per_pass prompt_bucket seed
+    adv_parameters
 """
 _OPTIONS = _ORDER.split()
 _SIGNATURE = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in _OPTIONS])
@@ -77,6 +77,8 @@ class GRPOConfig(BaseModel, extra="forbid", frozen=True, strict=True):
             ConfigError: an unknown name, with the nearest one; a value out of range; options that do not fit together.
         """
         named = {_RENAMED.get(name, name): value for name, value in settings.items()}
+        old = {name: named.pop(name) for name in settings if name in old_names.OLD_NAMES}
+        named |= old_names.translate(old, named, _DEFAULTS, {name: f"{name}={value!r}" for name, value in old.items()})
         if len(named) < len(settings):
             raise ConfigError(f"{', '.join(settings)}: one of these is given under two names; remove one of the two")
         for name in named:

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from covey.algorithms import Outcomes, combine_masks, count_step, policy_masks, token_weights
+from covey.algorithms import Outcomes, combine_masks, count_step, policy_masks, token_weights, uncertain_tokens
 from covey.errors import ConfigError, RewardError
 from covey.jax.batches import as_column, check_fit, check_tokens, is_numeric, pad_prompts
 from covey.jax.grpo_config import GRPOConfig
@@ -78,7 +78,7 @@ class GRPOTrainer(Trainer):
                 f"ref_model=None: kl_coeff={config.kl_coeff} compares with it; pass it, or set kl_coeff to 0"
             )
         self._objective = config.objective
-        drift = config.algorithm.reference_drift_threshold
+        drift = config.algorithm.reference_drift
         self._reads_reference = self._objective.estimates_kl or drift is not None
         self.policy_model, self.ref_model = policy_model, ref_model
         self.reward_fn, self.mesh = reward_fn, check_mesh(mesh)
@@ -87,8 +87,8 @@ class GRPOTrainer(Trainer):
         if self._ref_is_bound:
             self.ref_model, self.ref_params = ref_model.unbind()
         self._host_rewards = None if is_jax_reward(reward_fn) else HostRewards(reward_fn, config, decode)
-        if config.validity_mask and self._host_rewards is None:
-            raise ConfigError("validity_mask=True: a JAX reward function sees no text; use a Python one, or unset it")
+        if config.validity_min_length is not None and self._host_rewards is None:
+            raise ConfigError("validity_min_length: a JAX reward function sees no text; use a Python one, or unset it")
         self.frozen_params: dict[str, Any] = {}
         self._reward_failure: RewardError | None = None
         self._sample = jax.jit(self._sample_rows)
@@ -235,7 +235,7 @@ class GRPOTrainer(Trainer):
         keep: dict[str, Any] = {}
         if algorithm.mask_truncated_completions:
             keep["mask_truncated_completions"] = record["finished"]
-        if algorithm.validity_mask:
+        if algorithm.validity_min_length is not None:
             keep["validity_mask"] = record["valid"]
         base, _ = combine_masks(sampled, keep)
         # These look at the policy of this very pass, over the tokens that are left.
@@ -250,7 +250,7 @@ class GRPOTrainer(Trainer):
         if objective.kl_aggregation is not None:
             rows["kl_weights"] = weights(sampled, objective.kl_aggregation)
         if objective.entropy_by_token:
-            rows["entropy_weights"] = weights(mask & ~excluded.get("top_entropy_quantile", ~mask), "token_mean")
+            rows["entropy_weights"] = weights(uncertain_tokens(mask, excluded), "token_mean")
         if self._reads_reference:
             rows["reference"] = ref
         if algorithm.correction is not None:
@@ -356,8 +356,7 @@ class GRPOTrainer(Trainer):
         logprobs = sampled["old_logprobs"]
         rewards = jax.lax.stop_gradient(jnp.asarray(rewards, logprobs.dtype))
         groups = jnp.arange(len(rewards)) // group
-        scaling = algorithm.scale_rewards, algorithm.std_correction
-        step = Outcomes(rewards, groups, *scaling, mask=sampled["mask"], logprobs=logprobs)
+        step = Outcomes(rewards, groups, **algorithm.scaling, mask=sampled["mask"], logprobs=logprobs)
         advantages = self.grpo_config.estimator(step)
         record = {**sampled, "valid": jnp.asarray(valid), "rewards": rewards, "advantages": advantages}
         if self._reads_reference:

@@ -64,9 +64,9 @@ class HostRewards:
     def __init__(self, function: Any, config: GRPOConfig, decode: Decode | None) -> None:
         if not callable(function) and not hasattr(function, "batch_verify"):
             raise ConfigError(f"reward_fn={function!r}: cannot be called; pass a function or a verifier")
-        if config.validity_mask and decode is None:
+        if config.validity_min_length is not None and decode is None:
             raise ConfigError(
-                "validity_mask=True: validity is judged on text; pass decode=tokenizer.decode, or unset it"
+                "validity_min_length: validity is judged on text; pass decode=tokenizer.decode, or unset it"
             )
         self.function, self.name = function, _name(function)
         if decode is None and _wants_text(function):
@@ -106,7 +106,7 @@ class HostRewards:
             self.name, returned, [str(index // self.config.num_samples_per_prompt) for index in range(len(said))]
         )
         valid = np.ones(len(said), np.bool_)
-        if self.config.validity_mask:
+        if self.config.validity_min_length is not None:
             valid = create_sampling_mask(said, min_length=self.config.validity_min_length)
         return rewards, valid
 

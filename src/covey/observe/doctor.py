@@ -75,7 +75,7 @@ class Thresholds:
         return max(self.window, self.still_steps, self.flat_steps)
 
 
-_SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true to skip what is solved"
+_SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=3 to skip what is solved"
 
 # This one is asked for as a share: masking most tokens is what it is there to do.
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
@@ -185,7 +185,7 @@ def _worlds(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             f"the environment failed in {failed:.0%} of the episodes (last {len(recent.steps)} steps); these teach "
             "nothing",
             "See how in events.jsonl and in the column error of completions/, and mend the environment; if it is only "
-            "slow, raise environment.reset_seconds or environment.step_seconds",
+            "slow, raise environment.step_seconds",
         )
 
 
@@ -253,7 +253,7 @@ def _rewards(recent: _Window, limits: Thresholds, *, of_one: bool) -> Iterator[D
         yield Diagnosis(
             "groups_tied",
             f"{about}{known}: little is left to learn from",
-            "Set algorithm.dynamic_sampling=true, raise sampling.num_generations or sampling.temperature, or drop "
+            "Set algorithm.dynamic_sampling=3, raise sampling.num_generations or sampling.temperature, or drop "
             "prompts that are always or never solved",
         )
 
@@ -399,7 +399,7 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
             "entropy_collapse",
             f"the entropy is {entropy:.4f} nats for each token (last {total} steps): all completions of a "
             "group are alike",
-            "Raise sampling.temperature, algorithm.epsilon_high or algorithm.entropy_coef, or go back to an earlier "
+            "Raise sampling.temperature, the upper clip range or algorithm.entropy_coef, or go back to an earlier "
             "checkpoint with a larger algorithm.beta",
         )
     mismatch = recent.above("sampling/sampling_logp_difference/mean", limits.logp_difference)

@@ -57,7 +57,7 @@ class PyTorchBackend:
             lora_config=peft_config,
             **adapter_options(config),
             reference_update=algorithm.reference_update,
-            reference_update_steps=algorithm.reference_update_steps,
+            reference_update_steps=algorithm.reference_update_steps or 1,
             reference_ema_decay=algorithm.reference_ema_decay,
             needs_reference=uses_reference(config),
             autocast=config.optim.autocast,
@@ -74,7 +74,7 @@ class PyTorchBackend:
             held = next(p.dtype for p in policy.model.parameters() if p.is_floating_point())
             options = config.vllm
             if any(quantised_layers(policy.model)):  # vLLM's own base is not: it is given what the weights stand for
-                options = options.model_copy(update={"merge_adapter": True})
+                options = options.model_copy(update={"llm_arguments": {**options.llm_arguments, "enable_lora": False}})
                 if config.model.quantization == "none":
                     raise ConfigError(
                         "sampling.engine='vllm' with a model that was passed quantised: vLLM would read its "

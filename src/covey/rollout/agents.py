@@ -276,7 +276,7 @@ class _EpisodeLoop:
         self._of: dict[int, LiveEpisode] = {}  # by row
         self._done: dict[int, Trajectory] = {}
         self._max_turns = self._settings.max_turns or 1 << 31
-        self._conversing = self._settings.context_mode == "conversation"
+        self._conversing = self._settings.history_length is None
         self._open = partial(
             generator.session,
             sampling,
@@ -412,9 +412,9 @@ class _EpisodeLoop:
 
     def _opening(self, live: LiveEpisode) -> IntArray:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
-        for history in range(min(self._settings.history_length, len(live.turns)), 0, -1):
+        for history in range(min(self._settings.history_length or 0, len(live.turns)), 0, -1):
             ids = self._player.opening(live, history)
-            if not live.turns or len(ids) <= self._settings.max_turn_prompt_tokens:
+            if not live.turns or len(ids) <= self._settings.max_conversation_tokens:
                 return ids
         return self._player.opening(live)
 
@@ -423,7 +423,7 @@ class _EpisodeLoop:
             live = list(self._at.values())
             longest = max(first, *(len(self._player.opening(other)) for other in live))
             # other tasks may begin with more words
-            expected = 2 * longest if self._conversing else max(longest, self._settings.max_turn_prompt_tokens)
+            expected = 2 * longest if self._conversing else max(longest, self._settings.max_conversation_tokens)
             # in conversations the episodes of a task share their opening, and one task may be half done
             distinct = -(-len(live) // self._group) + 1 if self._conversing else len(live)
             self._session = self._open(prompt_lengths=[expected] * distinct)

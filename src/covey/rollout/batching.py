@@ -22,9 +22,7 @@ from covey.algorithms import (
     find_estimator,
     soft_overlong_punishment,
 )
-from covey.algorithms.advantages import discounted_returns
 from covey.algorithms.down_sampling import DownSampling
-from covey.algorithms.estimators import gdpo
 from covey.algorithms.masks import completion_masks
 from covey.types import Batch, BoolArray, Group, IntArray, Prompt, Trajectory
 
@@ -83,7 +81,7 @@ def make_batch(
         advantages   [-.7 -.7 -.7], [.7 .7 .7], [0 0 0], [0 0 0]
 
     Masked completions still count in their group's mean: only their tokens leave the loss. What `down_sampling` leaves
-    out is masked too, and counts in the mean as `down_sampling_statistics` says.
+    out is masked too, and counts in the mean as its statistics say.
 
     Args:
         groups: of the step.
@@ -249,8 +247,6 @@ def completion_advantages(
         parts.append(np.where(unscored, np.nan, punishment))
         weights.append(1.0)
     together, sizes = np.stack(parts), [len(group.episodes) for group in groups]
-    if algorithm.multi_objective_aggregation == "normalize_then_sum":
-        estimator = replace(estimator, function=gdpo)
     return estimator.checked(
         Outcomes(
             np.asarray(combine_rewards(together, np.array(weights))),
@@ -331,20 +327,18 @@ class _TurnTable:
     """All trajectories with turns, and one entry for each of their turns."""
 
     def __init__(self, groups: Sequence[Group], environment: EnvironmentConfig) -> None:
-        self._environment = environment
         self.rows: list[list[int]] = []
         self.group: list[int] = []
         self.turn_at: dict[tuple[int, int], int] = {}
-        self._turns: list[tuple[int, str, float, float]] = []  # trajectory, observation, own reward, return
+        self._turns: list[tuple[int, str, float]] = []  # trajectory, observation, own reward
         reward: list[float] = []
         row = 0
         for index, group in enumerate(groups):
             rewards = trajectory_rewards(group.trajectories, environment)
             for trajectory, earned in zip(group.trajectories, rewards, strict=True):
-                returns = discounted_returns([turn.reward for turn in trajectory.turns], environment.discount)
-                for turn, to_come in zip(trajectory.turns, returns, strict=True):
+                for turn in trajectory.turns:
                     self.turn_at[row + turn.row, turn.segment] = len(self._turns)
-                    self._turns.append((len(self.rows), turn.observation, turn.reward, to_come))
+                    self._turns.append((len(self.rows), turn.observation, turn.reward))
                 if trajectory.turns:
                     self.rows.append(list(range(row, row + len(trajectory.episodes))))
                     self.group.append(index)
@@ -354,17 +348,14 @@ class _TurnTable:
 
     def turns(self, of_token: IntArray) -> Turns:
         """The turns, with the turn of each token of the trajectories."""
-        trajectory, anchors, own, returns = zip(*self._turns, strict=True)
+        trajectory, anchors, own = zip(*self._turns, strict=True)
         of = np.array(trajectory)
         reward = self.reward[of]
-        scores = {"episode": reward, "return": returns, "step": own}[self._environment.step_score]
         return Turns(
             completion=of,
             groups=np.array(self.group)[of],
             rewards=reward,
-            scores=np.where(np.isnan(reward), np.nan, scores),
-            returns=np.where(np.isnan(reward), np.nan, returns),
+            earned=np.where(np.isnan(reward), np.nan, own),
             anchors=list(anchors),
-            step_advantage_weight=self._environment.step_advantage_weight,
             of_token=of_token,
         )

@@ -54,7 +54,7 @@ class ConversationTemplate:
         if not between.startswith(tail.rstrip()):
             raise ConfigError(
                 "this chat template writes an earlier turn of the assistant differently once another turn follows; "
-                "use environment.context_mode=steps"
+                "use environment.history_length=2"
             )
         self._between = self._cut(between, _OBSERVED)
         endings = [str(tokenizer.decode([token])) for token in eos_token_ids]
@@ -93,7 +93,7 @@ class ConversationTemplate:
         before, found, after = text.partition(mark)
         if not found or mark in after:
             raise ConfigError(
-                "this chat template changes or repeats what is said; use environment.context_mode=steps with a model "
+                "this chat template changes or repeats what is said; use environment.history_length=2 with a model "
                 "whose template keeps messages as they are"
             )
         return before, after

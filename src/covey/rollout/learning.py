@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.adapters import Adapter, fingerprint
-from covey.algorithms import Correction, Objective, count_step, token_weights
+from covey.algorithms import Correction, Objective, count_step, token_weights, uncertain_tokens
 from covey.errors import ConfigError, GenerationError
 from covey.rollout.packing import TokenCounts
 from covey.rollout.turns import TurnGenerator
@@ -156,7 +156,7 @@ def entropy_weights(batch: Batch, objective: Objective) -> FloatNT | None:
     """`[N, T]` weights of the entropy bonus for `entropy_by_token`, with the step's denominator; else None."""
     if not (objective.entropy_by_token and objective.has_entropy_bonus):
         return None
-    mask = batch.mask & ~batch.excluded.get("top_entropy_quantile", ~batch.mask)
+    mask = uncertain_tokens(batch.mask, batch.excluded)
     return np.asarray(token_weights(mask, count_step(mask), "token_mean"), np.float32)
 
 

@@ -111,8 +111,7 @@ class Row:
     def cuts(self) -> bool:
         """Some tokens may not be drawn, and which ones may is to be kept."""
         drawn = self.settings
-        cut = drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0
-        return self.choices is not None or (drawn.keep_support and cut)
+        return self.choices is not None or (drawn.keep_support and drawn.cuts)
 
     @property
     def sampled(self) -> int:

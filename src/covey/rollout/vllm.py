@@ -16,9 +16,8 @@ def drawing(settings: SamplingSettings) -> dict[str, Any]:
     return {
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
+        **settings.cut,
         "top_k": settings.top_k or -1,
-        "top_p": settings.top_p,
-        "min_p": settings.min_p,
         "stop": list(settings.stop_strings),
         "stop_token_ids": list(settings.eos_token_ids),
         "ignore_eos": not settings.eos_token_ids,

@@ -5,7 +5,7 @@
 An adapter gets a name of its own for each version. All weights are read from a folder, and each answer names the
 version that it was sampled from. https://docs.sglang.io/advanced_features/sglang_for_rl.html
 
-Its log-probabilities are over all tokens, at the temperature, before `top_k`, `top_p` and `min_p` cut: what training
+Its log-probabilities are over all tokens, at the temperature, before tokens are cut: what training
 needs, unless the server was started with SGLANG_RETURN_ORIGINAL_LOGPROB. It lacks what vLLM lacks: random streams,
 choices among sequences, and kept supports. Written after SGLang's documentation and tried against a fake that
 answers the documented JSON; it has not run against SGLang itself.
@@ -55,9 +55,8 @@ class SGLangDialect(Dialect):
         assert self.held is not None
         params = {
             "temperature": settings.temperature,
+            **settings.cut,
             "top_k": settings.top_k or -1,
-            "top_p": settings.top_p,
-            "min_p": settings.min_p,
             "max_new_tokens": settings.max_tokens,
             "stop": list(settings.stop_strings) or None,
             "stop_token_ids": list(settings.eos_token_ids) or None,

@@ -130,7 +130,7 @@ KINDS: Mapping[str, Callable[[random.Random, int], tuple[str, int]]] = {
 COMPARE = "compare"
 """Two numbers in both orders, asked for the larger and for the smaller one: four questions, one after another.
 
-Trained on in this order (`data.shuffle=false`), each step has as many answers that come first as answers that come
+In this order (`data.prompt_order = "given"`) each step has as many answers that come first as answers that come
 second, so that noise teaches no preference for a place; and no preference for a size, since both are asked for.
 """
 

@@ -53,7 +53,7 @@ class Task(ABC):
         """Does this completion solve this row? Defines `eval/accuracy`; hostile text is just wrong."""
 
     def has_answer(self, text: str, row: Mapping[str, Any]) -> bool:
-        """Does this completion hold an answer at all, right or wrong? Used by `algorithm.validity_mask` and for
+        """Does this completion hold an answer at all, right or wrong? Used by `algorithm.validity_min_length` and for
         `completions/no_answer_ratio`.
         """
         return bool(text.strip())

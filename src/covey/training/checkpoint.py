@@ -483,11 +483,11 @@ def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) ->
                 )
     lost = [step for step in range(1, checkpoint.step + 1) if step not in steps]
     judged = [record["step"] for record in records if record.get("accuracy") is not None]
-    if config.data.prompt_weighting == "difficulty":
+    if config.data.prompt_order == "difficulty":
         unanswered = [step for step in (*judged, *lost) if step <= checkpoint.step and step not in answered]
         if unanswered:
             raise CheckpointError(
-                f"{folder.path}: questions.jsonl, by which data.prompt_weighting='difficulty' draws, lacks step "
+                f"{folder.path}: questions.jsonl, by which data.prompt_order='difficulty' draws, lacks step "
                 f"{min(unanswered)}; restore it and metrics.jsonl from a backup"
             )
     notes = []

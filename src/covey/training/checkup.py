@@ -243,9 +243,8 @@ class Recipe:
         copied = not chosen.use_peft or chosen.adapter is not None or algorithm.reference_update != "none"
         exact = algorithm.kl_estimator.startswith("exact") and algorithm.beta > 0
         if own is None:  # of agents all that is said in a conversation, or in a turn's history
-            whole = played.context_mode == "conversation"
-            said = played.max_conversation_tokens if whole else played.max_turn_prompt_tokens
-            own = max(0 if played.world is None else said, sampling.max_completion_length)
+            said = 0 if played.world is None else played.max_conversation_tokens
+            own = max(said, sampling.max_completion_length)
         rows = min(sampling.max_batch_size, config.data.prompts_per_step * config.largest_group)
         cached = rows * own + math.ceil(rows / sampling.num_generations) * self.prompt
         token = kv_bytes(shape, sampler_dtype)
@@ -281,7 +280,7 @@ class Recipe:
             # with less than its weights and one completion it does not start
             least = found["held"]["weights"] + chosen.longest * kv_bytes(self.shape, chosen.dtype)
             share = {"vLLM's share": max(self.config.vllm.gpu_memory_utilization * room, least)}
-            if self.config.vllm.sleep_level == 0:
+            if not self.config.vllm.llm_argument("enable_sleep_mode", True):
                 found["held"] |= share
             else:
                 found["sampling"] = share

@@ -60,15 +60,19 @@ def learning_rate_schedule(
     return lambda step: float(factor(step if total_steps is None else min(step, total_steps)))
 
 
-def resolve_warmup_steps(warmup_steps: int, warmup_ratio: float, total_steps: int | None) -> int:
-    """Number of warm-up steps: `warmup_steps` if positive, else `ceil(total_steps * warmup_ratio)`."""
-    if warmup_steps > 0 or warmup_ratio <= 0:
-        return warmup_steps
+def resolve_warmup_steps(warmup_steps: float, total_steps: int | None) -> int:
+    """Number of warm-up steps: `warmup_steps` from 1 on, else `ceil(total_steps * warmup_steps)`.
+
+    Raises:
+        ConfigError: a share of an unknown number of steps.
+    """
+    if warmup_steps == 0 or warmup_steps >= 1:
+        return int(warmup_steps)
     if total_steps is None:
         raise ConfigError(
-            f"warmup_ratio={warmup_ratio}: the number of steps is not known; set optim.warmup_steps instead"
+            f"optim.warmup_steps={warmup_steps}: a share of all steps, whose number is not known; set a number of steps"
         )
-    return math.ceil(total_steps * warmup_ratio)
+    return math.ceil(total_steps * warmup_steps)
 
 
 @dataclass(frozen=True, slots=True)

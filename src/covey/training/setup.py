@@ -88,7 +88,10 @@ def other_reference(config: GRPOConfig, other: Any, model: Any) -> tuple[GRPOCon
         (path is None and not hasattr(other, "named_parameters"), "no model; give a loaded one, a folder or a hub id"),
         (not uses_reference(config), "nothing compares with it; set algorithm.beta above 0, or leave it out"),
         (config.distributed.learners > 1, "one learner has another reference; set distributed.learners to 1"),
-        (beside and moves, "beside an adapter it needs schedule.max_staleness=0 and reference_update='none'"),
+        (
+            beside and moves,
+            "beside an adapter it needs schedule.max_staleness=0 and no algorithm.reference_update_steps",
+        ),
     ):
         if fails:
             raise ConfigError(f"ref_model={path or type(other).__name__}: {why}")
@@ -112,12 +115,14 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
     selection = config.algorithm.selection
     sizes = config.group_sizes
     if selection is not None and selection.statistics == "selected":
-        sizes = {**sizes, "algorithm.down_sampling_size": selection.size}
+        sizes = {**sizes, "the number of algorithm.down_sampling": selection.size}
     import torch
 
-    turns = config.environment if world is not None and config.environment.context_mode == "conversation" else None
+    conversing = world is not None and config.environment.history_length is None
     problem = estimator.group_problem(sizes)
-    problem = problem or estimator.credit_problem(config.algorithm.objective(), torch.func.grad, torch.asarray, turns)
+    problem = problem or estimator.credit_problem(
+        config.algorithm.objective(), torch.func.grad, torch.asarray, conversing
+    )
     if problem is not None:
         raise ConfigError(problem)
     return estimator
@@ -249,9 +254,9 @@ def tokenize(
 
 def make_order(config: GRPOConfig, count: int, weights: Callable[[], NDArray[np.float64]]) -> DataOrder | WeightedOrder:
     """The order in which the training prompts are visited."""
-    if config.data.prompt_weighting == "difficulty":
+    if config.data.prompt_order == "difficulty":
         return WeightedOrder(count, config.run.seed, weights)
-    return DataOrder(count, config.run.seed, config.data.shuffle)
+    return DataOrder(count, config.run.seed, config.data.prompt_order == "random")
 
 
 def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: float) -> SamplingSettings:
@@ -259,9 +264,7 @@ def sampling_settings(config: GRPOConfig, policy: TrainedPolicy, temperature: fl
     sampling = config.sampling
     return SamplingSettings(
         temperature=temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
+        **sampling.cut,
         max_tokens=sampling.max_completion_length,
         eos_token_ids=tuple(policy.eos_token_ids),
         stop_strings=tuple(sampling.stop_strings),
@@ -318,7 +321,7 @@ def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLeng
         factor=learning_rate_schedule(
             optim.lr_scheduler_type,
             learning_rate=optim.learning_rate,
-            warmup_steps=resolve_warmup_steps(optim.warmup_steps, optim.warmup_ratio, counted),
+            warmup_steps=resolve_warmup_steps(optim.warmup_steps, counted),
             total_steps=counted,
             options=optim.lr_scheduler_kwargs,
         ),
@@ -359,10 +362,10 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
     named = config.rewards.correctness
     if named is None:
         fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
-        if by_task is None and config.data.prompt_weighting == "difficulty":
+        if by_task is None and config.data.prompt_order == "difficulty":
             raise ConfigError(
-                "data.prompt_weighting='difficulty': it needs to know which completions are right, and nothing says so "
-                f"here; {fix} set data.prompt_weighting to uniform"
+                "data.prompt_order='difficulty': it needs to know which completions are right, and nothing says so "
+                f"here; {fix} set data.prompt_order to random"
             )
         for index, phase in enumerate(config.schedule.phases):
             if by_task is None and phase.min_accuracy is not None:

@@ -256,12 +256,13 @@ def make_ledger(
 
     Groups are chosen at random among those that have a gradient, in the same way whenever the step is repeated.
     """
-    if run.ledger == "all" or (run.ledger_steps > 0 and step % run.ledger_steps == 0):
+    usual, _, every = run.ledger.partition(",all:")
+    if usual == "all" or (every and step % int(every) == 0):
         return Ledger(to_text)
-    if run.ledger == "off":
+    if usual == "off":
         return None
     there = np.unique(batch.group[rows_with_gradient(batch, objective)])
-    wanted = min(int(run.ledger.partition(":")[2]), len(there))
+    wanted = min(int(usual.partition(":")[2]), len(there))
     chosen = np.random.default_rng((run.seed, LEDGER_STREAM, step)).choice(there, wanted, replace=False)
     return Ledger(to_text, chosen.tolist())
 

@@ -300,7 +300,7 @@ class GRPOTrainer:
 
         wanted = args.data.prompts_per_step
         if args.algorithm.dynamic_sampling:
-            tries = args.algorithm.dynamic_sampling_max_tries
+            tries = args.algorithm.dynamic_sampling
             rollout = collect_informative_groups(collect, wanted, tries, self.estimator.teaches)
         else:
             rollout = collect(wanted)
@@ -322,7 +322,7 @@ class GRPOTrainer:
 
     def _prepare_worlds(self, phase: ResolvedPhase, position: int) -> None:
         """Worlds of the next step are reset while something else goes on, where it is known which they are."""
-        if self.args.data.prompt_weighting == "uniform":
+        if self.args.data.prompt_order != "difficulty":
             prompts, streams = self._next_prompts(position, self.args.data.prompts_per_step)
             self.collect.prepare(prompts, num_generations=phase.num_generations, streams=streams)
 

@@ -76,10 +76,10 @@ def update(
         return result
 
     looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
-    wanted = algorithm.top_entropy_quantile < 1 or objective.loss.entropy
-    drift = algorithm.reference_drift_threshold
+    wanted = algorithm.masks_by_entropy or objective.loss.entropy
+    drift = algorithm.reference_drift
     # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
-    known = on_policy and looks_at_policy and not wanted and (drift is None or abs(drift) >= 1e-3)
+    known = on_policy and looks_at_policy and not wanted and (drift is None or abs(drift[0]) >= 1e-3)
     if looks_at_policy:
         # What looks at the policy is taken over all rows of the step, tied groups too.
         rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
@@ -143,7 +143,7 @@ def update(
         passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
         if gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(gradients.tokens).items()})
-        if algorithm.use_adaptive_entropy and np.isfinite(norm):
+        if algorithm.adaptive_entropy is not None and np.isfinite(norm):
             state.last_entropy = gradients.metrics.get("bonus_entropy", passes[-1]["entropy"])
             state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
         if state.entropy_coef is not None:

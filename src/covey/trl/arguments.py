@@ -73,7 +73,10 @@ _VLLM = "the vllm section, with use_vllm and vllm_mode colocate"
 _URL = "server.inference_server_url"
 _AUTOCAST = "optim.autocast: weights stay float32"
 _VESPO = "algorithm.loss_parameters of vespo"
-_REFERENCE = "algorithm.reference_update (copy, ema)"
+_REFERENCE = "algorithm.reference_update_steps"
+_LOSS = "algorithm.loss_parameters"
+_SAPO = "algorithm.loss_parameters of sapo"
+_ENTROPY = "algorithm.adaptive_entropy"
 _CORRECTION = "algorithm.importance_sampling_correction, with use_vllm"
 _VLLM_HAS = "vLLM has the learner's device, the model's number format and its prefix cache"
 
@@ -121,7 +124,9 @@ class GRPOConfig(TrainingArguments):
     num_generations_eval: int | None = _becomes("evaluation.num_generations_eval; unset: num_generations", None)
     max_completion_length: int | None = _same("sampling", 512, "Longest completion, in tokens.")
     ds3_gather_for_generation: bool = _idle(True, "Of DeepSpeed ZeRO-3.")
-    shuffle_dataset: bool | None = _becomes("data.shuffle", True, "Visit the prompts in a random order.")
+    shuffle_dataset: bool | None = _becomes(
+        "data.prompt_order: random or given", True, "Visit the prompts in a random order."
+    )
     pad_to_multiple_of: int | str | None = _idle("auto", "Width of padding; batches are packed here.")
 
     # Generation
@@ -157,22 +162,24 @@ class GRPOConfig(TrainingArguments):
     beta: float = _same("algorithm", 0.0, "Weight of the KL divergence from the reference.")
     num_iterations: int = _same("algorithm", 1, "Passes over each generation.")
     epsilon: float = _same("algorithm", 0.2, "Lower clip range.")
-    delta: float | None = _same("algorithm", None, "Upper clip of the ratio for negative advantages.")
+    delta: float | None = _becomes(_LOSS, None, "Upper clip of the ratio for negative advantages.")
     epsilon_high: float | None = _becomes(
-        "algorithm.epsilon_high, with cispo algorithm.epsilon_max; unset: epsilon", None
+        "algorithm.loss_parameters: epsilon_high, of cispo epsilon_max; unset: epsilon", None
     )
-    sapo_temperature_neg: float = _same("algorithm", 1.05, "Gate of sapo for negative advantages.")
-    sapo_temperature_pos: float = _same("algorithm", 1.0, "Gate of sapo for positive advantages.")
+    sapo_temperature_neg: float = _becomes(_SAPO, 1.05, "Gate of sapo for negative advantages.")
+    sapo_temperature_pos: float = _becomes(_SAPO, 1.0, "Gate of sapo for positive advantages.")
     vespo_k_pos: float = _becomes(_VESPO, 2.0, "Parameter k of vespo for positive advantages.")
     vespo_lambda_pos: float = _becomes(_VESPO, 3.0, "Parameter lambda of vespo for positive advantages.")
     vespo_k_neg: float = _becomes(_VESPO, 3.0, "Parameter k of vespo for negative advantages.")
     vespo_lambda_neg: float = _becomes(_VESPO, 2.0, "Parameter lambda of vespo for negative advantages.")
-    importance_sampling_level: str = _same("algorithm", "token", "token or sequence.")
+    importance_sampling_level: str = _becomes(_LOSS, "token", "token or sequence.")
     reward_weights: list[float] | None = _same("rewards", None, "Weight of each reward function.")
     reward_timeout: float | None = field(
         default=None, metadata={"help": "Of Covey: seconds for a call; unset: no limit."}
     )
-    multi_objective_aggregation: str = _same("algorithm", "sum_then_normalize", "Or normalize_then_sum.")
+    multi_objective_aggregation: str = _becomes(
+        "algorithm.adv_estimator: grpo, or gdpo", "sum_then_normalize", "Or normalize_then_sum."
+    )
     scale_rewards: str = _same("algorithm", "group", "group, batch or none; true and false mean group and none.")
     loss_type: str = _same("algorithm", "dapo", "dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo.")
     mask_truncated_completions: bool = _same("algorithm", False, "Leave completions that hit the limit out.")
@@ -183,11 +190,11 @@ class GRPOConfig(TrainingArguments):
     ref_model_sync_steps: int = _becomes(_REFERENCE, 512, "Optimiser steps between new references.")
     top_entropy_quantile: float = _same("algorithm", 1.0, "Share of the tokens, the most uncertain ones, to train.")
     entropy_coef: float = _same("algorithm", 0.0, "Weight of an entropy bonus.")
-    use_adaptive_entropy: bool = _same("algorithm", False, "Move entropy_coef to keep the entropy at entropy_target.")
-    entropy_coef_min: float = _same("algorithm", 0.0, "Least entropy_coef.")
-    entropy_coef_max: float = _same("algorithm", 1.0, "Largest entropy_coef.")
-    entropy_coef_delta: float = _same("algorithm", 0.005, "Step of entropy_coef.")
-    entropy_target: float = _same("algorithm", 0.2, "Wanted entropy, in nats.")
+    use_adaptive_entropy: bool = _becomes(_ENTROPY, False, "Move entropy_coef to keep the entropy at entropy_target.")
+    entropy_coef_min: float = _becomes(_ENTROPY, 0.0, "Least entropy_coef.")
+    entropy_coef_max: float = _becomes(_ENTROPY, 1.0, "Largest entropy_coef.")
+    entropy_coef_delta: float = _becomes(_ENTROPY, 0.005, "Step of entropy_coef.")
+    entropy_target: float = _becomes(_ENTROPY, 0.2, "Wanted entropy, in nats.")
     max_tool_calling_iterations: int | None = _becomes("with tools, rounds of calls in a completion", None)
     vllm_importance_sampling_correction: bool = _becomes(_CORRECTION, True, "Correct for another sampler.")
     vllm_importance_sampling_mode: str = _becomes(_CORRECTION, "sequence_mask", "token or sequence, truncate or mask.")
@@ -358,12 +365,13 @@ def _computes_in_bfloat16() -> bool:
 
 
 _INHERITED: tuple[tuple[Kind, str, str], ...] = (
-    ("same", "optim", "weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type"),
+    ("same", "optim", "max_grad_norm lr_scheduler_type"),
+    ("translated", "optim.optimizer_parameters", "weight_decay adam_beta1 adam_beta2 adam_epsilon"),
     ("same", "run", "output_dir run_name seed save_total_limit report_to"),
     ("same", "evaluation", "eval_on_start load_best_model_at_end"),
     ("translated", _BATCH, "per_device_train_batch_size gradient_accumulation_steps"),
     ("translated", "schedule.max_steps, counted in generations", "max_steps num_train_epochs"),
-    ("translated", "optim.warmup_steps, or optim.warmup_ratio below 1", "warmup_steps"),
+    ("translated", "optim.warmup_steps", "warmup_steps"),
     ("translated", _AUTOCAST, "fp16"),
     ("translated", "model.device", "use_cpu"),
     ("translated", "model.gradient_checkpointing", "activation_checkpointing"),

@@ -13,6 +13,7 @@ import httpx
 from transformers.trainer_utils import IntervalStrategy
 
 import covey
+from covey.algorithms import LOSSES
 from covey.config.names import FIELDS, SECTIONS
 from covey.config.rewards import NO_TIMEOUT
 from covey.errors import ConfigError
@@ -52,10 +53,8 @@ def _reference(args: GRPOConfig) -> dict[str, Any]:
     alpha = args.ref_model_mixup_alpha
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
         raise ConfigError(f"ref_model_mixup_alpha={alpha!r}: the policy's share; give a number above 0, at most 1")
-    found: dict[str, Any] = {"reference_update": "copy" if alpha == 1 else "ema"}
-    found["reference_update_steps"] = args.ref_model_sync_steps
     # Rounded, since 1 - 0.9 is not the double nearest to 0.1.
-    return found if alpha == 1 else found | {"reference_ema_decay": round(1 - alpha, 12)}
+    return {"reference_update_steps": args.ref_model_sync_steps, "reference_ema_decay": round(1 - alpha, 12)}
 
 
 def _loss(args: GRPOConfig) -> dict[str, Any]:
@@ -64,24 +63,30 @@ def _loss(args: GRPOConfig) -> dict[str, Any]:
     if args.loss_type == "vespo":
         names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
         own |= {name: getattr(args, f"vespo_{name}") for name in names}
+    if args.loss_type == "sapo":
+        own |= {name: getattr(args, name) for name in ("sapo_temperature_pos", "sapo_temperature_neg")}
     if args.use_bias_correction_kl:
         own["kl_ratio"] = args.importance_sampling_level
+    # Always given: Covey's own default of dapo is another one.
+    upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    options: dict[str, Any] = {
+        "epsilon_max" if args.loss_type == "cispo" else "epsilon_high": upper,
+        "delta": args.delta,
+    }
+    options["importance_sampling_level"] = args.importance_sampling_level
+    known = LOSSES[args.loss_type].parameters if args.loss_type in LOSSES else {}
+    own |= {name: value for name, value in options.items() if name in known and value is not None}
+    entropy = {name: getattr(args, f"entropy_coef_{name}") for name in ("delta", "min", "max")}
     return {
-        # Always given: Covey's own default of dapo is another one.
-        "epsilon_max" if args.loss_type == "cispo" else "epsilon_high": (
-            args.epsilon if args.epsilon_high is None else args.epsilon_high
-        ),
         "kl_estimator": "k3",
         "loss_parameters": own,
+        "adv_estimator": "gdpo" if args.multi_objective_aggregation == "normalize_then_sum" else "grpo",
         "adv_parameters": {"epsilon": 1e-4},
+        "adaptive_entropy": {"target": args.entropy_target, **entropy} if args.use_adaptive_entropy else None,
     }
 
 
-RATIO_FROM_THE_LEARNER: dict[str, Any] = {
-    "importance_sampling_correction": "token_truncate",
-    "importance_sampling_cap": 1.0,
-    "importance_sampling_floor": 1 - 1e-9,
-}
+RATIO_FROM_THE_LEARNER: dict[str, Any] = {"importance_sampling_correction": f"token_truncate:{1 - 1e-9!r}:1"}
 """Ratios begin at the learner's own log-probabilities, and nothing is weighed: each factor is held at 1."""
 
 
@@ -91,12 +96,10 @@ def _mismatch(args: GRPOConfig) -> dict[str, Any]:
         return {}
     if not args.vllm_importance_sampling_correction:
         return RATIO_FROM_THE_LEARNER
-    cap = args.vllm_importance_sampling_clip_max
-    return {
-        "importance_sampling_correction": args.vllm_importance_sampling_mode,
-        "importance_sampling_cap": 1e9 if cap is None else cap,  # larger than any ratio
-        "importance_sampling_floor": args.vllm_importance_sampling_clip_min,
-    }
+    low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+    bounds = [0.0 if low is None else low, 1e9 if high is None else high]  # 1e9 is larger than any ratio
+    mode = args.vllm_importance_sampling_mode
+    return {"importance_sampling_correction": ":".join([mode, *(repr(float(bound)) for bound in bounds)])}
 
 
 def _kind(url: str) -> str:
@@ -114,7 +117,6 @@ def _server(args: GRPOConfig) -> dict[str, Any]:
     host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host  # an address to listen on
     url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
     return {
-        "upload_adapters_to_server": True,
         "inference_server_url": url,
         "inference_server_kind": _kind(url),
         "server_retry_seconds": float(args.vllm_server_timeout),
@@ -125,14 +127,17 @@ def _colocated(args: GRPOConfig) -> dict[str, Any]:
     """With vLLM in this process, where it is installed and nothing is asked for that only `generate` has."""
     if not (args.use_vllm and args.vllm_mode == "colocate" and vllm_is_installed()) or generate_options(args):
         return {}
-    found = {
-        "engine": "vllm",
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "sleep_level": 1 if args.vllm_enable_sleep_mode else 0,
+    arguments = {
+        "enable_sleep_mode": bool(args.vllm_enable_sleep_mode),
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
         "max_model_len": args.vllm_max_model_length,
+        "model_impl": None if args.vllm_model_impl == "vllm" else args.vllm_model_impl,
     }
-    return found if args.vllm_model_impl == "vllm" else found | {"llm_arguments": {"model_impl": args.vllm_model_impl}}
+    return {
+        "engine": "vllm",
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "llm_arguments": {name: value for name, value in arguments.items() if value is not None},
+    }
 
 
 def _generation(args: GRPOConfig) -> dict[str, Any]:
@@ -209,7 +214,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "prompts_per_step": prompts_per_generation(args),
         "max_prompt_length": args.max_prompt_length,
         "long_prompts": "error" if args.max_prompt_length is None else "truncate",
-        "shuffle": args.shuffle_dataset is not False,
+        "prompt_order": "given" if args.shuffle_dataset is False else "random",
         "chat_template_kwargs": dict(as_mapping("chat_template_kwargs", args.chat_template_kwargs)),
         "reward_weights": None if args.reward_weights is None else tuple(map(float, args.reward_weights)),
         "reward_timeout": NO_TIMEOUT if args.reward_timeout is None else args.reward_timeout,
@@ -222,8 +227,12 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
             "_with_warmup"
         ),
         "lr_scheduler_kwargs": dict(as_mapping("lr_scheduler_kwargs", args.lr_scheduler_kwargs)),
-        "warmup_ratio" if 0 < warmup < 1 else "warmup_steps": warmup if 0 < warmup < 1 else int(warmup),
         "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none",
+        "warmup_steps": warmup if 0 < warmup < 1 else int(warmup),
+        "optimizer_parameters": {
+            "weight_decay": args.weight_decay,
+            **{name: getattr(args, f"adam_{name}") for name in ("beta1", "beta2", "epsilon")},
+        },
         "max_optimizer_steps": steps,
         # evaluation, as TRL evaluates: samples at the temperature of training, as many for each prompt
         "eval_steps": NEVER,
@@ -237,8 +246,6 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "num_completions_to_print": None,  # `covey.trl.tables` prints them
         "report_to": (),  # transformers' own callbacks report
     }
-    if args.loss_type != "sapo":
-        del values["sapo_temperature_pos"], values["sapo_temperature_neg"]
     if args.disable_dropout and lora:
         values["lora_dropout"] = 0.0
     with warnings.catch_warnings():
@@ -256,10 +263,7 @@ _TRL_WORDS = {
     "eval_temperature": "temperature",
     "num_minibatches": "steps_per_generation",
     "prompts_per_step": "generation_batch_size",
-    "importance_sampling_cap": "vllm_importance_sampling_clip_max",
-    "importance_sampling_floor": "vllm_importance_sampling_clip_min",
     "importance_sampling_correction": "vllm_importance_sampling_mode",
-    "epsilon_max": "epsilon_high",
 }
 """Covey's fields that a TRL user has given under another name."""
 

@@ -57,7 +57,7 @@ def requests(seed: int = 0) -> list[Request]:
 
 
 def build(model: Any, **options: Any) -> VLLMEngine:
-    chosen = VLLMConfig(enforce_eager=True, max_model_len=64, **options)
+    chosen = VLLMConfig(llm_arguments={"enforce_eager": True, "max_model_len": 64, **options})
     return VLLMEngine(
         model,
         tiny_tokenizer(),
@@ -73,7 +73,7 @@ def build(model: Any, **options: Any) -> VLLMEngine:
 def both(request: pytest.FixtureRequest) -> Iterator[tuple[Any, VLLMEngine]]:
     """A model and the vLLM that was made from it; each is changed and published by the tests."""
     model = whole() if request.param == "whole" else with_lora()
-    engine = build(model, merge_adapter=request.param == "merged")
+    engine = build(model, enable_lora=request.param != "merged")
     engine.publish(weights_of(model, 0))
     yield model, engine
     engine.close()
@@ -185,7 +185,7 @@ def test_what_it_refuses(both: tuple[Any, VLLMEngine]) -> None:
 
 def test_an_adapter_that_vllm_holds_otherwise_is_not_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_lora()
-    engine = build(model, merge_adapter=False)
+    engine = build(model, enable_lora=True)
     engine.publish(weights_of(model, 1))
     write = type(weights_of(model, 1).adapter).write
 
@@ -204,7 +204,7 @@ def test_an_adapter_that_vllm_holds_otherwise_is_not_sampled_from(monkeypatch: p
 
 def test_a_start_that_fails_says_why() -> None:
     with pytest.raises(ConfigError, match=r"vLLM does not start: .*(memory|max_model_len)"):
-        build(whole(), llm_arguments={"max_model_len": 1 << 20})
+        build(whole(), max_model_len=1 << 20)
 
 
 @pytest.mark.skipif(MODEL is None, reason="a real model: see make test-vllm")

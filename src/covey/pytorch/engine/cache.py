@@ -296,7 +296,7 @@ def _too_small(cache: KVCache, slot_tokens: int, prompt: int, needed: int, what:
     after = f" after a prompt of {prompt}" if prompt else ", its prompt included,"
     fix = "sampling.max_completion_length"
     if what == "conversation":
-        fix = "environment.max_conversation_tokens, or max_turn_prompt_tokens with context_mode=steps"
+        fix = "environment.max_conversation_tokens"
     gigabytes = needed * size / 2**30 * 1.006  # three digits of it are never less than what is needed
     return GenerationError(
         f"kv_cache_bytes={cache.budget_bytes}: one {what} of {slot_tokens + 1} tokens{after} needs "

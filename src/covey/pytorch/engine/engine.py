@@ -138,7 +138,7 @@ class Engine:
         """Sample one completion for each request, in order; see `covey.types.Generator`.
 
         `max_tokens` is cut to what the context leaves (finish reason "length"). With `keep_support` and
-        nothing cut off (top_k=0, top_p=1, min_p=0) a completion's `support` is None: it is the whole
+        nothing cut off (`SamplingSettings.cuts`) a completion's `support` is None: it is the whole
         vocabulary.
 
         When memory runs out all are sampled again, half as many at a time, from the same random streams.

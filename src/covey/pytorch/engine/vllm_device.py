@@ -51,7 +51,7 @@ class VLLMDevice(Device):
                     over = [one for one in self._engine.step() if one.finished]
             except (RuntimeError, ValueError) as error:  # torch's out-of-memory error is a RuntimeError
                 raise GenerationError(
-                    f"vLLM fails while it samples: {error!s:.400}; lower vllm.max_model_len, {INSTEAD}"
+                    f"vLLM fails while it samples: {error!s:.400}; lower max_model_len in vllm.llm_arguments, {INSTEAD}"
                 ) from error
         for one in over:
             row = self._rows.pop(one.request_id, None)

@@ -83,7 +83,7 @@ class VLLMEngine:
         self._vocabulary = len(bare_model(model).get_input_embeddings().weight)  # type: ignore[operator]
         self._on_cpu = bool(vllm.platforms.current_platform.is_cpu())
         self._device = next(model.parameters()).device
-        merged = self._on_cpu if options.merge_adapter is None else options.merge_adapter
+        merged = not options.llm_argument("enable_lora", not self._on_cpu)
         rank = 0 if merged else _rank(model)
         self._scratch = Path(tempfile.mkdtemp(prefix="covey-vllm-", dir=_scratch()))
         weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
@@ -99,12 +99,9 @@ class VLLMEngine:
             "seed": seed % 2**31,
             "generation_config": "vllm",
             "logprobs_mode": logprobs_mode,
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "enforce_eager": options.enforce_eager,
             "trust_remote_code": trust_remote_code,
-            "max_model_len": options.max_model_len,
             "use_tqdm_on_load": False,
-            "enable_sleep_mode": options.sleep_level > 0 and not self._on_cpu,
+            "enable_sleep_mode": not self._on_cpu,
         }
         if self._on_cpu:
             arguments["kv_cache_memory_bytes"] = kv_cache_bytes
@@ -112,11 +109,13 @@ class VLLMEngine:
             arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         if rank:
             arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room_for_rank(rank)}
-        if arguments["enable_sleep_mode"]:
+        arguments |= options.llm_arguments
+        self._sleeps, self._one_worker = arguments["enable_sleep_mode"], arguments.get("tensor_parallel_size", 1) == 1
+        if self._sleeps:
             keep_segments_fixed()
         threads = torch.set_num_threads  # vLLM's build for CPUs puts one that does nothing in its place
         try:
-            self._llm: Any = vllm.LLM(**arguments | options.llm_arguments)
+            self._llm: Any = vllm.LLM(**arguments)
         except (ValueError, TypeError, RuntimeError, NotImplementedError, torch.OutOfMemoryError) as error:
             raise _start_problem(error) from error
         finally:
@@ -156,8 +155,8 @@ class VLLMEngine:
     def release(self) -> None:
         """Sleep until the next `publish`; on a CPU vLLM keeps its memory."""
         self._version = NO_VERSION
-        if self._options.sleep_level and not self._on_cpu and not self._asleep:
-            self._llm.sleep(level=self._options.sleep_level)
+        if self._sleeps and not self._asleep:
+            self._llm.sleep(level=1)
             self._asleep = True
 
     def close(self) -> None:
@@ -214,14 +213,7 @@ class VLLMEngine:
     def _wake(self) -> None:
         if not self._asleep:
             return
-        if self._options.sleep_level == 2:
-            self._llm.wake_up(tags=["weights"])
-            if self._by_adapter:  # else they are published in a moment
-                self._llm.collective_rpc("reload_weights")
-            self._llm.wake_up(tags=["kv_cache"])
-            self._llm.wake_up()
-        else:
-            self._llm.wake_up()
+        self._llm.wake_up()
         self._asleep = False
 
     def _load_adapter(self, adapter: Adapter) -> None:
@@ -260,7 +252,7 @@ class VLLMEngine:
                 )
 
     def _load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        if self._options.tensor_parallel_size == 1:
+        if self._one_worker:
             named = ((name, tensors[name].detach()) for name in tensors)
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
             return
@@ -351,7 +343,7 @@ def _start_problem(error: Exception) -> ConfigError:
     if any(part in str(error).lower() for part in _MEMORY):
         fix = (
             "give it a larger share (vllm.gpu_memory_utilization; on a CPU sampling.kv_cache_gb), a shorter context "
-            "(vllm.max_model_len), or set sampling.engine to covey"
+            "(max_model_len in vllm.llm_arguments), or set sampling.engine to covey"
         )
     return ConfigError(f"sampling.engine='vllm': vLLM does not start: {words}; {fix}")
 

@@ -24,7 +24,7 @@ async function load() {
   const run = runs[state.run];
   const steps = run.tables.ledger;
   if (!steps.length) {
-    root.replaceChildren(h("p", {}, "This run has no token ledger. ", h("code", {}, "run.ledger_steps=10"), " writes one every ten steps."));
+    root.replaceChildren(h("p", {}, "This run has no token ledger. ", h("code", {}, "run.ledger=off,all:10"), " writes one every ten steps."));
     return;
   }
   if (!steps.includes(state.step)) [state.step, state.row] = [steps.at(-1), null];

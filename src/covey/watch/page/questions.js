@@ -29,7 +29,7 @@ function summed(visits) {
 
 /**
  * How much a question can teach, by what was seen of it: six times the expected p (1 - p) with p ~ Beta(1 + right,
- * 1 + wrong), where each visit halves what earlier ones count; as data.prompt_weighting = "difficulty" draws questions
+ * 1 + wrong), where each visit halves what earlier ones count; as data.prompt_order = "difficulty" draws questions
  * with estimators that compare within a group.
  */
 function weight(visits) {
@@ -56,7 +56,7 @@ function draw() {
   };
   const search = h("input", { type: "search", value: state.search, placeholder: "name of a question", "aria-label": "Search",
     onchange: () => set("search")(search.value) });
-  const weighted = settingsOf(run.about.config).get("data.prompt_weighting") === '"difficulty"';
+  const weighted = (settingsOf(run.about.config).get("data.prompt_order") ?? settingsOf(run.about.config).get("data.prompt_weighting")) === '"difficulty"';
   root.replaceChildren(
     h("div", { class: "bar" },
       runs.length > 1 ? choice("run", runs.map((each) => [each.index, each.label]), state.run, set("run", Number)) : null,
@@ -67,7 +67,7 @@ function draw() {
       search),
     h("p", { class: "note" }, all.length
       ? "Each column of a bar is one visit: the share of its completions that were right. Click on a question to read its last completions. "
-        + (weighted ? "Questions are drawn by their weight (data.prompt_weighting)." : "The weight is that of data.prompt_weighting = \"difficulty\", which this run does not use.")
+        + (weighted ? "Questions are drawn by their weight (data.prompt_order)." : "The weight is that of data.prompt_order = \"difficulty\", which this run does not use.")
       : "No questions yet, or nothing says which completions are right."),
     h("div", { class: "scroll" }, wanted.length ? h("table", {},
       h("thead", {}, h("tr", {}, ["question", "right", "asked", "first", "last", "weight", "over the run"].map((text) => h("th", {}, text)))),
