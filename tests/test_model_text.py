@@ -21,10 +21,11 @@ from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_r
 from covey.cli.app import _last_message
 from covey.cli.completions import shown_text
 from covey.environments.actions import parse_action
-from covey.environments.house import House
 from covey.observe.completions import messages
 from covey.observe.console import visible
 from covey.observe.html import page, table, tag
+from covey.recipes.arithmetic.arithmetic import CHOICES, Arithmetic, read_answer
+from covey.recipes.house.house import House
 from covey.rewards import exact_match, extract, format_reward, json_reward, numeric_match, prompt_text, tags_reward
 from covey.rewards.extract import MAX_JSON, completion_text, read_json
 from covey.rewards.formats import json_text
@@ -35,7 +36,6 @@ from covey.rewards.option_letter import extract_choice
 from covey.rollout.calls import AsyncRunner
 from covey.rollout.stop import StopMatcher
 from covey.serving.chat import chat_text
-from covey.tasks.arithmetic import CHOICES, Arithmetic, read_answer
 from covey.tasks.gsm8k import GSM8K, is_correct_answer, reference_answer
 from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal
 from covey.trl import rewards

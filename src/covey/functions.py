@@ -1,6 +1,6 @@
 """Find Python objects by name: `my_rewards.py:correct` in a file of the user's, or `package.module:correct`.
 
-And make things of a kind that have options in their names: `arithmetic:kinds=gcd,digits=2`.
+And make things of a kind that have options in their names: `gsm8k:num_eval=50`.
 """
 
 from __future__ import annotations
@@ -168,8 +168,10 @@ _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Made]]) -> tuple[str, Any, str]:
+def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Made] | str]) -> tuple[str, Any, str]:
     """What `name` begins with, the factory of that name or the object of a `FILE.py:NAME`, and the options after it.
+
+    A factory may itself be a name, `MODULE:NAME`, which is imported when it is asked for.
 
     Raises:
         ConfigError: there is no such thing.
@@ -181,11 +183,12 @@ def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Mad
         return base, load_object(base, kind), listed
     if base not in factories:
         raise ConfigError(f"{kind}={base!r}: no such {kind}; {_nearest(base, sorted(factories))}")
-    return base, factories[base], listed
+    factory = factories[base]
+    return base, load_object(factory, kind) if isinstance(factory, str) else factory, listed
 
 
 def make_named(
-    kind: str, name: str, factories: Mapping[str, Callable[..., Made]], needs: type[Any], **options: Any
+    kind: str, name: str, factories: Mapping[str, Callable[..., Made] | str], needs: type[Any], **options: Any
 ) -> Made:
     """Call the factory that `name` names.
 

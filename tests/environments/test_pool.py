@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.environments import EnvironmentPool, House, Observation, Outcome
+from covey.environments import EnvironmentPool, Observation, Outcome
 from covey.errors import ConfigError, EpisodeError
+from covey.recipes.house.house import House
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ending_worlds import NoRoom, Together, Waiting

@@ -9,8 +9,6 @@ import pytest
 
 from covey.environments import (
     EnvironmentPool,
-    House,
-    HouseEnvironment,
     Observation,
     Outcome,
     get_world,
@@ -20,6 +18,7 @@ from covey.environments import (
 from covey.environments.adapters import Gymnasium, GymnasiumEnvironment, OpenEnv, OpenEnvEnvironment
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
+from covey.recipes.house.house import House, HouseEnvironment
 
 TASK = {"rooms": ["attic", "garden"], "thing": "key", "place": "garden", "uid": "x"}
 

@@ -10,10 +10,10 @@ import pytest
 
 from covey.algorithms.masks import has_choice_letter, is_repetitive
 from covey.environments.actions import parse_action
+from covey.recipes.arithmetic.arithmetic import read_answer
 from covey.rewards.extract import boxed_content, final_number, last_number, parse_number
 from covey.rewards.formats import has_tags, json_reward
 from covey.rewards.jail.programs import extract_code, same_output
-from covey.tasks.arithmetic import read_answer
 from covey.tasks.usmle import extract_answer, extract_answer_literal
 from covey.trl.toolcalls import calls_in
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from covey.recipes.arithmetic.arithmetic import Arithmetic
 from covey.rewards import exact_match, numeric_match
 from covey.rewards.code import CodeReward
 from covey.rewards.maths import MathReward
 from covey.rewards.text import say
-from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.usmle import USMLERewardModel, _correct_letter
 
 

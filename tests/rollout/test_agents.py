@@ -12,9 +12,10 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from covey.config.environment import EnvironmentConfig
-from covey.environments import Environment, HouseEnvironment, Observation
+from covey.environments import Environment, Observation
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
+from covey.recipes.house.house import HouseEnvironment
 from covey.rollout.agents import NO_ACTION, Player
 from covey.rollout.conversation import ConversationTemplate
 from covey.types import Completion, IntArray, Prompt, Request, SamplingSettings

@@ -10,7 +10,8 @@ import pytest
 
 import covey.tasks
 from covey.errors import ConfigError
-from covey.tasks import GSM8K, Arithmetic, get_task, register_task, registry, task_names
+from covey.recipes.arithmetic.arithmetic import Arithmetic
+from covey.tasks import GSM8K, get_task, register_task, registry, task_names
 
 
 def test_by_name_and_with_options() -> None:

@@ -2,15 +2,12 @@
 
 from covey.environments.actions import match_action, parse_action
 from covey.environments.base import Environment, Observation, Outcome, TaskInstance, World
-from covey.environments.house import House, HouseEnvironment
 from covey.environments.pool import EnvironmentPool
 from covey.environments.registry import get_world, register_world, world_names
 
 __all__ = [
     "Environment",
     "EnvironmentPool",
-    "House",
-    "HouseEnvironment",
     "Observation",
     "Outcome",
     "TaskInstance",

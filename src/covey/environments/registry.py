@@ -8,15 +8,17 @@ from typing import Any
 from covey.environments.adapters import Gymnasium, OpenEnv
 from covey.environments.alfworld import AlfWorld
 from covey.environments.base import World
-from covey.environments.house import House
 from covey.environments.textworld import TextWorld
 from covey.functions import make_named
 
-_WORLDS: dict[str, Callable[..., World]] = {}
+_WORLDS: dict[str, Callable[..., World] | str] = {}
 
 
-def register_world(name: str, factory: Callable[..., World]) -> None:
-    """Make `factory(**options)` available as `get_world(name, **options)`, in place of an earlier one."""
+def register_world(name: str, factory: Callable[..., World] | str) -> None:
+    """Make `factory(**options)` available as `get_world(name, **options)`, in place of an earlier one.
+
+    A factory that is imported only when it is asked for is named, `MODULE:NAME`.
+    """
     _WORLDS[name] = factory
 
 
@@ -41,6 +43,6 @@ def get_world(name: str, **options: Any) -> World:
 
 register_world("alfworld", AlfWorld)
 register_world("gymnasium", Gymnasium)
-register_world("house", House)
+register_world("house", "covey.recipes.house.house:House")  # the recipe's file, which is installed
 register_world("openenv", OpenEnv)
 register_world("textworld", TextWorld)

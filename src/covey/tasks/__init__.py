@@ -1,6 +1,5 @@
 """Where prompts come from and how their answers are checked."""
 
-from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
 from covey.tasks.code import Code
 from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
@@ -11,7 +10,6 @@ from covey.tasks.usmle import USMLE
 __all__ = [
     "GSM8K",
     "USMLE",
-    "Arithmetic",
     "Code",
     "DataOrder",
     "Row",

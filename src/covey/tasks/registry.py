@@ -8,17 +8,19 @@ from typing import Any
 
 from covey.errors import ConfigError
 from covey.functions import find_factory, make_named
-from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
 from covey.tasks.code import Code
 from covey.tasks.gsm8k import GSM8K
 from covey.tasks.usmle import USMLE
 
-_TASKS: dict[str, Callable[..., Task]] = {}
+_TASKS: dict[str, Callable[..., Task] | str] = {}
 
 
-def register_task(name: str, factory: Callable[..., Task]) -> None:
-    """Make `factory(**options)` available as `get_task(name, **options)`, in place of an earlier one."""
+def register_task(name: str, factory: Callable[..., Task] | str) -> None:
+    """Make `factory(**options)` available as `get_task(name, **options)`, in place of an earlier one.
+
+    A factory that is imported only when it is asked for is named, `MODULE:NAME`.
+    """
     _TASKS[name] = factory
 
 
@@ -71,7 +73,7 @@ def configured_task(name: str | None, dataset: str | None, eval_dataset: str | N
     return get_task(name, **{option: value for option, (_, value) in files.items() if value is not None})
 
 
-register_task("arithmetic", Arithmetic)
+register_task("arithmetic", "covey.recipes.arithmetic.arithmetic:Arithmetic")  # the recipe's file, which is installed
 register_task("code", Code)
 register_task("gsm8k", GSM8K)
 register_task("usmle", USMLE)
