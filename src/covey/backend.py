@@ -25,8 +25,7 @@ class Backend(Protocol):
     def check(self, config: GRPOConfig) -> None:
         """Refuse settings that this backend does not have, before anything is loaded.
 
-        Raises:
-            ConfigError: naming the setting.
+        Raises `ConfigError`: naming the setting.
         """
         ...
 
@@ -35,8 +34,7 @@ class Backend(Protocol):
     ) -> TrainedPolicy:
         """The policy of `config.model`, or of a loaded `transformers` model, with its adapter and its reference.
 
-        Raises:
-            ConfigError, ModelError: there is no such model, or this backend cannot compute it.
+        Raises `ConfigError, ModelError`: there is no such model, or this backend cannot compute it.
         """
         ...
 
@@ -84,8 +82,7 @@ def adapter_options(config: GRPOConfig) -> dict[str, Any]:
 def load_backend(name: str) -> Backend:
     """The backend that `model.backend` names; nothing of the others is imported.
 
-    Raises:
-        ModelError: its packages are not installed.
+    Raises `ModelError`: its packages are not installed.
     """
     try:
         return cast(Backend, import_module(BACKENDS[name]).BACKEND)

@@ -25,8 +25,7 @@ from covey.errors import ConfigError, CoveyError, raised_at
 def load_function(name: str) -> Callable[..., Any]:
     """Import the function or verifier that `name` names; see `load_object`.
 
-    Raises:
-        ConfigError: also where it is something else.
+    Raises `ConfigError`: also where it is something else.
     """
     found = load_object(name)
     if not callable(found) and not hasattr(found, "batch_verify"):
@@ -38,8 +37,7 @@ def load_function(name: str) -> Callable[..., Any]:
 def name_of(function: Any) -> str:
     """The name under which `load_function` finds a function again: `MODULE:NAME`.
 
-    Raises:
-        ValueError: it would not; the function has no name of its own at the top of a module.
+    Raises `ValueError`: it would not; the function has no name of its own at the top of a module.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
     if "<" in name or "." in name:
@@ -53,8 +51,7 @@ def name_of(function: Any) -> str:
 def load_object(name: str, kind: str = "function") -> Any:
     """Import the object that `name` names.
 
-    Raises:
-        ConfigError: wrong form, no such file, module or object, or the file raises when imported.
+    Raises `ConfigError`: wrong form, no such file, module or object, or the file raises when imported.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -139,8 +136,7 @@ def user_file_hashes() -> dict[str, str]:
 def require_files(hashes: Mapping[str, str]) -> None:
     """Make sure that this machine has the user's files that another process has imported.
 
-    Raises:
-        ConfigError: one is missing, or another one.
+    Raises `ConfigError`: one is missing, or another one.
     """
     for path, wanted in hashes.items():
         where = f"{path}: on {socket.gethostname()}"
@@ -171,10 +167,8 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Made] | str]) -> tuple[str, Any, str]:
     """What `name` begins with, the factory of that name or the object of a `FILE.py:NAME`, and the options after it.
 
-    A factory may itself be a name, `MODULE:NAME`, which is imported when it is asked for.
-
-    Raises:
-        ConfigError: there is no such thing.
+    A factory may itself be a name, `MODULE:NAME`, which is imported when it is asked for. Raises `ConfigError`: there
+    is no such thing.
     """
     base, _, listed = name.partition(":")
     if names_file(base):
@@ -192,9 +186,8 @@ def make_named(
 ) -> Made:
     """Call the factory that `name` names.
 
-    Raises:
-        ConfigError: no such thing, no such option, or a value that the factory refuses; or what the user's file has
-            under that name is no such thing.
+    Raises `ConfigError`: no such thing, no such option, or a value that the factory refuses; or what the user's file
+    has under that name is no such thing.
     """
     base, factory, listed = find_factory(kind, name, factories)
     options = _read_options(kind, name, listed) | options

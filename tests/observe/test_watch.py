@@ -26,8 +26,7 @@ from covey.errors import RunFolderError
 from covey.observe import completions
 from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
-from covey.serving.connections import ConnectionLimits
-from covey.serving.listening import listen, uvicorn_server
+from covey.serving.connections import ConnectionLimits, listen, uvicorn_server
 from covey.watch import export, following, reader, tables
 from covey.watch.app import create_app
 from covey.watch.following import follow

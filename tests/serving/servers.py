@@ -18,8 +18,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.pytorch.engine import Engine
 from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app
-from covey.serving.connections import ConnectionLimits
-from covey.serving.listening import uvicorn_server
+from covey.serving.connections import ConnectionLimits, uvicorn_server
 
 
 class RunningServer:

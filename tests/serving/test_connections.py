@@ -1,4 +1,4 @@
-"""Connections that say nothing, little, or too slowly, and a great many of them."""
+"""Connections that say nothing, little or too slowly, and a great many of them; web pages of others; tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import httpx
 import pytest
 from servers import RunningServer, serving
 
-from covey.serving import ServeSettings
+from covey.errors import ConfigError
+from covey.serving import InferenceClient, ServeSettings
 from covey.serving.connections import ConnectionLimits
 
 SHORT = ConnectionLimits(head_seconds=0.5, idle_seconds=3, read_seconds=1.0, address=40, all=1000)
@@ -127,7 +128,14 @@ def test_an_answer_that_nobody_reads() -> None:
         assert healthy(server)
 
 
-@pytest.mark.parametrize("said", [b"", HEAD, HEAD + b"content-length: 10\r\n\r\n"], ids=["silent", "heads", "bodies"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"", id="silent"),
+        pytest.param(HEAD, id="heads", marks=pytest.mark.slow),
+        pytest.param(HEAD + b"content-length: 10\r\n\r\n", id="bodies", marks=pytest.mark.slow),
+    ],
+)
 def test_many_connections_of_one_client(said: bytes) -> None:
     """The longest waiting makes room: the server answers as before."""
     limits = ConnectionLimits(head_seconds=60, idle_seconds=60, address=40, all=1000)
@@ -171,3 +179,52 @@ def test_those_that_are_served_are_not_sent_away() -> None:
             thread.join()
         assert [answer.status_code for answer in found] == [200] * 4
         assert healthy(server)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving() as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"origin": "https://evil.example"}, "Origin: https://evil.example"),
+        ({"origin": "null"}, "Origin: null"),
+        ({"origin": "http://localhost:1"}, "Origin: http://localhost:1"),
+        ({"host": "evil.example"}, "Host: evil.example"),
+        ({"host": "evil.example:PORT", "origin": "http://evil.example:PORT"}, "Host: evil.example"),
+        ({"host": "192.168.1.5:PORT"}, "Host: 192.168.1.5"),
+    ],
+)
+def test_pages_of_others_are_kept_out(server: RunningServer, headers: dict[str, str], words: str) -> None:
+    headers = {name: value.replace("PORT", str(server.port)) for name, value in headers.items()}
+    for path in ("/upload_adapter", "/release_trainer", "/v1/completions"):
+        files = {"adapter_weights": b"x", "adapter_config": b"{}"}
+        answer = httpx.post(server.url + path, files=files, headers=headers, timeout=30, trust_env=False)
+        assert answer.status_code == 403
+        assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:PORT", "localhost:PORT", "LOCALHOST:PORT", "[::1]:PORT", "127.0.0.1"])
+@pytest.mark.parametrize("origin", [False, True])
+def test_those_on_the_machine_come_in(server: RunningServer, host: str, origin: bool) -> None:
+    host = host.replace("PORT", str(server.port))
+    headers = {"host": host} | ({"origin": f"http://{host}"} if origin else {})
+    answer = httpx.get(f"{server.url}/v1/models", headers=headers, timeout=30, trust_env=False)
+    assert answer.status_code == 200
+
+
+def test_with_a_token_pages_may_ask() -> None:
+    headers = {"host": "covey.example", "origin": "https://ui.example", "authorization": "Bearer secret"}
+    with serving(settings=ServeSettings("tiny", token="secret")) as server:
+        assert httpx.get(f"{server.url}/v1/models", headers=headers, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("token", ["pässwort", "two words", "line\n", "\x00"])
+def test_tokens_that_no_header_carries(token: str) -> None:
+    with pytest.raises(ConfigError, match="must be of visible ASCII characters"):
+        ServeSettings("tiny", token=token)
+    with pytest.raises(ConfigError, match="COVEY_SERVER_TOKEN"):
+        InferenceClient("http://127.0.0.1:1", token)

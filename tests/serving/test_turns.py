@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,12 @@ from covey.serving.connections import Connections, _Connection, _Wire
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with serving() as server:
+        yield server
 
 
 def answered(server: RunningServer, sent: bytes) -> bytes:
@@ -54,7 +61,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("sent", HOSTILE.values(), ids=HOSTILE)
-def test_a_turn_reads_a_few_events_of_one_connection(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_turn_reads_a_few_events_of_one_connection(
+    server: RunningServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sixteen at most, of lines that are short and few; and a body in tiny chunks is over after a few thousand."""
     counts: list[int] = []
     read_on, next_event = _Connection.read_on, _Wire.next_event
@@ -69,10 +78,9 @@ def test_a_turn_reads_a_few_events_of_one_connection(sent: bytes, monkeypatch: p
 
     monkeypatch.setattr(_Connection, "read_on", turn)
     monkeypatch.setattr(_Wire, "next_event", event)
-    with serving() as server:
-        said = answered(server, sent)
-        assert b"500 Internal" not in said
-        assert healthy(server)
+    said = answered(server, sent)
+    assert b"500 Internal" not in said
+    assert healthy(server)
     assert max(counts) <= 16
     assert sum(counts) < 4000
 
@@ -124,16 +132,15 @@ def test_a_flood_of_small_requests_does_not_hold_up_a_large_one() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 5000])
-def test_ordinary_bodies_in_chunks_are_read(chunk: int) -> None:
+def test_ordinary_bodies_in_chunks_are_read(server: RunningServer, chunk: int) -> None:
     body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "u" * 800}).encode()
     parts = [body[place : place + chunk] for place in range(0, len(body), chunk)]
     sent = CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\nx: y\r\n\r\n"
-    with serving() as server:
-        assert b"200 OK" in answered(server, sent)
+    assert b"200 OK" in answered(server, sent)
 
 
-def test_requests_one_after_the_other_on_one_connection() -> None:
-    with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as one:
+def test_requests_one_after_the_other_on_one_connection(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as one:
         one.sendall((GET + b"\r\n") * 300)
         arrived = b""
         while arrived.count(b'"status":"ok"') < 300:

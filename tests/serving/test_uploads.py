@@ -137,7 +137,18 @@ BAD: list[tuple[str, Callable[[Any, Any], Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "status"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+IN_EVERY_RUN = {
+    *("alpha too large for a float32", "alpha that overflows in use", "r a longer one", "a deep object"),
+    *("a setting twice", "one factor of the last layer 1e30", "a value that is none", "a module twice"),
+    *("a tensor twice", "a shape that is not the data's", "a header of exabytes", "rslora"),
+}
+"""One of each kind; the others are run with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in IN_EVERY_RUN)) for name, *case in BAD],
+)
 def test_a_refused_upload_changes_nothing(server: RunningServer, spoil: Callable[..., Any], status: int) -> None:
     before, (tensors, config) = held(server), good(2)
     answer = send(server, *spoil(tensors, config))

@@ -357,7 +357,7 @@ def play(
 ) -> None:
     """Play an episode of a world in the terminal, seeing what a model would see."""
     from covey.cli.play import play_in_terminal
-    from covey.environments.registry import get_world
+    from covey.environments.base import get_world
 
     chosen = get_world(world)
     tasks = chosen.eval_tasks()

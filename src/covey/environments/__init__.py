@@ -1,9 +1,17 @@
 """Worlds in which agents act for several turns."""
 
 from covey.environments.actions import match_action, parse_action
-from covey.environments.base import Environment, Observation, Outcome, TaskInstance, World
+from covey.environments.base import (
+    Environment,
+    Observation,
+    Outcome,
+    TaskInstance,
+    World,
+    get_world,
+    register_world,
+    world_names,
+)
 from covey.environments.pool import EnvironmentPool
-from covey.environments.registry import get_world, register_world, world_names
 
 __all__ = [
     "Environment",

@@ -21,7 +21,7 @@ from covey.jax.layout import CacheLayout
 from covey.jax.model import ModelConfig, Transformer
 from covey.jax.programs import Programs
 from covey.jax.sharding import place_rows
-from covey.rollout.streams import uniforms
+from covey.rollout.drawing import uniforms
 from covey.rollout.turns import NO_LIMIT, Device, Drawn, Row
 from covey.types import IntArray, SamplingSettings
 

@@ -1,16 +1,14 @@
 """Rewards that can be verified: what a completion is worth."""
 
-from covey.rewards.code import CodeReward
+from covey.rewards.code import CodeReward, Sandbox, TestHarness
 from covey.rewards.extract import boxed_content, completion_text, final_number, last_number, parse_number, prompt_text
-from covey.rewards.formats import json_reward, length_reward, tags_reward
-from covey.rewards.harness import Sandbox, TestHarness
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult
 from covey.rewards.jail.sandbox import Limits
 from covey.rewards.judge import JudgeReward
 from covey.rewards.maths import MathReward
 from covey.rewards.option_letter import extract_choice
 from covey.rewards.parallel import ParallelVerifier
-from covey.rewards.text import exact_match, format_reward, numeric_match
+from covey.rewards.text import exact_match, format_reward, json_reward, length_reward, numeric_match, tags_reward
 from covey.rewards.verifier import RewardFunction, SupportsBatchVerify, Verifier, reward_name, verifier_from_reward
 
 __all__ = [

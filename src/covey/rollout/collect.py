@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import EpisodeError
-from covey.rollout.agents import Player, PlayStats, play_metrics
+from covey.rollout.agents import Player, PlayStats, play_metrics, same_action_ratio
 from covey.rollout.batching import trajectory_rewards
-from covey.rollout.habits import same_action_ratio
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import TurnGenerator
 from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
@@ -306,9 +305,8 @@ class AgentCollector:
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.
 
-        Raises:
-            GenerationError: from the generator.
-            EpisodeError: not a single episode of the step got as far as a turn.
+        Raises `GenerationError`: from the generator; `EpisodeError`: not a single episode of the step got as far as a
+        turn.
         """
         played = self.player.play(prompts, self._generator, settings, **what)
         groups = tuple(

@@ -63,17 +63,11 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """What rewards found in some rows, and what they reported meanwhile.
+    """What rewards found in some rows, and what they reported meanwhile."""
 
-    Attributes:
-        parts: for each function's name its unweighted `[N]` rewards, NaN for None.
-        metrics: name -> values given to `log_metric`, in order.
-        columns: name -> values given to `log_extra`, in order.
-    """
-
-    parts: dict[str, NDArray[np.float64]]
-    metrics: dict[str, list[float]]
-    columns: dict[str, list[Any]]
+    parts: dict[str, NDArray[np.float64]]  # for each function's name its unweighted `[N]` rewards, NaN for None
+    metrics: dict[str, list[float]]  # name -> values given to `log_metric`, in order
+    columns: dict[str, list[Any]]  # name -> values given to `log_extra`, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)

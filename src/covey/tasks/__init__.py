@@ -1,10 +1,9 @@
 """Where prompts come from and how their answers are checked."""
 
-from covey.tasks.base import Task
+from covey.tasks.base import Task, configured_task, get_task, register_task, task_names, task_options
 from covey.tasks.code import Code
 from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
 from covey.tasks.gsm8k import GSM8K
-from covey.tasks.registry import configured_task, get_task, register_task, task_names, task_options
 from covey.tasks.usmle import USMLE
 
 __all__ = [

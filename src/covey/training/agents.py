@@ -9,8 +9,7 @@ import numpy as np
 
 from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_worlds
-from covey.environments.base import World
-from covey.environments.registry import get_world
+from covey.environments.base import World, get_world
 from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
 from covey.rollout.batching import has_text

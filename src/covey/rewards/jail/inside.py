@@ -26,7 +26,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from . import codec, confine, frames
+from . import confine, messages
 
 _MAX_TEXT = 500
 _FILE = "solution.py"
@@ -42,7 +42,7 @@ def open_streams() -> None:
 
 def main(channel: int, *, rooted: bool) -> None:
     """Play the role that the first message names; `rooted`: in a file system of its own."""
-    message = frames.receive(channel)
+    message = messages.receive(channel)
     if message is None:
         return
     _provide_input(message.get("stdin", "").encode("utf-8", "surrogatepass"), rooted=rooted)
@@ -83,7 +83,7 @@ def _module(name: str, code: str) -> ModuleType:
 def _candidate(channel: int, message: dict[str, Any]) -> None:
     module = _module("solution", message["code"])
     failed = _load(message["code"], module.__dict__)
-    frames.send(channel, failed or {})
+    messages.send(channel, failed or {})
     if failed is not None:
         return
     objects: list[Any] = []
@@ -92,16 +92,16 @@ def _candidate(channel: int, message: dict[str, Any]) -> None:
         objects.append(value)
         return len(objects) - 1
 
-    encode, decode = codec.Encoder(keep), codec.Decoder(lambda number: objects[number])
-    while (request := frames.receive(channel)) is not None:
+    encode, decode = messages.Encoder(keep), messages.Decoder(lambda number: objects[number])
+    while (request := messages.receive(channel)) is not None:
         try:
             answer = _answer(request, module.__dict__, objects, encode, decode)
         except BaseException as error:
             answer = _describe(error)
         try:
-            frames.send(channel, answer)
+            messages.send(channel, answer)
         except ValueError as error:
-            frames.send(channel, {"failed": "error", "text": str(error)})
+            messages.send(channel, {"failed": "error", "text": str(error)})
 
 
 def _answer(
@@ -174,7 +174,7 @@ def _program(channel: int, message: dict[str, Any]) -> None:
             end()
         except BaseException as error:
             code = code or int(not isinstance(error, SystemExit))
-    frames.send(channel, outcome or {"exit": code})
+    messages.send(channel, outcome or {"exit": code})
 
 
 def _flush() -> None:
@@ -224,8 +224,8 @@ class _Caller:
 
     def __init__(self, channel: int) -> None:
         self._channel = channel
-        self._encode = codec.Encoder(self._known)
-        self._decode = codec.Decoder(lambda number: _Remote(self, {"on": number}, number))
+        self._encode = messages.Encoder(self._known)
+        self._decode = messages.Decoder(lambda number: _Remote(self, {"on": number}, number))
         self.failure: tuple[BaseException | None, str, str] = (None, "", "")
         self.forged = False
 
@@ -243,9 +243,9 @@ class _Caller:
         return _Remote(self, {"on": number, "name": name}) if isinstance(found, _Remote) else found
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        frames.send_bytes(self._channel, b"C" + json.dumps(request).encode("utf-8", "surrogatepass"))
+        messages.send_bytes(self._channel, b"C" + json.dumps(request).encode("utf-8", "surrogatepass"))
         try:
-            answer: Any = frames.receive(self._channel)
+            answer: Any = messages.receive(self._channel)
         except (ValueError, RecursionError):
             answer = []
         if answer is None:
@@ -264,7 +264,7 @@ class _Caller:
     def _known(self, value: Any) -> int:
         if isinstance(value, _Remote) and value._number is not None:
             return int(value._number)
-        raise codec.CodecError(f"an argument of type {type(value).__name__} cannot be handed to the solution")
+        raise messages.CodecError(f"an argument of type {type(value).__name__} cannot be handed to the solution")
 
 
 def _kind(name: Any) -> type[Exception]:
@@ -310,7 +310,7 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
             names[alias] = _Remote(caller, {"name": name})
     if unknown := [name for name in message["used"] if name not in names]:
         raise NameError(f"the tests use {', '.join(unknown)}, which neither they nor their setup define")
-    frames.send_bytes(channel, b"S")
+    messages.send_bytes(channel, b"S")
     for test in message["tests"]:
         try:
             _run_test(test, names)
@@ -327,8 +327,8 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
         if caller.forged:
             status, text = "cheat", "a message that is none"
         result = {"result": status, "text": text[:_MAX_TEXT]}
-        frames.send_bytes(channel, b"R" + json.dumps(result).encode())
-    frames.send_bytes(channel, b"D")
+        messages.send_bytes(channel, b"R" + json.dumps(result).encode())
+    messages.send_bytes(channel, b"D")
 
 
 def _run_test(test: str, names: dict[str, Any]) -> None:
@@ -348,4 +348,4 @@ def _explained(left: ast.expr, right: ast.expr) -> ast.stmt:
 
 def _compare(left: Any, right: Any, text: str) -> None:
     if not left == right:
-        raise AssertionError(f"{text} gave {codec.shown(left)}, not {codec.shown(right)}")
+        raise AssertionError(f"{text} gave {messages.shown(left)}, not {messages.shown(right)}")
