@@ -9,15 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.pytorch.engine import Engine
-from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app
+from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app, write_adapter
 from covey.serving.connections import ConnectionLimits, uvicorn_server
 
 
@@ -56,6 +58,25 @@ def serving(**options: Any) -> Iterator[RunningServer]:
         yield server
     finally:
         server.close()
+
+
+def ask(server: RunningServer, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60, trust_env=False)
+
+
+def upload(server: RunningServer, seed: int = 1, **form: Any) -> httpx.Response:
+    from test_adapters import adapted
+
+    weights, config = write_adapter(adapted(seed))
+    files = {"adapter_weights": weights, "adapter_config": json.dumps(config).encode()}
+    return httpx.post(f"{server.url}/upload_adapter", files=files, data=form, timeout=60, trust_env=False)
+
+
+def wait_until(holds: Any) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 class ServerProcess:

@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from servers import RunningServer, serving
+from servers import RunningServer, ask
 
 from covey.errors import GenerationError
 from covey.rollout.turns import Row
@@ -26,16 +26,6 @@ from covey.types import Request, SamplingSettings
 OTHERS = {"prompt": [[5, 6, 7], [9, 10]], "max_tokens": 150, "ignore_eos": True, "seed": 3, "return_token_ids": True}
 MARK = 77
 """A token for which the model's logits are spoilt."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving() as server:
-        yield server
-
-
-def ask(server: RunningServer, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
 
 
 def said(server: RunningServer) -> list[list[int]]:

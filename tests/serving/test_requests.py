@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -20,12 +19,6 @@ LEAST: dict[str, dict[str, Any]] = {
     TEXT: {"prompt": "x", "max_tokens": 2, "seed": 1},
     CHAT: {"messages": SAID, "max_tokens": 2, "seed": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving() as server:
-        yield server
 
 
 def ask(server: RunningServer, path: str, body: Any) -> httpx.Response:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from servers import RunningServer, serving
+from servers import RunningServer, ask, serving, upload, wait_until
 from test_adapters import adapted
 
 from covey.errors import CoveyError
@@ -26,29 +26,6 @@ from covey.serving.requests import CompletionRequest
 from covey.types import Request, SamplingSettings
 
 IDS = [[5, 6, 7, 8], [9, 10, 11], [5, 6, 7, 8]]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with serving() as server:
-        yield server
-
-
-def ask(server: RunningServer, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60, trust_env=False)
-
-
-def upload(server: RunningServer, seed: int = 1, **form: Any) -> httpx.Response:
-    weights, config = write_adapter(adapted(seed))
-    files = {"adapter_weights": weights, "adapter_config": json.dumps(config).encode()}
-    return httpx.post(f"{server.url}/upload_adapter", files=files, data=form, timeout=60, trust_env=False)
-
-
-def wait_until(holds: Any) -> None:
-    until = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def test_token_ids_and_logprobs_are_the_engines(server: RunningServer) -> None:

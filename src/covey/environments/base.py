@@ -138,8 +138,7 @@ class World(ABC):
 def checked_reset(returned: Any) -> Observation:
     """What `reset` returned, or an error that says what is wrong with it.
 
-    Raises:
-        EpisodeError: it is no observation.
+    Raises `EpisodeError`: it is no observation.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned = returned[0]  # Gymnasium's (observation, info)
@@ -149,8 +148,7 @@ def checked_reset(returned: Any) -> Observation:
 def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
     """What `step` returned, or an error that says what is wrong with it.
 
-    Raises:
-        EpisodeError: neither four nor five values, a reward that is no finite number, ...
+    Raises `EpisodeError`: neither four nor five values, a reward that is no finite number, .
     """
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise EpisodeError(

@@ -67,11 +67,7 @@ class Places(Protocol):
 
 
 def pickled_world(world: World) -> bytes:
-    """A world on its way to another process.
-
-    Raises:
-        ConfigError: it cannot be sent, or would not be found there.
-    """
+    """A world on its way to another process. Raises `ConfigError`: it cannot be sent, or would not be found there."""
     if type(world).__module__ == "__main__":
         raise ConfigError(
             f"{type(world).__name__} is defined in __main__, where other processes cannot find it; move it to a module"
@@ -253,9 +249,7 @@ class _Place:
     def send(self, message: dict[str, Any], what: str, limit: float) -> None:
         """Ask. A process that has ended since it last answered is replaced, unless an episode ends with it.
 
-        Raises:
-            OSError, ValueError, TypeError: it cannot be asked.
-            ConfigError: the world cannot be made.
+        Raises `OSError, ValueError, TypeError`: it cannot be asked; `ConfigError`: the world cannot be made.
         """
         self.asked, self.limit = what, limit
         if self.channel is not None:
@@ -333,9 +327,7 @@ class _Template:
     def fork(self) -> tuple[socket.socket, int]:
         """A new place: its channel, and its number.
 
-        Raises:
-            OSError: there is none.
-            ConfigError: the world cannot be made.
+        Raises `OSError`: there is none; `ConfigError`: the world cannot be made.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
@@ -374,11 +366,7 @@ class _Template:
         self._process = self._control = None
 
     def start(self) -> None:
-        """Import and prepare the world, unless that is done.
-
-        Raises:
-            ConfigError: it cannot be.
-        """
+        """Import and prepare the world, unless that is done. Raises `ConfigError`: it cannot be."""
         if self._control is not None:
             return
         self._process, ours = start_python(_SERVE)

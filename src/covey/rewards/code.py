@@ -105,8 +105,7 @@ class CodeReward:
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         """Score as a reward function does.
 
-        Raises:
-            RewardError: the column is absent, or a row's tests are none; `sample` names it.
+        Raises `RewardError`: the column is absent, or a row's tests are none; `sample` names it.
         """
         results = self.results(completions, **columns)
         say(columns, self.__name__, results)
@@ -151,8 +150,7 @@ class CodeReward:
 def read_tests(spec: Any) -> Tests:
     """Tests from plain data; see the module docstring.
 
-    Raises:
-        ValueError: it does not have that form; the message says what is wrong.
+    Raises `ValueError`: it does not have that form; the message says what is wrong.
     """
     if isinstance(spec, list | tuple):
         spec = {"kind": "assert", "tests": spec}

@@ -113,7 +113,8 @@ class _Worker:
         process, ours = start_python(_SERVE)
         self._channel = ours
         self._stop = weakref.finalize(self, end_python, process, ours)
-        messages.send(ours.fileno(), _order(self._functions, self._memory_mb))
+        functions = base64.b64encode(pickle.dumps(self._functions)).decode()
+        messages.send(ours.fileno(), {"functions": functions, "memory": self._memory_mb << 20})
         try:
             answer = self._receive(_START_SECONDS)
         except BaseException:
@@ -194,7 +195,3 @@ class ParallelVerifier(Verifier):
     def close(self) -> None:
         """Ends the processes; the next call starts them anew."""
         self._pool.close()
-
-
-def _order(functions: tuple[Callable[..., Any], Callable[[], object]], memory_mb: int) -> dict[str, Any]:
-    return {"functions": base64.b64encode(pickle.dumps(functions)).decode(), "memory": memory_mb << 20}

@@ -145,8 +145,7 @@ def found_word(answer: Any) -> str:
 def column_of(columns: Mapping[str, Any], name: str, use: str, advice: str = "", *, function: str) -> Any:
     """The values of a dataset column that a reward needs.
 
-    Raises:
-        RewardError: it is absent; `use` and `advice` say what needs it and what to do.
+    Raises `RewardError`: it is absent; `use` and `advice` say what needs it and what to do.
     """
     if name not in columns:
         present = ", ".join(sorted(columns)) or "none"

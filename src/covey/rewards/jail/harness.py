@@ -298,7 +298,10 @@ class TestHarness:
         for stdin, expected in tests.cases:
             with sandbox.spawn(self._limits) as process:
                 try:
-                    _send_program(process, code, stdin)
+                    try:
+                        process.send({"role": "program", "code": code, "stdin": stdin})
+                    except ValueError as error:
+                        raise JailError(f"a program and its standard input are {error}") from None
                     answer = process.receive()
                     failed = _failure(answer)
                     if failed is None and answer.get("exit") != 0:
@@ -353,13 +356,6 @@ def _call(name: str, arguments: Sequence[Any]) -> bytes:
     if len(request) > messages.MAX_BYTES:
         raise JailError(f"the arguments of a call are {len(request)} bytes, at most {messages.MAX_BYTES} are passed on")
     return request
-
-
-def _send_program(process: Confined, code: str, stdin: str) -> None:
-    try:
-        process.send({"role": "program", "code": code, "stdin": stdin})
-    except ValueError as error:
-        raise JailError(f"a program and its standard input are {error}") from None
 
 
 def _load(process: Confined, code: str) -> Outcome | None:

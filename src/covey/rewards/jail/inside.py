@@ -257,7 +257,8 @@ class _Caller:
             text = str(answer.get("text"))[:_MAX_TEXT]
             said = answer.get("said")
             error = _kind(answer.get("kind"))(said[:_MAX_TEXT] if isinstance(said, str) else text)
-            self.failure = (error, _failure_status(answer["failed"]), text)
+            # what a candidate may say of how a call failed; never that a test passed
+            self.failure = (error, answer["failed"] if answer["failed"] in ("syntax", "memory") else "error", text)
             raise error
         return answer
 
@@ -283,11 +284,6 @@ def _kind(name: Any) -> type[Exception]:
     except Exception:  # one that wants more than a text, such as UnicodeDecodeError
         return next((base for base in kind.__mro__ if base in (ValueError, LookupError)), RemoteError)
     return kind
-
-
-def _failure_status(status: Any) -> str:
-    """How a candidate may say that a call failed; never that a test passed."""
-    return status if status in ("syntax", "memory") else "error"
 
 
 def _overwrite(old: Any, new: Any) -> None:
@@ -336,14 +332,10 @@ def _run_test(test: str, names: dict[str, Any]) -> None:
     for number, statement in enumerate(tree.body):
         match statement:
             case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]), msg=None):
-                tree.body[number] = ast.copy_location(_explained(left, right), statement)
+                arguments = [left, right, ast.Constant(ast.unparse(left))]
+                explained = ast.Expr(ast.Call(ast.Name("_compare_", ast.Load()), arguments, []))
+                tree.body[number] = ast.copy_location(explained, statement)
     exec(compile(ast.fix_missing_locations(tree), "test.py", "exec", dont_inherit=True), names)
-
-
-def _explained(left: ast.expr, right: ast.expr) -> ast.stmt:
-    """`_compare_(left, right, "left")`."""
-    call = ast.Call(ast.Name("_compare_", ast.Load()), [left, right, ast.Constant(ast.unparse(left))], [])
-    return ast.Expr(call)
 
 
 def _compare(left: Any, right: Any, text: str) -> None:

@@ -21,20 +21,12 @@ MAX_BYTES = 8 << 20
 
 
 def send(channel: int, message: dict[str, Any]) -> None:
-    """Send one message on a file descriptor.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """Send one message on a file descriptor. Raises `ValueError`: it is too long."""
     send_bytes(channel, json.dumps(message).encode("utf-8", "surrogatepass"))
 
 
 def send_bytes(channel: int, body: bytes) -> None:
-    """Send one message as it is.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """Send one message as it is. Raises `ValueError`: it is too long."""
     data = memoryview(framed(body))
     # the other side may close, and a host not ignore the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
@@ -48,11 +40,7 @@ def send_bytes(channel: int, body: bytes) -> None:
 
 
 def framed(body: bytes) -> bytes:
-    """A message with its length before it.
-
-    Raises:
-        ValueError: it is too long.
-    """
+    """A message with its length before it. Raises `ValueError`: it is too long."""
     if len(body) > MAX_BYTES:
         raise ValueError(f"a message of {len(body)} bytes; at most {MAX_BYTES}")
     return struct.pack("!I", len(body)) + body
@@ -150,11 +138,7 @@ class Decoder:
         self._handle = handle
 
     def __call__(self, tree: Any) -> Any:
-        """Decodes one value.
-
-        Raises:
-            CodecError: the tree is not what an encoder makes.
-        """
+        """Decodes one value. Raises `CodecError`: the tree is not what an encoder makes."""
         try:
             return self._decode(tree, 0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:

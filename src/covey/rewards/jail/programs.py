@@ -63,7 +63,8 @@ def same_output(found: str, expected: str, tolerance: float = 0.0) -> bool:
         return True
     if tolerance <= 0 or len(lines) != len(wanted):
         return False
-    return all(a == b or _close_lines(a.split(), b.split(), tolerance) for a, b in zip(lines, wanted, strict=True))
+    pairs = [(a.split(), b.split()) for a, b in zip(lines, wanted, strict=True) if a != b]
+    return all(len(a) == len(b) and all(map(_close_words, a, b, [tolerance] * len(a))) for a, b in pairs)
 
 
 def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
@@ -87,10 +88,6 @@ def same_value(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
     return bool(found == expected)
 
 
-def _close_lines(a: list[str], b: list[str], tolerance: float) -> bool:
-    return len(a) == len(b) and all(_close_words(x, y, tolerance) for x, y in zip(a, b, strict=True))
-
-
 def _close_words(a: str, b: str, tolerance: float) -> bool:
     if a == b:
         return True
@@ -111,10 +108,8 @@ _HELPERS |= {"allclose", "approx", "raises"}
 def free_names(setup: str, tests: tuple[str, ...], named: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
     """Names that the tests use and nothing trusted defines: all, modules of the standard library, the program's.
 
-    `named` are said to be the program's; where none are, all are that cannot be a helper.
-
-    Raises:
-        JailError: the tests are no Python, or use a name that a program could define to suit itself.
+    `named` are said to be the program's; where none are, all are that cannot be a helper. Raises `JailError`: the tests
+    are no Python, or use a name that a program could define to suit itself.
     """
     bound, parts, calls = {*dir(builtins), *named}, list[set[str]](), Counter[str]()
     judges: list[tuple[str, set[str]]] = []

@@ -159,11 +159,7 @@ def supported() -> bool:
 
 
 def install(*, rooted: bool, supervised: bool) -> None:
-    """Put this process under the filter of what is allowed, for good.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Put this process under the filter of what is allowed, for good. Raises `OSError`: the kernel refuses."""
     _set(_allowing(rooted, supervised), 0)
 
 
@@ -235,11 +231,6 @@ def _asking(files: bool) -> bytes:
                 code += [(_EQUAL, 0, 1, numbers[name]), (_RETURN, 0, 0, _ASK)]
     code.append((_RETURN, 0, 0, _ALLOW))
     return _bytes(code)
-
-
-def clone_number() -> int:
-    """The number of the call that starts threads."""
-    return _TABLES[platform.machine()][1]["clone"]
 
 
 def _when(number: int, lines: tuple[tuple[Test, ...], ...], then: int, otherwise: int) -> list[Instruction]:
@@ -324,11 +315,8 @@ class Supervisor:
 
     def _refusal(self, thread: int, call: int) -> int:
         """The error that the call ends with, 0 = it may go on."""
-        if call == clone_number():
-            return errno.EAGAIN if _threads_of(thread) >= self._threads else 0
+        if call == _TABLES[platform.machine()][1]["clone"]:
+            threads = int(Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[17])
+            return errno.EAGAIN if threads >= self._threads else 0
         self._files -= 1
         return 0 if self._files >= 0 else errno.EDQUOT
-
-
-def _threads_of(thread: int) -> int:
-    return int(Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[17])
