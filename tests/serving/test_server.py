@@ -374,7 +374,8 @@ def test_events_name_the_version_of_their_tokens() -> None:
 
     async def versions() -> list[int]:
         answering = Answering(Engine(), Tokenizer(), "tiny")  # type: ignore[arg-type]
-        said = [event async for event in await answering.stream(CompletionRequest(prompt=[5], stream=True))]
+        chunks = await answering.chunks(CompletionRequest(prompt=[5], stream=True))
+        said = [event async for chunk in chunks for event in chunk]
         answering.close()
         found = [json.loads(event.removeprefix("data: ")) for event in said[:-1]]
         return [one["policy_version"] for one in found if "choices" in one]

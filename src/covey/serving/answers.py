@@ -274,13 +274,11 @@ class Answering:
                 self._engine.cancel(jobs)
         return await self._in_thread(self._body, asked, [(job.request, answers[i]) for i, job in enumerate(jobs)])
 
-    async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
-        """The same as server-sent events. What cannot be served is refused now, not in the stream."""
-        chunks = await self.chunks(asked)
-        return (event async for chunk in chunks for event in chunk)
-
     async def chunks(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[list[str]]:
-        """Likewise, those together that are ready together: a client that is behind costs no more for it."""
+        """The same as server-sent events, those together that are ready together: a slow client costs no more.
+
+        What cannot be served is refused now, not in the stream.
+        """
         return self._events(asked, *await self._submitted(asked))
 
     def close(self) -> None:
