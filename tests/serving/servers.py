@@ -27,7 +27,12 @@ class RunningServer:
     """`covey serve` with a tiny model."""
 
     def __init__(
-        self, *, settings: ServeSettings | None = None, limits: ConnectionLimits | None = None, **options: Any
+        self,
+        *,
+        settings: ServeSettings | None = None,
+        limits: ConnectionLimits | None = None,
+        graceful: int = 2,
+        **options: Any,
     ) -> None:
         self.model, self.tokenizer = tiny_model("llama"), tiny_tokenizer()
         self.engine = Engine(self.model, self.tokenizer, kv_cache_bytes=8 << 20)
@@ -39,7 +44,7 @@ class RunningServer:
         self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        quiet: dict[str, Any] = {"log_level": "error", "timeout_graceful_shutdown": 2}
+        quiet: dict[str, Any] = {"log_level": "error", "timeout_graceful_shutdown": graceful}
         self._server = uvicorn_server(app, limits or ConnectionLimits(), **quiet)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()

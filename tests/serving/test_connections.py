@@ -377,7 +377,7 @@ def test_uploads_share_the_disk_and_the_oldest_that_is_not_whole_makes_room() ->
             one.close()
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_version_is_not_other_weights_of_the_same_number(stream: bool) -> None:
     with serving(max_rows=1) as server:
         assert upload(server, 1, policy_version=1).status_code == 200

@@ -61,8 +61,11 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
     [
-        *([[[]]], [[[1000]]], [None, [[5]]]),
-        *(pytest.param(one, marks=SLOW) for one in ([[[5], []]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]])),
+        *([[[]]], [[[1000]]]),
+        *(
+            pytest.param(one, marks=SLOW)
+            for one in ([None, [[5]]], [[[5], []]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]])
+        ),
     ],
 )
 def test_bad_choices_are_refused(server: RunningServer, choices: Any) -> None:
@@ -72,7 +75,7 @@ def test_bad_choices_are_refused(server: RunningServer, choices: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "choices", [(), ((1000,), (1001,)), *(pytest.param(one, marks=SLOW) for one in (((),), ((-5,), (-6,))))]
+    "choices", [((1000,), (1001,)), *(pytest.param(one, marks=SLOW) for one in ((), ((),), ((-5,), (-6,))))]
 )
 def test_bad_choices_that_come_through_end_alone(
     server: RunningServer, choices: Any, monkeypatch: pytest.MonkeyPatch
@@ -85,7 +88,7 @@ def test_bad_choices_that_come_through_end_alone(
     assert "choices allow" in str(found)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=SLOW)])
 def test_logits_that_are_not_finite_end_their_row(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:

@@ -333,7 +333,7 @@ def test_a_token_is_asked_for_where_one_is_set() -> None:
 
 
 def test_closing_lets_what_runs_finish() -> None:
-    server = RunningServer()
+    server = RunningServer(graceful=15)
     found: list[Any] = []
     body = {"prompt": [5, 6, 7], "max_tokens": 150, "ignore_eos": True}
     thread = threading.Thread(target=lambda: found.append(ask(server, **body)))
