@@ -115,6 +115,7 @@ NO_REFERENCES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_long_reference_is_compared_whole(reward: MathReward) -> None:
     for right, wrong in [*LONG, (SENTENCE, SENTENCE.replace("two", "three"))]:
         texts = [rf"so \boxed{{{text}}}" for text in (right, wrong, "7")]
@@ -246,9 +247,5 @@ def test_zero_has_no_sign() -> None:
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1 \\ 2\end{pmatrix}", r"\begin{pmatrix}12\end{pmatrix}"),
     ],
 )
-def test_units_and_names_are_as_in_plain_text(reference: str, right: str, wrong: str) -> None:
-    reward = MathReward()
-    try:
-        assert reward([rf"\boxed{{{right}}}", rf"\boxed{{{wrong}}}"], answer=[reference] * 2) == [1.0, 0.0]
-    finally:
-        reward.close()
+def test_units_and_names_are_as_in_plain_text(reward: MathReward, reference: str, right: str, wrong: str) -> None:
+    assert reward([rf"\boxed{{{right}}}", rf"\boxed{{{wrong}}}"], answer=[reference] * 2) == [1.0, 0.0]
