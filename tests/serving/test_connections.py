@@ -161,6 +161,7 @@ def test_many_connections_of_one_client(said: bytes) -> None:
             assert not said or healthy(server)
 
 
+@pytest.mark.slow
 def test_those_that_are_served_are_not_sent_away() -> None:
     limits = ConnectionLimits(address=4)
     with serving(limits=limits, max_rows=4) as server:
@@ -411,6 +412,7 @@ def test_what_runs_is_not_finished_by_the_weights_of_a_trainer_that_began_again(
         assert found[0].status_code == 409
 
 
+@pytest.mark.slow
 def test_metrics_do_not_tell_somebodys_prompt_token_by_token() -> None:
     """Each next token of it, and a wrong one in its place: what is told after the one is told after the other."""
 

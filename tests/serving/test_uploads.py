@@ -272,6 +272,7 @@ def test_parts_of_an_upload(server: RunningServer, parts: list[tuple[str, bytes 
     assert 400 <= broken.status_code < 500
 
 
+@pytest.mark.slow
 def test_an_upload_whose_client_goes_away() -> None:
     with serving(settings=ServeSettings("tiny")) as server:
         long = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "n": 64}
