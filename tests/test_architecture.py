@@ -59,10 +59,6 @@ WITHOUT_TORCH = {
     "watch",
 }
 HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax", "orbax")
-<<<<<<< HEAD
-MAX_LINES = 700
-=======
->>>>>>> main
 
 
 @dataclass(frozen=True)
