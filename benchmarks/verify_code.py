@@ -18,8 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from covey.rewards.code import read_tests
-from covey.rewards.harness import TestHarness
+from covey.rewards.code import TestHarness, read_tests
 from covey.rewards.jail.harness import Tests
 from covey.rewards.jail.sandbox import Limits
 from covey.tasks import load_rows

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.errors import GenerationError, ServingError
-from covey.rollout.streams import stream_key
+from covey.rollout.drawing import stream_key
 from covey.serving.dialect import Dialect, Sampled, Upload
 from covey.types import Request, SamplingSettings
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards import Sandbox
+from covey.rewards import Sandbox, TestHarness
+from covey.rewards.jail import sandbox
+
+REFUSE = "from jail import confine\nconfine.enter_namespaces = lambda: 'not allowed here'\nfrom jail import zygote\n"
+"""Begins a jail as on a host that has no namespaces to give."""
+MODES = ["namespace", pytest.param("landlock", marks=pytest.mark.slow)]
 
 
 @cache
@@ -21,3 +29,19 @@ def missing() -> str:
 
 
 needs_jail = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a jail")
+
+
+@contextmanager
+def jailed(mode: str, limits: Any) -> Iterator[TestHarness]:
+    """A harness whose jail keeps files away by `mode`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mode == "landlock":
+            refuse_namespaces(patch)
+        harness = TestHarness(limits, workers=2)
+    with harness:
+        assert harness._sandbox.protections.files == mode
+        yield harness
+
+
+def refuse_namespaces(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.environments.registry import get_world
+from covey.environments.base import get_world
 from covey.errors import ConfigError, CoveyError, DataError, RewardError
 from covey.rollout.calls import read_rewards
 from covey.tasks.dataset import load_rows

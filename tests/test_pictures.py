@@ -19,8 +19,7 @@ import covey
 from covey.errors import DataError, ModelError
 from covey.pytorch.footprint import empty_model
 from covey.pytorch.models.loading import load_model
-from covey.serving.chat import chat_text
-from covey.serving.neutral import RequestError
+from covey.serving.requests import RequestError, chat_text
 from covey.tasks import build_prompts, load_rows
 from covey.trl import GRPOConfig, GRPOTrainer
 from covey.trl.loading import with_models

@@ -31,7 +31,7 @@ PROMISED = [
         "covey.algorithms",
     ),
     ("covey.rewards", ["Verifier"], "covey.rewards"),
-    ("covey.rewards", ["TestHarness"], "covey.rewards.harness"),
+    ("covey.rewards", ["TestHarness"], "covey.rewards.code"),
     (
         "covey.tasks.usmle",
         ["USMLERewardModel", "compute_reward", "extract_answer", "format_usmle_prompt"],

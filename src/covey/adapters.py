@@ -246,8 +246,7 @@ def read_adapter(
 def read_adapter_folder(folder: str | Path) -> Adapter:
     """Read a PEFT adapter of any kind; its tensors are not compared with its config.
 
-    Raises:
-        ModelError: no such files, or damaged ones.
+    Raises `ModelError`: no such files, or damaged ones.
     """
     folder = Path(folder)
     if not (folder / CONFIG_FILE).is_file():
@@ -266,8 +265,7 @@ def read_adapter_folder(folder: str | Path) -> Adapter:
 def plain_lora(config: Mapping[str, Any]) -> tuple[int, float]:
     """Rank and alpha of a PEFT config that asks for plain LoRA.
 
-    Raises:
-        AdapterError: it asks for more, or its numbers are no numbers above 0.
+    Raises `AdapterError`: it asks for more, or its numbers are no numbers above 0.
     """
     if str(config.get("peft_type")).rsplit(".", 1)[-1].upper() != "LORA":
         raise AdapterError(f"adapter_config has peft_type={config.get('peft_type')!r:.80}; it must be LORA")
@@ -285,9 +283,8 @@ def plain_lora(config: Mapping[str, Any]) -> tuple[int, float]:
 def read_config(text: bytes | str) -> Any:
     """The JSON of an adapter's config.
 
-    Raises:
-        AdapterError: it is not JSON, or names a setting twice.
-        MalformedConfigError: it is nested too deeply, or has a number that is too large.
+    Raises `AdapterError`: it is not JSON, or names a setting twice; `MalformedConfigError`: it is nested too deeply, or
+    has a number that is too large.
     """
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: _distinct("adapter_config", pairs))
@@ -300,11 +297,7 @@ def read_config(text: bytes | str) -> Any:
 
 
 def read_tensors(file: bytes) -> dict[str, Array]:
-    """The arrays of a safetensors file.
-
-    Raises:
-        AdapterError: it is none, or not a sound one.
-    """
+    """The arrays of a safetensors file. Raises `AdapterError`: it is none, or not a sound one."""
     try:
         _check_header(file)
         return {
@@ -320,8 +313,7 @@ def read_tensors(file: bytes) -> dict[str, Array]:
 def write_tensors(path: Path, tensors: Mapping[str, Array]) -> None:
     """Write a safetensors file whole or not at all, without the whole file in memory.
 
-    Raises:
-        RunFolderError: it cannot be written; what was there before still is.
+    Raises `RunFolderError`: it cannot be written; what was there before still is.
     """
     with writing(path) as aside:
         aside.touch(exist_ok=False)
@@ -341,8 +333,7 @@ def check_fits(
 ) -> None:
     """Compare arrays with the shapes that a model has under their names.
 
-    Raises:
-        ModelError: names or shapes differ.
+    Raises `ModelError`: names or shapes differ.
     """
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or unexpected:

@@ -21,8 +21,7 @@ class Backend(Protocol):
     def check(self, config: GRPOConfig) -> None:
         """Refuse settings that this backend does not have, before anything is loaded.
 
-        Raises:
-            ConfigError: naming the setting.
+        Raises `ConfigError`: naming the setting.
         """
         ...
 
@@ -31,8 +30,7 @@ class Backend(Protocol):
     ) -> TrainedPolicy:
         """The policy of `config.model`, or of a loaded `transformers` model, with its adapter and its reference.
 
-        Raises:
-            ConfigError, ModelError: there is no such model, or this backend cannot compute it.
+        Raises `ConfigError, ModelError`: there is no such model, or this backend cannot compute it.
         """
         ...
 

@@ -89,11 +89,7 @@ def no_path(value: Any) -> str:
 
 
 def checked_path(name: str, value: Any) -> Path:
-    """The path that an argument of this name was given.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """The path that an argument of this name was given. Raises `ConfigError`: it is none."""
     is_path = isinstance(value, str | os.PathLike)
     problem = no_path(value) if is_path else f"a {type(value).__name__} is no path; give one as text"
     if problem:
@@ -104,8 +100,7 @@ def checked_path(name: str, value: Any) -> Path:
 def require_kind(path: Path, *, folder: bool = False) -> None:
     """Raise unless the path is free, or a file (or with `folder` a folder): a pipe would be waited for without an end.
 
-    Raises:
-        RunFolderError: something else has that name, such as a link to nothing.
+    Raises `RunFolderError`: something else has that name, such as a link to nothing.
     """
     with explained(path, "look at"):
         if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
@@ -117,8 +112,7 @@ def require_kind(path: Path, *, folder: bool = False) -> None:
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read; pipes and devices, which would wait or never end, are refused.
 
-    Raises:
-        OSError: it is none, or cannot be read.
+    Raises `OSError`: it is none, or cannot be read.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -143,8 +137,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write a file so that a reader sees the old content or the new, never a part, whatever kills the
     process.
 
-    Raises:
-        RunFolderError: the file cannot be written; the old content is untouched.
+    Raises `RunFolderError`: the file cannot be written; the old content is untouched.
     """
     content = data.encode("utf-8", errors="replace") if isinstance(data, str) else data
     with writing(path) as aside, aside.open("xb") as file:
@@ -155,8 +148,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a name to write a file under, which takes the place of `path` when the block ends; see `write_atomically`.
 
-    Raises:
-        RunFolderError: the file cannot be written; the old content is untouched.
+    Raises `RunFolderError`: the file cannot be written; the old content is untouched.
     """
     target = Path(path)
     aside = _aside(target)
@@ -219,8 +211,7 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
     """Give a finished folder its final name: manifest, fsync, rename; an older folder of that name is
     replaced.
 
-    Raises:
-        RunFolderError: a file cannot be written; what was published under `final` before is still there.
+    Raises `RunFolderError`: a file cannot be written; what was published under `final` before is still there.
     """
     source, target = Path(aside), Path(final)
     with explained(target, "publish"):
@@ -258,8 +249,7 @@ def publishing(final: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield an empty folder to fill; publish it under `final` when the block ends, remove it when the block
     raises.
 
-    Raises:
-        RunFolderError: the disk is full, the folder is not writable, ...
+    Raises `RunFolderError`: the disk is full, the folder is not writable, .
     """
     target = Path(final)
     aside = _aside(target)
@@ -324,8 +314,7 @@ def sampled_hash(files: Iterable[Path]) -> str:
     """SHA-256 of the names, lengths and contents of files; of large ones the first MiB (of weights: names and shapes)
     and sixteen places at even distances, to the end, stand for the whole.
 
-    Raises:
-        OSError: one cannot be read.
+    Raises `OSError`: one cannot be read.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -344,8 +333,7 @@ def sampled_hash(files: Iterable[Path]) -> str:
 def require_free_space(path: str | os.PathLike[str], needed_bytes: int, purpose: str) -> None:
     """Raise while nothing is lost yet, if the disk of `path` has less than `needed_bytes` free.
 
-    Raises:
-        RunFolderError: too little space; the message names both amounts.
+    Raises `RunFolderError`: too little space; the message names both amounts.
     """
     existing = Path(path).absolute()
     while not existing.exists():

@@ -1,6 +1,6 @@
 """Find Python objects by name: `my_rewards.py:correct` in a file of the user's, or `package.module:correct`.
 
-And make things of a kind that have options in their names: `arithmetic:kinds=gcd,digits=2`.
+And make things of a kind that have options in their names: `gsm8k:num_eval=50`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
 def load_function(name: str) -> Callable[..., Any]:
     """Import the function or verifier that `name` names; see `load_object`.
 
-    Raises:
-        ConfigError: also where it is something else.
+    Raises `ConfigError`: also where it is something else.
     """
     found = load_object(name)
     if not callable(found) and not hasattr(found, "batch_verify"):
@@ -57,8 +56,7 @@ def load_function(name: str) -> Callable[..., Any]:
 def name_of(function: Any) -> str:
     """The name under which `load_function` finds a function again: `MODULE:NAME`.
 
-    Raises:
-        ValueError: it would not; the function has no name of its own at the top of a module.
+    Raises `ValueError`: it would not; the function has no name of its own at the top of a module.
     """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
     if "<" in name or "." in name:
@@ -72,8 +70,7 @@ def name_of(function: Any) -> str:
 def load_object(name: str, kind: str = "function") -> Any:
     """Import the object that `name` names.
 
-    Raises:
-        ConfigError: wrong form, no such file, module or object, or the file raises when imported.
+    Raises `ConfigError`: wrong form, no such file, module or object, or the file raises when imported.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -158,8 +155,7 @@ def user_file_hashes() -> dict[str, str]:
 def require_files(hashes: Mapping[str, str]) -> None:
     """Make sure that this machine has the user's files that another process has imported.
 
-    Raises:
-        ConfigError: one is missing, or another one.
+    Raises `ConfigError`: one is missing, or another one.
     """
     for path, wanted in hashes.items():
         where = f"{path}: on {socket.gethostname()}"
@@ -190,7 +186,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Made] | str]) -> tuple[str, Any, str]:
     """What `name` begins with, the factory of that name or the object of a `FILE.py:NAME`, and the options after it.
 
-    A factory that is told by `MODULE:NAME` is imported now.
+    A factory may itself be a name, `MODULE:NAME`, which is imported when it is asked for.
 
     Raises:
         ConfigError: there is no such thing.
@@ -202,8 +198,8 @@ def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Mad
         return base, load_object(base, kind), listed
     if base not in factories:
         raise ConfigError(f"{kind}={base!r}: no such {kind}; {_nearest(base, sorted(factories))}")
-    found = factories[base]
-    return base, load_object(found, kind) if isinstance(found, str) else found, listed
+    factory = factories[base]
+    return base, load_object(factory, kind) if isinstance(factory, str) else factory, listed
 
 
 def make_named(
@@ -211,9 +207,8 @@ def make_named(
 ) -> Made:
     """Call the factory that `name` names.
 
-    Raises:
-        ConfigError: no such thing, no such option, or a value that the factory refuses; or what the user's file has
-            under that name is no such thing.
+    Raises `ConfigError`: no such thing, no such option, or a value that the factory refuses; or what the user's file
+    has under that name is no such thing.
     """
     base, factory, listed = find_factory(kind, name, factories)
     options = _read_options(kind, name, listed) | options

@@ -22,8 +22,7 @@ _FIXES = {
 def prepare_upload(repository: str, *, token: str | None = None, private: bool | None = None) -> str:
     """Make sure that a model repository is there and that it may be written, before anything expensive.
 
-    Raises:
-        HubError: it cannot be made or reached, or the token may not write.
+    Raises `HubError`: it cannot be made or reached, or the token may not write.
     """
     with _explained(repository):
         return str(HfApi(token=token).create_repo(repository, private=private, exist_ok=True).repo_id)
@@ -39,8 +38,7 @@ def upload_folder(
 ) -> str:
     """Upload the files of a folder, as one commit.
 
-    Raises:
-        HubError: it cannot be uploaded; the folder is as it was.
+    Raises `HubError`: it cannot be uploaded; the folder is as it was.
     """
     api = HfApi(token=token)
     ignored = [COMPLETE, "covey/**", "covey-*/**", "checkpoint-*/**", "*.tmp-*", "*.tmp-*/**"]

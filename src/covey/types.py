@@ -356,7 +356,6 @@ class Generator(Protocol):
     ) -> list[Completion]:
         """Return one completion for each request, in order.
 
-        Raises:
-            GenerationError: a prompt does not fit the context, or the weights held are not of `policy_version`.
+        Raises `GenerationError`: a prompt does not fit the context, or the weights held are not of `policy_version`.
         """
         ...

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from covey.serving.connections import ConnectionLimits
-from covey.serving.listening import listen, uvicorn_server
+from covey.serving.connections import ConnectionLimits, listen, uvicorn_server
 from covey.watch.app import create_app
 from covey.watch.run import WatchedRun
 from covey.watch.tables import TableReader

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from covey.environments import EnvironmentPool, House, Observation, Outcome
+from covey.environments import EnvironmentPool, Observation, Outcome
 from covey.errors import ConfigError, EpisodeError
+from covey.recipes.house.house import House
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ending_worlds import NoRoom, Together, Waiting
@@ -176,6 +177,7 @@ def test_a_question_can_be_forgotten(pool: EnvironmentPool) -> None:
     assert pool.wait() == []
 
 
+@pytest.mark.slow
 def test_resets_wait_for_their_turn_and_not_on_their_time() -> None:
     with EnvironmentPool(Trouble(), places=7, reset_seconds=1.5, resets_at_once=2) as pool:
         began = time.monotonic()
@@ -335,6 +337,7 @@ def test_gymnasiums_five_values_are_an_answer(pool: EnvironmentPool) -> None:
         assert (outcome.done, outcome.success, outcome.reward) == (True, success, 1.0)
 
 
+@pytest.mark.slow
 def test_environments_that_end_together_cost_only_their_own_episodes() -> None:
     """Six times 64 processes end at once, by themselves and by `kill -9`: the other place and the template live on."""
     with EnvironmentPool(Together(), places=65) as pool:
@@ -361,7 +364,7 @@ def test_environments_that_end_together_cost_only_their_own_episodes() -> None:
 
 _FORKS = """
 import os, signal, sys, time
-from covey.environments.worker import _Forks
+from covey.environments.pool import _Forks
 
 if sys.argv[1] == "without":
     del os.waitid
@@ -391,7 +394,7 @@ except ChildProcessError:
 """
 
 
-@pytest.mark.parametrize("waitid", ["with", "without"])
+@pytest.mark.parametrize("waitid", ["with", pytest.param("without", marks=pytest.mark.slow)])
 def test_500_forks_that_end_while_others_are_added(waitid: str) -> None:
     """Also where Python has no `waitid`, as on macOS before 3.13."""
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The bundled house, adapters for other interfaces, and worlds by name."""
+"""Worlds: adapters for other interfaces, worlds by name, and from what a model says to what it does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import pytest
 
 from covey.environments import (
     EnvironmentPool,
-    House,
-    HouseEnvironment,
     Observation,
     Outcome,
     get_world,
+    match_action,
+    parse_action,
     register_world,
     world_names,
 )
 from covey.environments.adapters import Gymnasium, GymnasiumEnvironment, OpenEnv, OpenEnvEnvironment
 from covey.environments.base import checked_reset, checked_step
 from covey.errors import ConfigError, EpisodeError
+from covey.recipes.house.house import House, HouseEnvironment
 
 TASK = {"rooms": ["attic", "garden"], "thing": "key", "place": "garden", "uid": "x"}
 
@@ -171,3 +172,50 @@ def test_a_real_gymnasium_environment_in_a_process_of_its_own() -> None:
         pool.reset(0, {"uid": "x"}, 0)
         ((_, failed),) = pool.wait()
         assert "NoSuchLake" in str(failed)
+
+
+ACTIONS = ("go", "go north", "go to the red door", "take key", "look")
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "action"),
+    [
+        ("<action>go north</action>", "tags", "go north"),
+        ("I think. <action>look</action> no: <ACTION> take key </ACTION>", "tags", "take key"),
+        ("go north", "tags", None),
+        ("<action></action>", "tags", None),
+        ("<action>fly</action>", "tags", None),
+        ("\n\n  Go North. \nbecause", "text", "go north"),
+        ("I will take key now", "text", "take key"),
+        ("I go to the red door", "text", "go to the red door"),
+        ("take key or look", "text", None),  # two of them: no decision
+        ("gonorth", "text", None),
+        ("", "text", None),
+        ("   \n ", "text", None),
+        ('{"name": "act", "arguments": {"action": "look"}}', "tool", "look"),
+        ('<tool_call>{"name": "go", "arguments": {"direction": "north"}}</tool_call>', "tool", "go north"),
+        ('{"name": "act", "arguments": "{\\"action\\": \\"take key\\"}"}', "tool", "take key"),
+        ('{"name": "look", "parameters": {}}', "tool", "look"),
+        ('{"name": "look"', "tool", None),
+        ('[{"name": "look", "arguments": {}}, {"name": "go", "arguments": {"to": "north"}}]', "tool", "go north"),
+        ("[]", "tool", None),
+        ("[1, 2]", "tool", None),
+        ('{"arguments": 3}', "tool", None),
+        ("[" * 100_000, "tool", None),
+        ("go", "choice", "go"),
+    ],
+)
+def test_formats(text: str, format: str, action: str | None) -> None:
+    assert parse_action(text, format, ACTIONS) == action  # type: ignore[arg-type]
+
+
+def test_without_a_list_anything_may_be_tried() -> None:
+    assert parse_action("<action> open the box </action>", "tags") == "open the box"
+    assert parse_action("x" * 1001, "text") is None
+
+
+def test_the_longest_name_is_meant() -> None:
+    assert match_action("go north!", ACTIONS) == "go north"
+    assert match_action("GO", ACTIONS) == "go"
+    assert match_action("going nowhere", ACTIONS) is None
+    assert match_action("x", ()) is None

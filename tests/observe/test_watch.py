@@ -23,8 +23,7 @@ from command import Command
 from covey import GRPOTrainer
 from covey.config import GRPOConfig
 from covey.observe.run_folder import RunFolder
-from covey.serving.connections import ConnectionLimits
-from covey.serving.listening import listen, uvicorn_server
+from covey.serving.connections import ConnectionLimits, listen, uvicorn_server
 from covey.watch import export, tables
 from covey.watch import run as watching
 from covey.watch.app import create_app

@@ -26,6 +26,15 @@ _RAW_THREADS = (
     "    count += 1\n    if count == 70: print('THROUGH', flush=True)\n"
 )
 
+IN_EVERY_RUN = {
+    *("infinite loop", "fork bomb", "threads", "memory bomb", "output flood", "disk fill", "os._exit in a call"),
+    *("endless recursion", "a number that has no text", "equal to everything", "patched unittest", "a forged result"),
+    *("patched messages", "an error that ends iterations", "noise on the channel", "closed channel", "ptrace"),
+    *("killing everybody", "a program", "network", "a file outside", "writing outside", "mount", "raw threads"),
+    *("a signal by thread", "removing a file", "many large files", "which processes there are", "installed packages"),
+}
+"""One of each kind; the others are run with the slow tests."""
+
 EVERYWHERE: dict[str, tuple[str, set[str]]] = {
     "infinite loop": ("while True: pass", {"timeout"}),
     "infinite loop when called": ("def f(x):\n    while True: pass", {"timeout"}),

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from covey.errors import RewardError
-from covey.rewards.harness import TestHarness, split_check
-from covey.rewards.jail import codec
+from covey.rewards.code import TestHarness, split_check
+from covey.rewards.jail import messages
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
 from covey.rewards.jail.programs import extract_code, same_output, same_value
 from covey.rewards.jail.sandbox import Limits
@@ -441,13 +441,13 @@ def refuse(value: Any) -> int:
 @given(PLAIN)
 @settings(max_examples=200, deadline=None)
 def test_plain_values_cross_unchanged(value: Any) -> None:
-    crossed = codec.Decoder(refuse)(codec.Encoder(refuse)(value))
+    crossed = messages.Decoder(refuse)(messages.Encoder(refuse)(value))
     assert crossed == value
     assert type(crossed) is type(value)
 
 
 def test_other_values() -> None:
-    encode, decode = codec.Encoder(lambda value: 7), codec.Decoder(lambda number: ("handle", number))
+    encode, decode = messages.Encoder(lambda value: 7), messages.Decoder(lambda number: ("handle", number))
     assert decode(encode(object())) == ("handle", 7)
     assert list(decode(encode(iter([1, 2])))) == [1, 2]
     assert list(decode(encode({"a": 1}.keys()))) == ["a"]
@@ -472,13 +472,13 @@ def test_other_values() -> None:
         encode(set(colliding)),
         encode(dict.fromkeys(colliding)),
     ):
-        with pytest.raises(codec.CodecError):
+        with pytest.raises(messages.CodecError):
             decode(tree)
     deep: Any = []
     for _ in range(100):
         deep = [deep]
     for too_much in (deep, list(range(300_000)), (x for x in iter(int, 1))):
-        with pytest.raises(codec.CodecError):
+        with pytest.raises(messages.CodecError):
             encode(too_much)
-    with pytest.raises(codec.CodecError):
+    with pytest.raises(messages.CodecError):
         decode(deep)

@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 
 from covey.errors import RewardError
-from covey.rewards.harness import TestHarness
-from covey.rewards.jail import sandbox
+from covey.rewards.code import TestHarness
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
 from covey.rewards.jail.sandbox import Limits
-from jails import needs_jail
+from jails import MODES, jailed, needs_jail
 
 pytestmark = needs_jail
-REFUSE = "from jail import confine\nconfine.enter_namespaces = lambda: 'not allowed here'\nfrom jail import zygote\n"
 
 PROGRAMS = {
     "a dataclass": """\
@@ -329,18 +327,22 @@ ENDS = (
 """These look at the main module, write to standard error, or have something to say when a program ends."""
 
 
-@pytest.fixture(scope="module", params=["namespace", "landlock"])
+IN_EVERY_RUN = {
+    *("a dataclass with a forward reference", "pickling its own class", "asyncio in threads", "a selector", "files"),
+    *("temporary files", "a thread that nobody waits for", "an output of its own", "a program that cannot be started"),
+}
+"""The others are run with the slow tests."""
+
+
+@pytest.fixture(scope="module", params=MODES)
 def harness(request: pytest.FixtureRequest) -> Iterator[TestHarness]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "landlock":
-            patch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))
-        harness = TestHarness(Limits(seconds=10), workers=2)
-    with harness:
-        assert harness._sandbox.protections.files == request.param
+    with jailed(request.param, Limits(seconds=10)) as harness:
         yield harness
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in IN_EVERY_RUN)) for n in PROGRAMS]
+)
 def test_a_program_prints_what_it_prints_outside(harness: TestHarness, name: str, tmp_path: Path) -> None:
     code = PROGRAMS[name]
     (tmp_path / "solution.py").write_text(code)

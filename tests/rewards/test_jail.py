@@ -1,9 +1,11 @@
-"""Hostile programs: each scores 0, leaves nothing behind, and does not disturb the next one."""
+"""Hostile programs: each scores 0, leaves nothing behind, and does not disturb the next one. The jail stands alone."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,12 +20,12 @@ import attacks
 import pytest
 from attacks import HONEST, SECRET
 
-from covey.rewards.harness import TestHarness
-from covey.rewards.jail import confine, sandbox
-from covey.rewards.jail.errors import JailError
+from covey.rewards import jail
+from covey.rewards.code import TestHarness
+from covey.rewards.jail import JailError, confine, sandbox
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult
 from covey.rewards.jail.sandbox import Limits, Protections, Sandbox
-from jails import needs_jail
+from jails import MODES, REFUSE, jailed, needs_jail, refuse_namespaces
 
 pytestmark = needs_jail
 
@@ -32,18 +34,11 @@ ASSERTS = AssertTests(
     (f"assert f(1) == {SECRET!r}", "assert f(2) == 2", "assert all(map(f, [2]))", "assert not any(map(f, [0]))"),
     entry_points=("f",),
 )
-REFUSE = "from jail import confine\nconfine.enter_namespaces = lambda: 'not allowed here'\nfrom jail import zygote\n"
 
 
-@pytest.fixture(scope="module", params=["namespace", "landlock"])
+@pytest.fixture(scope="module", params=MODES)
 def harness(request: pytest.FixtureRequest) -> Iterator[TestHarness]:
-    limits = Limits(seconds=1.5, memory_mb=192, files_mb=16, output_mb=1)
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "landlock":
-            patch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))
-        harness = TestHarness(limits, workers=2)
-    with harness:
-        assert harness._sandbox.protections.files == request.param
+    with jailed(request.param, Limits(seconds=1.5, memory_mb=192, files_mb=16, output_mb=1)) as harness:
         yield harness
 
 
@@ -60,7 +55,9 @@ def both(harness: TestHarness, code: str) -> tuple[TestResult, TestResult]:
     return calls, asserts
 
 
-@pytest.mark.parametrize("name", attacks.EVERYWHERE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in attacks.IN_EVERY_RUN)) for n in attacks.EVERYWHERE]
+)
 def test_an_attack_scores_nothing(
     harness: TestHarness, name: str, victim: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
@@ -92,8 +89,8 @@ def test_a_host_that_pipes_kill_outlives_a_closed_channel() -> None:
     """`SIGPIPE` as a shell's filters have it: the channel's end is an error here, for the jail and for frames."""
     script = (
         "import signal, socket\nsignal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
-        "from covey.rewards.harness import TestHarness\n"
-        "from covey.rewards.jail import frames\nfrom covey.rewards.jail.harness import AssertTests, CallTests\n"
+        "from covey.rewards.code import TestHarness\n"
+        "from covey.rewards.jail import messages\nfrom covey.rewards.jail.harness import AssertTests, CallTests\n"
         "code = 'import os, socket\\ns = socket.socket(fileno=os.dup(3))\\ns.shutdown(0)\\ndef f(x): return x'\n"
         "with TestHarness() as harness:\n"
         "    for tests in (CallTests('f', (((1,), 1), ((2,), 2))), AssertTests(('assert f(1) == 1',) * 2)):\n"
@@ -101,7 +98,7 @@ def test_a_host_that_pipes_kill_outlives_a_closed_channel() -> None:
         "    harness._sandbox._process.kill()\n    harness._sandbox._process.wait()\n"
         "    print(harness.run('def f(x): return 1', CallTests('f', (((1,), 1),))).score)\n"
         "ours, theirs = socket.socketpair()\ntheirs.close()\n"
-        "try:\n    frames.send(ours.fileno(), {})\nexcept BrokenPipeError:\n    print(signal.sigpending())\n"
+        "try:\n    messages.send(ours.fileno(), {})\nexcept BrokenPipeError:\n    print(signal.sigpending())\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["0.0", "0.0", "1.0", "set()"]), done
@@ -249,7 +246,7 @@ def test_the_jail_ends_with_its_owner(mode: str) -> None:
 
 
 def test_a_folder_whose_jail_was_killed_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))
+    refuse_namespaces(monkeypatch)
     before = folders()
     jail = Sandbox()
     (left,) = folders() - before
@@ -345,7 +342,7 @@ def test_protections_are_told_and_demanded(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_namespaces_landlock_keeps_files_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sandbox, "_START", sandbox._START.replace("from jail import zygote\n", REFUSE))
+    refuse_namespaces(monkeypatch)
     before = folders()
     with TestHarness(Limits(seconds=2)) as harness:
         assert "Landlock" in harness.protections
@@ -400,3 +397,43 @@ def test_programs_are_confined_too(harness: TestHarness) -> None:
         "import os\nos.abort()",
     ):
         assert harness.run(code, tests).score == 0.0
+
+
+FOLDER = Path(jail.__file__).parent
+SCRIPT = """
+import importlib.util, json
+assert importlib.util.find_spec("covey") is None
+from prison.harness import CallTests, TestHarness
+from prison.sandbox import Limits
+
+good = "def add(a, b):\\n    return a + b"
+hostile = "import os, sys\\nopen('/etc/passwd').read()\\n" + good
+with TestHarness(Limits(seconds=3), workers=2) as harness:
+    tests = CallTests("add", (((1, 2), 3), ((0, 0), 0)))
+    print(json.dumps([[result.score, result.status] for result in harness.run_all([(good, tests), (hostile, tests)])]))
+"""
+
+
+@needs_jail
+def test_a_copy_under_another_name_runs_without_covey(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "prison", ignore=shutil.ignore_patterns("__pycache__"))
+    script = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{SCRIPT}"
+    command = [sys.executable, "-I", "-S", "-B", "-c", script]  # without site-packages, where Covey is
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[1.0, "passed"], [0.0, "error"]]
+
+
+def test_it_imports_the_standard_library_and_itself() -> None:
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= sys.stdlib_module_names, path.name
+            elif isinstance(node, ast.ImportFrom):
+                inside = node.level == 1 or (node.module or "").split(".")[0] in sys.stdlib_module_names
+                assert inside, f"{path.name}: {ast.unparse(node)}"
+
+
+def test_every_file_is_in_the_readme() -> None:
+    told = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{path.name}`" in told for path in FOLDER.glob("*.py") if path.name != "__init__.py")

@@ -10,10 +10,10 @@ import pytest
 
 from covey.algorithms.masks import has_choice_letter, is_repetitive
 from covey.environments.actions import parse_action
+from covey.recipes.arithmetic.arithmetic import read_answer
 from covey.rewards.extract import boxed_content, final_number, last_number, parse_number
-from covey.rewards.formats import has_tags, json_reward
 from covey.rewards.jail.programs import extract_code, same_output
-from covey.tasks.arithmetic import read_answer
+from covey.rewards.text import has_tags, json_reward
 from covey.tasks.usmle import extract_answer, extract_answer_literal
 from covey.trl.toolchat import calls_in
 
@@ -41,85 +41,24 @@ READERS: dict[str, Callable[[str], Any]] = {
     "calls of tools in tags": lambda text: calls_in(f"<tool_call><function=f>{text}", (), ended=True, bare=True),
     "an action as it is": lambda text: parse_action(text, "choice", ACTIONS),
 }
+# fmt: off
 UNITS = [
-    "a",
-    "_",
-    "a_",
-    "*",
-    "`",
-    " ",
-    "\n",
-    "\t",
-    "\x0c",
-    "(",
-    ")",
-    " )",
-    "  ) ",
-    "[",
-    "{",
-    "}",
-    ":",
-    ": ",
-    ". ",
-    ",",
-    "-",
-    "−",
-    "=",
-    "%",
-    "$",
-    "@",
-    "e",
-    "0.",
-    "1",
-    "1,",
-    "-1.",
-    "1/2 ",
-    "1 2\n",
-    "B (",
-    "A. ",
-    "A or ",
-    "A is the ",
-    "so, ",
-    "not ",
-    "is ",
-    "if :",
-    "x=",
-    "x = ",
-    "def ",
-    "f(",
-    "from a.",
-    "larger ",
-    "answer ",
-    "answer is ",
-    "the best answer is ",
-    "Therefore ",
-    "option ",
-    "####",
-    "\\boxed{",
-    "<think>",
-    "</think>",
-    "<action>",
-    "</action>",
-    "<tool_call>",
-    "</tool_call>",
-    '<tool_call>{"name": "f"}</tool_call>',
-    "<function=f>",
-    "<parameter=",
-    "<parameter=a>",
-    "</parameter>",
-    "xA.",
-    "```\n",
-    "```python\n",
-    "``` ",
-    "~~~\n",
-    "[[]],",
-    '{"a":',
+    "a", "_", "a_", "*", "`", " ", "\n", "\t", "\x0c", "(", ")", " )", "  ) ", "[", "{", "}", ":", ": ", ". ", ",",
+    "-", "−", "=", "%", "$", "@", "e", "0.", "1", "1,", "-1.", "1/2 ", "1 2\n", "B (", "A. ", "A or ", "A is the ",
+    "so, ", "not ", "is ", "if :", "x=", "x = ", "def ", "f(", "from a.", "larger ", "answer ", "answer is ",
+    "the best answer is ", "Therefore ", "option ", "####", "\\boxed{", "<think>", "</think>", "<action>",
+    "</action>", "<tool_call>", "</tool_call>", '<tool_call>{"name": "f"}</tool_call>', "<function=f>", "<parameter=",
+    "<parameter=a>", "</parameter>", "xA.", "```\n", "```python\n", "``` ", "~~~\n", "[[]],", '{"a":',
 ]
+# fmt: on
 SURROUNDINGS = (("", ""), ("A", " x"), ("```python\n", "a"), ("[", "1]"))
 SIZE = 2_000
 
 
-@pytest.mark.parametrize("name", READERS)
+SLOW = ("a USMLE answer", "a number after =", "a final number", "an answer to the bundled task", "JSON")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in READERS])
 def test_time_grows_no_faster_than_the_text(name: str) -> None:
     def seconds(unit: str, size: int) -> float:
         texts = [before + unit * (size // len(unit)) + after for before, after in SURROUNDINGS]

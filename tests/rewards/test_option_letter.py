@@ -151,6 +151,6 @@ def test_other_letters() -> None:
     ],
 )
 def test_no_text_takes_long(text: str) -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     extract_choice(text)
-    assert time.perf_counter() - began < 2.0  # a pattern that backtracks takes minutes
+    assert time.thread_time() - began < 2.0  # a pattern that backtracks takes minutes

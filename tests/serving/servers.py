@@ -9,24 +9,30 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 from tiny_models import tiny_model, tiny_tokenizer
 
 from covey.pytorch.engine import Engine
-from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app
-from covey.serving.connections import ConnectionLimits
-from covey.serving.listening import uvicorn_server
+from covey.serving import BatchingEngine, InferenceClient, ServeSettings, create_app, write_adapter
+from covey.serving.connections import ConnectionLimits, uvicorn_server
 
 
 class RunningServer:
     """`covey serve` with a tiny model."""
 
     def __init__(
-        self, *, settings: ServeSettings | None = None, limits: ConnectionLimits | None = None, **options: Any
+        self,
+        *,
+        settings: ServeSettings | None = None,
+        limits: ConnectionLimits | None = None,
+        graceful: int = 2,
+        **options: Any,
     ) -> None:
         self.model, self.tokenizer = tiny_model("llama"), tiny_tokenizer()
         self.engine = Engine(self.model, self.tokenizer, kv_cache_bytes=8 << 20)
@@ -38,7 +44,7 @@ class RunningServer:
         self._socket.listen(1024)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        quiet: dict[str, Any] = {"log_level": "error", "timeout_graceful_shutdown": 2}
+        quiet: dict[str, Any] = {"log_level": "error", "timeout_graceful_shutdown": graceful}
         self._server = uvicorn_server(app, limits or ConnectionLimits(), **quiet)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
@@ -57,6 +63,25 @@ def serving(**options: Any) -> Iterator[RunningServer]:
         yield server
     finally:
         server.close()
+
+
+def ask(server: RunningServer, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60, trust_env=False)
+
+
+def upload(server: RunningServer, seed: int = 1, **form: Any) -> httpx.Response:
+    from test_adapters import adapted
+
+    weights, config = write_adapter(adapted(seed))
+    files = {"adapter_weights": weights, "adapter_config": json.dumps(config).encode()}
+    return httpx.post(f"{server.url}/upload_adapter", files=files, data=form, timeout=60, trust_env=False)
+
+
+def wait_until(holds: Any) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 class ServerProcess:

@@ -29,7 +29,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.models.lora import attach_lora
 from covey.serving import InferenceClient, RemoteEngine
-from covey.serving.vllm import VLLMDialect
+from covey.serving.dialects import VLLMDialect
 from covey.types import Completion, Request, SamplingSettings
 
 VLLM_PYTHON, VLLM_MODEL = os.environ.get("COVEY_VLLM_PYTHON"), os.environ.get("COVEY_VLLM_MODEL")
@@ -69,7 +69,7 @@ class Served:
         return [Request(np.array([*ids[i % 2 :]]), (7, i)) for i in range(count)]
 
 
-@pytest.fixture(scope="module", params=["covey", "vllm"])
+@pytest.fixture(scope="module", params=[pytest.param("covey", marks=pytest.mark.slow), "vllm"])
 def served(
     request: pytest.FixtureRequest, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

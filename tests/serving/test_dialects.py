@@ -29,8 +29,7 @@ from covey.pytorch.engine.merge import AdaptedWeights, weights_of
 from covey.rollout.learning import Weights
 from covey.serving import InferenceClient, RemoteEngine
 from covey.serving.dialect import Dialect
-from covey.serving.dialects import DIALECTS, find_dialect
-from covey.serving.vllm import VLLMDialect
+from covey.serving.dialects import DIALECTS, VLLMDialect, find_dialect
 from covey.types import Request, SamplingSettings
 
 OF_A_STRANGER = Path(__file__).parents[2] / "docs" / "dialects.py"
@@ -284,7 +283,14 @@ def test_conversations_by_sglang(tmp_path: Path) -> None:
         session.drop(row)
 
 
-@pytest.mark.parametrize(("kind", "peft"), [("sglang", True), ("sglang", False), ("dialects.py:LlamaCpp", True)])
+@pytest.mark.parametrize(
+    ("kind", "peft"),
+    [
+        ("dialects.py:LlamaCpp", True),
+        pytest.param("sglang", True, marks=pytest.mark.slow),
+        pytest.param("sglang", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_recipe_names_a_dialect(
     kind: str,
     peft: bool,

@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from servers import RunningServer, serving
+from servers import RunningServer, ask
 
 from covey.errors import GenerationError
 from covey.rollout.turns import Row
@@ -26,16 +26,6 @@ from covey.types import Request, SamplingSettings
 OTHERS = {"prompt": [[5, 6, 7], [9, 10]], "max_tokens": 150, "ignore_eos": True, "seed": 3, "return_token_ids": True}
 MARK = 77
 """A token for which the model's logits are spoilt."""
-
-
-@pytest.fixture
-def server() -> Iterator[RunningServer]:
-    with serving() as server:
-        yield server
-
-
-def ask(server: RunningServer, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
 
 
 def said(server: RunningServer) -> list[list[int]]:
@@ -65,8 +55,18 @@ def sampled(server: RunningServer, request: Request, **settings: Any) -> Any:
     return done.result(60)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "choices", [[[[]]], [[[5], []]], [[[1000]]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]], [None, [[5]]]]
+    "choices",
+    [
+        *([[[]]], [[[1000]]]),
+        *(
+            pytest.param(one, marks=SLOW)
+            for one in ([None, [[5]]], [[[5], []]], [[[-1]]], [[[5, 1 << 40]]], [[["x"]]], [[]])
+        ),
+    ],
 )
 def test_bad_choices_are_refused(server: RunningServer, choices: Any) -> None:
     answer = beside_others(server, lambda: ask(server, prompt=[5, 6], choices=choices, return_support=True))
@@ -74,7 +74,9 @@ def test_bad_choices_are_refused(server: RunningServer, choices: Any) -> None:
     assert "choices" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("choices", [(), ((),), ((1000,), (1001,)), ((-5,), (-6,))])
+@pytest.mark.parametrize(
+    "choices", [((1000,), (1001,)), *(pytest.param(one, marks=SLOW) for one in ((), ((),), ((-5,), (-6,))))]
+)
 def test_bad_choices_that_come_through_end_alone(
     server: RunningServer, choices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +88,7 @@ def test_bad_choices_that_come_through_end_alone(
     assert "choices allow" in str(found)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=SLOW)])
 def test_logits_that_are_not_finite_end_their_row(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
@@ -162,8 +164,8 @@ def test_kept_ids_are_bounded(server: RunningServer, monkeypatch: pytest.MonkeyP
     assert ask(server, **body).status_code == 200
 
 
-def test_a_prompt_that_the_memory_does_not_hold(server: RunningServer) -> None:
-    server.batching.longest_prompt = 100
+def test_a_prompt_that_the_memory_does_not_hold(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.batching, "longest_prompt", 100)
     answer = beside_others(server, lambda: ask(server, prompt=[5] * 101))
     assert answer.status_code == 400
     assert "has memory for 100" in answer.json()["error"]["message"]
@@ -181,7 +183,7 @@ def slowest_health(server: RunningServer, busy: threading.Thread) -> float:
     return slowest
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", pytest.param("/v1/chat/completions", marks=SLOW)])
 def test_texts_are_read_beside_the_loop(server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Tokenising takes three seconds here: nobody else waits for it."""
     encoded = Answering._encoded
@@ -201,16 +203,16 @@ def test_texts_are_read_beside_the_loop(server: RunningServer, monkeypatch: pyte
     "body",
     [
         {"prompt": "hello world " * 80_000},
-        {"prompt": ["a"] * 400_000},
-        {"prompt": [5] * 1_000_000},
         {"prompt": [[5]] * 500_000},
-        {"messages": [{"role": "user", "content": "x" * 1_000_000}]},
-        {"messages": [{"role": "user", "content": "x"}] * 4096, "max_tokens": 1},
-        {"prompt": "x", "stop": ["a"] * 500_000},
-        {"prompt": "x", "streams": [[1] * 1_000_000]},
-        {"prompt": "x", "choices": [[[5]] * 500_000]},
+        pytest.param({"prompt": ["a"] * 400_000}, marks=SLOW),
+        pytest.param({"prompt": [5] * 1_000_000}, marks=SLOW),
+        pytest.param({"messages": [{"role": "user", "content": "x" * 1_000_000}]}, marks=SLOW),
+        pytest.param({"messages": [{"role": "user", "content": "x"}] * 4096, "max_tokens": 1}, marks=SLOW),
+        pytest.param({"prompt": "x", "stop": ["a"] * 500_000}, marks=SLOW),
+        pytest.param({"prompt": "x", "streams": [[1] * 1_000_000]}, marks=SLOW),
+        pytest.param({"prompt": "x", "choices": [[[5]] * 500_000]}, marks=SLOW),
     ],
-    ids=["text", "texts", "ids", "lists", "message", "messages", "stop", "streams", "choices"],
+    ids=["text", "lists", "texts", "ids", "message", "messages", "stop", "streams", "choices"],
 )
 def test_large_bodies_are_refused_and_hold_up_nobody(server: RunningServer, body: dict[str, Any]) -> None:
     content, answers = json.dumps(body).encode(), []

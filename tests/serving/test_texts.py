@@ -9,8 +9,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from covey.rollout.stop import StopMatcher
-from covey.serving.texts import GrowingText, GrowingTexts
+from covey.rollout.drawing import StopMatcher
+from covey.serving.answers import GrowingText, GrowingTexts
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 

@@ -137,7 +137,18 @@ BAD: list[tuple[str, Callable[[Any, Any], Any], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "status"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+IN_EVERY_RUN = {
+    *("alpha too large for a float32", "alpha that overflows in use", "r a longer one", "a deep object"),
+    *("a setting twice", "one factor of the last layer 1e30", "a value that is none", "a module twice"),
+    *("a tensor twice", "a shape that is not the data's", "a header of exabytes", "rslora"),
+}
+"""One of each kind; the others are run with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status"),
+    [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in IN_EVERY_RUN)) for name, *case in BAD],
+)
 def test_a_refused_upload_changes_nothing(server: RunningServer, spoil: Callable[..., Any], status: int) -> None:
     before, (tensors, config) = held(server), good(2)
     answer = send(server, *spoil(tensors, config))
@@ -261,6 +272,7 @@ def test_parts_of_an_upload(server: RunningServer, parts: list[tuple[str, bytes 
     assert 400 <= broken.status_code < 500
 
 
+@pytest.mark.slow
 def test_an_upload_whose_client_goes_away() -> None:
     with serving(settings=ServeSettings("tiny")) as server:
         long = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "n": 64}

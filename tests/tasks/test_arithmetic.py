@@ -7,8 +7,8 @@ import re
 import pytest
 
 from covey.errors import ConfigError
-from covey.tasks import Arithmetic, load_rows
-from covey.tasks.arithmetic import KINDS
+from covey.recipes.arithmetic.arithmetic import KINDS, Arithmetic
+from covey.tasks import load_rows
 
 
 def question(row: dict) -> str:

@@ -15,8 +15,7 @@ from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests
 from covey.rewards.jail.sandbox import Limits
 from covey.rewards.verifier import verifier_from_reward
 from covey.tasks import get_task
-from covey.tasks.code import Code, read_problem
-from covey.tasks.functions import make_problems
+from covey.tasks.code import Code, make_problems, read_problem
 from jails import missing, needs_jail
 
 HUMANEVAL = {

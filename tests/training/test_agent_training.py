@@ -13,11 +13,12 @@ import pytest
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.algorithms import Outcomes
-from covey.environments import EnvironmentPool, House
+from covey.environments import EnvironmentPool
 from covey.errors import ConfigError, EpisodeError
 from covey.observe import describe_metric
 from covey.observe.completions import read_table
 from covey.observe.run_folder import RunFolder
+from covey.recipes.house.house import House
 from covey.training.agents import make_collector
 from covey.types import SamplingSettings
 

@@ -12,9 +12,9 @@ import torch
 
 from command import Command
 from covey import GRPOConfig, GRPOTrainer
-from covey.environments import House
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder
+from covey.recipes.house.house import House
 from covey.training.evaluate import QuestionHistory
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reinforce_pp"

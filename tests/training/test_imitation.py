@@ -14,7 +14,7 @@ from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.environments.actions import parse_action, write_action
 from covey.errors import ConfigError, DataError
-from covey.rollout.imitation import ExpertPlayer
+from covey.rollout.agents import ExpertPlayer
 from covey.training import imitation, setup
 from covey.training.agents import make_collector
 from covey.training.imitation import imitate

@@ -65,8 +65,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)  # "house.py:House:rooms=3" is a name and no picture
+err = Console(stderr=True, emoji=False)
 
 
 def main() -> None:

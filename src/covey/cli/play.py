@@ -17,7 +17,7 @@ from covey.config.names import canonical_names
 from covey.config.text import parse_overrides
 from covey.config.whole import GRPOConfig
 from covey.environments import EnvironmentPool, Observation, TaskInstance, World, parse_action
-from covey.environments.registry import get_world
+from covey.environments.base import get_world
 from covey.errors import ConfigError, EpisodeError
 from covey.observe.console import say, visible
 

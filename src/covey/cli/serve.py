@@ -97,7 +97,7 @@ def _serve(model: str, *, host: str, port: int, token: str | None, **options: An
     if missing:
         raise ConfigError(f"covey serve needs {', '.join(missing)}; pip install 'covey[serve]'")
     from covey.serving.client import check_token
-    from covey.serving.origins import is_loopback
+    from covey.serving.gate import is_loopback
 
     token = token or None
     check_token(token)
@@ -107,9 +107,8 @@ def _serve(model: str, *, host: str, port: int, token: str | None, **options: An
         )
     if options["swap"] not in ("finish", "continue"):
         raise ConfigError(f"--swap {options['swap']}: must be finish or continue")
-    from covey.serving.connections import ConnectionLimits
-    from covey.serving.listening import uvicorn_server
-    from covey.serving.start import ServeOptions, open_server
+    from covey.serving.app import ServeOptions, open_server
+    from covey.serving.connections import ConnectionLimits, uvicorn_server
 
     logging.getLogger("covey").setLevel(logging.INFO)
     app, listening = open_server(model, host, port, token, ServeOptions(**options))

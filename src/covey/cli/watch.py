@@ -37,8 +37,7 @@ def watch(
     if missing:
         raise ConfigError(f"covey watch needs {', '.join(missing)}; pip install 'covey[serve]'")
     from covey.serving.client import check_token
-    from covey.serving.connections import ConnectionLimits
-    from covey.serving.listening import listen, uvicorn_server
+    from covey.serving.connections import ConnectionLimits, listen, uvicorn_server
     from covey.watch.app import create_app
     from covey.watch.run import WatchedRun
     from covey.watch.tables import TableReader

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from covey.distributed.units import Job
-from covey.rollout.constrained import cut_choices
-from covey.rollout.streams import stream_key
+from covey.rollout.drawing import cut_choices, stream_key
 from covey.rollout.turns import Device, Drawn, Row
 from covey.types import Completion, Request, SamplingSettings
 

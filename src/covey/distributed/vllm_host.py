@@ -1,4 +1,4 @@
-"""A sampler that has a vLLM server of its own, and speaks to it as to any other one (`covey.serving.vllm`).
+"""A sampler that has a vLLM server of its own, and speaks to it as to any other one (`covey.serving.dialects`).
 
 Requests, answers, names of versions and what is refused are the dialect's; here is how its vLLM is started for a run,
 and what its members' protocol asks beyond that.
@@ -22,11 +22,11 @@ from covey.config.whole import GRPOConfig
 from covey.distributed.members import START_SECONDS, MemberError, adapter_hash
 from covey.distributed.vllm_server import VLLMServer, find_vllm
 from covey.errors import ServingError
+from covey.rollout.drawing import room_for_rank
 from covey.rollout.learning import Weights
-from covey.rollout.vllm import room_for_rank
 from covey.serving.client import InferenceClient, RefusedError
+from covey.serving.dialects import VLLMDialect
 from covey.serving.remote import RemoteEngine
-from covey.serving.vllm import VLLMDialect
 from covey.types import Completion, Request, SamplingSettings
 
 _AT_ONCE = 32

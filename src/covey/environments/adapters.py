@@ -13,8 +13,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from covey.environments.base import Environment, Observation, TaskInstance
-from covey.environments.seeded import SeededWorld
+from covey.environments.base import Environment, Observation, SeededWorld, TaskInstance
 from covey.errors import ConfigError
 from covey.functions import load_function
 

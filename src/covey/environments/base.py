@@ -1,4 +1,4 @@
-"""What a world is to Covey: it shows an observation, takes an action, and says how it went.
+"""Worlds: how an environment is played, and which there are by name.
 
     world = get_world("house:rooms=3")        # where task instances come from, and how they are played
     environment = world.make()                # one place to play in; runs in a process of its own
@@ -12,13 +12,15 @@ the run.
 from __future__ import annotations
 
 import math
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
-from covey.errors import EpisodeError
+from covey.errors import ConfigError, EpisodeError
+from covey.functions import make_named
 
 TaskInstance = dict[str, Any]
 """One thing to do, as plain values that JSON can hold, with a `uid` and, where there are several kinds, a `type`."""
@@ -136,8 +138,7 @@ class World(ABC):
 def checked_reset(returned: Any) -> Observation:
     """What `reset` returned, or an error that says what is wrong with it.
 
-    Raises:
-        EpisodeError: it is no observation.
+    Raises `EpisodeError`: it is no observation.
     """
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned = returned[0]  # Gymnasium's (observation, info)
@@ -147,8 +148,7 @@ def checked_reset(returned: Any) -> Observation:
 def checked_step(returned: Any, action: str, seen: Observation) -> Outcome:
     """What `step` returned, or an error that says what is wrong with it.
 
-    Raises:
-        EpisodeError: neither four nor five values, a reward that is no finite number, ...
+    Raises `EpisodeError`: neither four nor five values, a reward that is no finite number, .
     """
     if not isinstance(returned, tuple) or len(returned) not in (4, 5):
         raise EpisodeError(
@@ -200,3 +200,64 @@ def _observation(value: Any, method: str) -> Observation:
         except UnicodeEncodeError as error:
             raise EpisodeError(f"{method} returned {text!r:.80}: half a surrogate pair is no text") from error
     return Observation(value.text, None if actions is None else tuple(actions))
+
+
+_EVAL_SEEDS = 1_000_000
+"""Held-out instances have seeds from here on, training instances below."""
+
+
+class SeededWorld(World):
+    """Instances are seeds; those from a million on are held out."""
+
+    def __init__(self, max_turns: int, num_train: int, num_eval: int, system_prompt: str | None) -> None:
+        if max_turns < 1 or not 1 <= num_train < _EVAL_SEEDS or num_eval < 1:
+            raise ConfigError(
+                f"max_turns={max_turns}, num_train={num_train}, num_eval={num_eval}: each must be 1 or more, and "
+                f"num_train below {_EVAL_SEEDS}"
+            )
+        self.max_turns, self.system_prompt = max_turns, system_prompt
+        self._num_train, self._num_eval = num_train, num_eval
+
+    def train_tasks(self, seed: int) -> list[TaskInstance]:
+        seeds = random.Random(seed).sample(range(_EVAL_SEEDS), self._num_train)
+        return [{"seed": number, "uid": f"seed-{number}"} for number in seeds]
+
+    def eval_tasks(self) -> list[TaskInstance]:
+        return [{"seed": _EVAL_SEEDS + i, "uid": f"seed-{_EVAL_SEEDS + i}"} for i in range(self._num_eval)]
+
+
+_WORLDS: dict[str, Callable[..., World] | str] = {
+    "alfworld": "covey.environments.alfworld:AlfWorld",
+    "gymnasium": "covey.environments.adapters:Gymnasium",
+    "house": "covey.recipes.house.house:House",  # the recipe's file, which is installed
+    "openenv": "covey.environments.adapters:OpenEnv",
+    "textworld": "covey.environments.textworld:TextWorld",
+}
+"""Imported when they are asked for."""
+
+
+def register_world(name: str, factory: Callable[..., World] | str) -> None:
+    """Make `factory(**options)` available as `get_world(name, **options)`, in place of an earlier one.
+
+    A factory that is imported only when it is asked for is named, `MODULE:NAME`.
+    """
+    _WORLDS[name] = factory
+
+
+def world_names() -> tuple[str, ...]:
+    """The names that `get_world` knows."""
+    return tuple(sorted(_WORLDS))
+
+
+def get_world(name: str, **options: Any) -> World:
+    """Make a world by its name.
+
+    Args:
+        name: `"house"`, or with options in one text, `"house:rooms=4,max_turns=5"`; or of a file, `"maze.py:Maze"`,
+            `"maze.py:Maze:size=9"`: a `World` class, a function that makes one, or one that is made already.
+        **options: arguments of the world; they win over those in `name`.
+
+    Raises:
+        ConfigError: no such world, no such option, or a value that the world refuses.
+    """
+    return make_named("environment", name, _WORLDS, World, **options)

@@ -1,38 +1,50 @@
 """Many environments at once, each in a process of its own, none of which can hold up or end the run.
 
-with EnvironmentPool(world, places=16) as pool:
-    pool.reset(0, task, seed)            # returns at once
-    for place, found in pool.wait():     # whatever is ready: an Observation, an Outcome, or an EpisodeError ...
+    with EnvironmentPool(world, places=16) as pool:
+        pool.reset(0, task, seed)            # returns at once
+        for place, found in pool.wait():     # whatever is ready: an Observation, an Outcome, or an EpisodeError ...
+
+    template  --fork-->  place (one environment, one episode after another)
+                   |->   place ...
+
+The template is one process that has imported the world. Forking it takes milliseconds and shares its memory; starting
+Python for each of dozens of environments would take many seconds. A place ends when its channel closes. The template
+ends when its own does: places that are left have two seconds, and whatever a place leaves behind in its process group
+is killed.
 """
 
 from __future__ import annotations
 
 import base64
+import ctypes
+import fcntl
 import math
 import os
 import pickle
 import select
+import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from covey.environments.base import Observation, Outcome, TaskInstance, World
-from covey.environments.worker import GRACE_SECONDS, NUMBER_BYTES
-from covey.errors import ConfigError, EpisodeError
+from covey.environments.base import Environment, Observation, Outcome, TaskInstance, World, checked_reset, checked_step
+from covey.errors import ConfigError, EpisodeError, raised_at
 from covey.functions import USER_FILES
 from covey.processes import end_python, start_python
-from covey.rewards.jail import frames
+from covey.rewards.jail import messages
 
 _START_SECONDS = 120.0
 FEWEST_RESETS_AT_ONCE = 8
 RESETS_AT_ONCE = max(FEWEST_RESETS_AT_ONCE, os.cpu_count() or 1)
-_SERVE = "import sys; from covey.environments.worker import serve_template; serve_template(int(sys.argv[1]))"
+_SERVE = "import sys; from covey.environments.pool import serve_template; serve_template(int(sys.argv[1]))"
 
 Found = Observation | Outcome | EpisodeError
 """What a place answers: to `reset` an Observation, to `step` an Outcome, to either that it failed."""
@@ -55,11 +67,7 @@ class Places(Protocol):
 
 
 def pickled_world(world: World) -> bytes:
-    """A world on its way to another process.
-
-    Raises:
-        ConfigError: it cannot be sent, or would not be found there.
-    """
+    """A world on its way to another process. Raises `ConfigError`: it cannot be sent, or would not be found there."""
     if type(world).__module__ == "__main__":
         raise ConfigError(
             f"{type(world).__name__} is defined in __main__, where other processes cannot find it; move it to a module"
@@ -241,9 +249,7 @@ class _Place:
     def send(self, message: dict[str, Any], what: str, limit: float) -> None:
         """Ask. A process that has ended since it last answered is replaced, unless an episode ends with it.
 
-        Raises:
-            OSError, ValueError, TypeError: it cannot be asked.
-            ConfigError: the world cannot be made.
+        Raises `OSError, ValueError, TypeError`: it cannot be asked; `ConfigError`: the world cannot be made.
         """
         self.asked, self.limit = what, limit
         if self.channel is not None:
@@ -259,7 +265,7 @@ class _Place:
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self.channel is not None
-        frames.send(self.channel.fileno(), message)
+        messages.send(self.channel.fileno(), message)
         self.deadline = math.inf if self.asked == "reset" else time.monotonic() + self.limit
 
     def receive(self) -> Found | None:
@@ -287,7 +293,7 @@ class _Place:
         answer = None
         try:
             if not seconds or _ready([self.channel.fileno()], seconds):
-                answer = frames.receive(self.channel.fileno())
+                answer = messages.receive(self.channel.fileno())
         except (OSError, ValueError):
             answer = None
         if answer is None:
@@ -321,9 +327,7 @@ class _Template:
     def fork(self) -> tuple[socket.socket, int]:
         """A new place: its channel, and its number.
 
-        Raises:
-            OSError: there is none.
-            ConfigError: the world cannot be made.
+        Raises `OSError`: there is none; `ConfigError`: the world cannot be made.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
@@ -341,7 +345,7 @@ class _Template:
         hello = None
         try:
             if _ready([ours.fileno()], _START_SECONDS):
-                hello = frames.receive(ours.fileno())
+                hello = messages.receive(ours.fileno())
             if hello is None or "error" in hello:
                 raise OSError("no process came up" + (f": {hello['error']}" if hello else ""))
         except BaseException:
@@ -362,11 +366,7 @@ class _Template:
         self._process = self._control = None
 
     def start(self) -> None:
-        """Import and prepare the world, unless that is done.
-
-        Raises:
-            ConfigError: it cannot be.
-        """
+        """Import and prepare the world, unless that is done. Raises `ConfigError`: it cannot be."""
         if self._control is not None:
             return
         self._process, ours = start_python(_SERVE)
@@ -374,9 +374,9 @@ class _Template:
         first = {"world": self._world, "files": USER_FILES, "resets_at_once": self._resets_at_once}
         answer = None
         try:
-            frames.send(ours.fileno(), first)
+            messages.send(ours.fileno(), first)
             if _ready([ours.fileno()], _START_SECONDS):
-                answer = frames.receive(ours.fileno())
+                answer = messages.receive(ours.fileno())
         except OSError:
             answer = None
         if answer is None or "error" in answer:
@@ -398,3 +398,236 @@ def _ready(channels: Iterable[int], seconds: float) -> list[int]:
         poll.register(channel, select.POLLIN)
     limit = None if seconds == math.inf else max(0, math.ceil(min(seconds, 1e6) * 1000))
     return [channel for channel, _ in poll.poll(limit)]
+
+
+_PR_SET_PDEATHSIG = 1
+GRACE_SECONDS = 2.0
+"""That places have for giving back what they hold."""
+NUMBER_BYTES = 4
+"""Of a message to the template: a number with a channel is a new place's, without one that place is killed."""
+_LOOK_SECONDS = 0.03
+"""Between two looks whether it is a reset's turn."""
+
+
+def serve_template(control: int) -> None:
+    """What the template does: import and prepare the world, then fork a place for each channel that arrives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
+    with socket.socket(fileno=control) as ours:
+        message = messages.receive(control)
+        if message is None:
+            return
+        USER_FILES.update(message["files"])
+        try:
+            world = pickle.loads(base64.b64decode(message["world"]))
+            world.prepare()
+        except BaseException as error:
+            messages.send(control, {"error": _described(error)})
+            return
+        messages.send(control, {"ready": True})
+        turns, forks, ready = _Turns(message["resets_at_once"]), _Forks(), select.poll()
+        for one in (ours.fileno(), forks.news):
+            ready.register(one, select.POLLIN)
+        while True:
+            events = dict(ready.poll())
+            forks.reap()
+            if ours.fileno() not in events:
+                continue
+            try:
+                data, channels, _, _ = socket.recv_fds(ours, NUMBER_BYTES, 1)
+            except ConnectionError:
+                data = b""
+            if not data:
+                break
+            number = int.from_bytes(data)
+            if not channels:
+                forks.kill(number)
+            for channel in channels:
+                try:
+                    pid = os.fork()
+                except OSError as error:  # no room for one more process
+                    with suppress(OSError):
+                        messages.send(channel, {"error": str(error)})
+                else:
+                    if pid == 0:
+                        status = 1
+                        try:
+                            ours.close()
+                            status = _serve_place(world, channel, turns)
+                        finally:
+                            os._exit(status)
+                    forks.add(number, pid)
+                os.close(channel)
+    forks.end()
+
+
+class _Forks:
+    """The places' processes, each the leader of a group."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, int] = {}
+        self.news, told = os.pipe()
+        for one in (self.news, told):
+            os.set_blocking(one, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def add(self, number: int, pid: int) -> None:
+        """Note one that has just begun, by a number that no other one has."""
+        with suppress(OSError):  # it may have done so itself, or ended
+            os.setpgid(pid, pid)
+        self._running[number] = pid
+
+    def kill(self, number: int) -> None:
+        """Kill one with all that is in its group, unless it has been let go: its process number may be another's."""
+        if number in self._running:
+            with suppress(OSError):
+                os.killpg(self._running[number], signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Let ended ones go. What is left of their groups is killed first, while their numbers are still theirs."""
+        with suppress(BlockingIOError):
+            os.read(self.news, 4096)  # before the look: what ends after it is news again
+        for number, pid in list(self._running.items()):
+            try:
+                ended = _has_ended(pid)
+            except ChildProcessError:  # the world's own code has waited for it
+                del self._running[number]
+            else:
+                if ended:
+                    self._let_go(number)
+
+    def end(self) -> None:
+        """Wait for all of them a little, then kill."""
+        until, ready = time.monotonic() + GRACE_SECONDS, select.poll()
+        ready.register(self.news, select.POLLIN)
+        while self._running and (left := until - time.monotonic()) > 0:
+            ready.poll(1000 * left)
+            self.reap()
+        for number in list(self._running):
+            self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        self.kill(number)
+        with suppress(ChildProcessError):
+            os.waitpid(self._running[number], 0)
+        del self._running[number]
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended. Its number stays its own after that, except in a Python without `waitid` (on macOS
+    before 3.13): there the number stays taken only while something is left of its group.
+    """
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    return os.waitpid(pid, os.WNOHANG)[0] != 0
+
+
+class _Turns:
+    """How many resets go on at once: a reset may make a game for seconds, and dozens of them on two cores would all be
+    over their time limit. A turn is a lock on a byte of a file, which the system takes back from a process that ends.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count, self._file = count, tempfile.TemporaryFile()  # noqa: SIM115 (as long as this process)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Wait for a turn."""
+        while (taken := next(filter(self._take, range(self._count)), None)) is None:
+            time.sleep(_LOOK_SECONDS)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, taken)
+
+    def _take(self, number: int) -> bool:
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except (BlockingIOError, PermissionError):  # taken: systems differ in how they say it
+            return False
+        except OSError:  # somebody has closed every file of this process
+            return True
+        return True
+
+
+def _serve_place(world: Any, channel: int, turns: _Turns) -> int:
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    place = _Served(world)
+    try:
+        messages.send(channel, {"ready": True})
+        while (message := messages.receive(channel)) is not None:
+            if "task" in message:
+                with turns.taken():
+                    messages.send(channel, {"begun": True})
+                    answer = place.answer(message)
+            else:
+                answer = place.answer(message)
+            try:
+                messages.send(channel, answer)
+            except ValueError as error:
+                place.close()
+                messages.send(channel, {"error": f"its answer is {error}"})
+    except ConnectionError:
+        pass  # nobody listens any more
+    place.close()
+    return 0
+
+
+class _Served:
+    """An environment behind plain messages; its errors are answers."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = world
+        self._environment: Environment | None = None
+        self._seen = Observation("")
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if self._environment is None:
+                self._environment = self._world.make()
+            if "task" in message:
+                self._seen = checked_reset(self._environment.reset(message["task"], message["seed"]))
+                return {"observation": _plain(self._seen)}
+            if "action" in message:
+                action = message["action"]
+                outcome = checked_step(self._environment.step(action), action, self._seen)
+                self._seen = outcome.observation
+                return {
+                    "observation": _plain(outcome.observation),
+                    "reward": outcome.reward,
+                    "done": outcome.done,
+                    "success": outcome.success,
+                    "valid": outcome.valid,
+                    "info": {name: repr(value)[:200] for name, value in outcome.info.items()},
+                }
+            return {"expert": self._environment.expert_action()}
+        except BaseException as error:
+            self.close()  # what state it is in nobody knows
+            return {"error": _described(error)}
+
+    def close(self) -> None:
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            try:
+                environment.close()
+            except BaseException as error:
+                sys.stderr.write(f"closing {environment!r:.80}: {error}\n")
+
+
+def _described(error: BaseException) -> str:
+    kind = "" if isinstance(error, EpisodeError) else f"{type(error).__name__}: "
+    try:
+        message = str(error)
+    except Exception:
+        message = "(its message cannot be shown)"
+    return f"{kind}{message[:400]}{raised_at(error)[:400]}"
+
+
+def _plain(observation: Observation) -> dict[str, Any]:
+    return {"text": observation.text, "actions": None if observation.actions is None else list(observation.actions)}

@@ -19,8 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from covey.environments.base import Environment, Observation, TaskInstance
-from covey.environments.seeded import SeededWorld
+from covey.environments.base import Environment, Observation, SeededWorld, TaskInstance
 from covey.errors import ConfigError
 
 _END = re.compile(r"\n\s*\*\*\* .* \*\*\*.*", re.DOTALL)

@@ -87,7 +87,7 @@ class ConsoleProgress(BaseObserver):
         live: bool | None = None,
     ) -> None:
         """Set up; nothing is shown before the run starts."""
-        self._console = Console(stderr=True) if console is None else console
+        self._console = Console(stderr=True, emoji=False) if console is None else console
         self._every = max(1, logging_steps)
         self._num_completions = num_completions_to_print or 0
         self._live = self._console.is_terminal if live is None else live

@@ -11,18 +11,49 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 from covey.errors import RewardError
 from covey.rewards.extract import completion_text
-from covey.rewards.harness import TestHarness
-from covey.rewards.jail.errors import JailError
+from covey.rewards.jail import JailError, harness, sandbox
 from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult, Tests, tester_order
 from covey.rewards.jail.sandbox import Limits
 from covey.rewards.text import column_of, say
 from covey.types import Message
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _translated(call: Callable[P, T]) -> Callable[P, T]:
+    @wraps(call)
+    def translated(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except JailError as error:
+            raise RewardError(str(error), function="TestHarness") from None
+
+    return translated
+
+
+class Sandbox(sandbox.Sandbox):
+    """`covey.rewards.jail.sandbox.Sandbox`, whose errors are a `RewardError`."""
+
+    __init__ = _translated(sandbox.Sandbox.__init__)
+    spawn = _translated(sandbox.Sandbox.spawn)
+
+
+class TestHarness(harness.TestHarness):
+    """`covey.rewards.jail.harness.TestHarness`, whose errors are a `RewardError`."""
+
+    __init__ = _translated(harness.TestHarness.__init__)
+    run = _translated(harness.TestHarness.run)
+
+
+split_check = _translated(harness.split_check)
+
 
 _KINDS = ("call", "assert", "program")
 _REMEMBERED = 4096
@@ -74,8 +105,7 @@ class CodeReward:
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         """Score as a reward function does.
 
-        Raises:
-            RewardError: the column is absent, or a row's tests are none; `sample` names it.
+        Raises `RewardError`: the column is absent, or a row's tests are none; `sample` names it.
         """
         results = self.results(completions, **columns)
         say(columns, self.__name__, results)
@@ -120,8 +150,7 @@ class CodeReward:
 def read_tests(spec: Any) -> Tests:
     """Tests from plain data; see the module docstring.
 
-    Raises:
-        ValueError: it does not have that form; the message says what is wrong.
+    Raises `ValueError`: it does not have that form; the message says what is wrong.
     """
     if isinstance(spec, list | tuple):
         spec = {"kind": "assert", "tests": spec}

@@ -56,9 +56,8 @@ _RATIO = re.compile(r"([-−+]?[0-9]+)\s*/\s*([0-9]+)|([-−+]?)\\[dt]?frac\{([0
 def read_json(text: str) -> Any:
     """The value of a JSON text, in bounded time and depth.
 
-    Raises:
-        ValueError: it is no JSON (NaN, Infinity and half of a surrogate pair are none), has more than `MAX_JSON`
-            characters or some hundred levels, or a number of thousands of digits.
+    Raises `ValueError`: it is no JSON (NaN, Infinity and half of a surrogate pair are none), has more than `MAX_JSON`
+    characters or some hundred levels, or a number of thousands of digits.
     """
     if len(text) > MAX_JSON:
         raise ValueError(f"{len(text)} characters, more than the {MAX_JSON} that are read")

@@ -63,8 +63,7 @@ class MathReward:
     def __call__(self, completions: Sequence[str | list[Message]], **columns: Any) -> list[float | None]:
         """Score as a reward function does.
 
-        Raises:
-            RewardError: the column is absent, or a reference holds no answer; `sample` names it.
+        Raises `RewardError`: the column is absent, or a reference holds no answer; `sample` names it.
         """
         references = self._read(column_of(columns, self._column, "answers are compared with", function="math"))
         items = [
@@ -112,8 +111,7 @@ class MathReward:
 def expression_of(reference: Any) -> str:
     """The one expression of a reference, as `MathReward` describes it. Linear in its length.
 
-    Raises:
-        ValueError: it is neither a finite number nor text, holds no answer, or does not say which.
+    Raises `ValueError`: it is neither a finite number nor text, holds no answer, or does not say which.
     """
     if (number := number_text(reference)) is not None:
         return number
@@ -173,10 +171,8 @@ def load() -> None:
 def compared(reference: str, text: str, as_trl: bool = False) -> tuple[float, str]:
     """Runs in a worker. 1.0 if the answer in `text` equals the reference, and what was found in it.
 
-    `as_trl`: without a box, only LaTeX that is said to be the answer counts.
-
-    Raises:
-        ValueError: the reference holds no answer.
+    `as_trl`: without a box, only LaTeX that is said to be the answer counts. Raises `ValueError`: the reference holds
+    no answer.
     """
     from math_verify import LatexExtractionConfig, parse, verify
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from covey.errors import RewardError
 from covey.processes import end_python, start_python
-from covey.rewards.jail import frames
+from covey.rewards.jail import messages
 from covey.rewards.verifier import Verifier
 
 _START_SECONDS = 60.0
@@ -91,7 +91,7 @@ class _Worker:
             self._start()
         assert self._channel is not None
         try:
-            frames.send(self._channel.fileno(), {"item": list(item)})
+            messages.send(self._channel.fileno(), {"item": list(item)})
             answer = self._receive(time_limit)
         except BaseException:
             self.stop()
@@ -113,7 +113,8 @@ class _Worker:
         process, ours = start_python(_SERVE)
         self._channel = ours
         self._stop = weakref.finalize(self, end_python, process, ours)
-        frames.send(ours.fileno(), _order(self._functions, self._memory_mb))
+        functions = base64.b64encode(pickle.dumps(self._functions)).decode()
+        messages.send(ours.fileno(), {"functions": functions, "memory": self._memory_mb << 20})
         try:
             answer = self._receive(_START_SECONDS)
         except BaseException:
@@ -128,7 +129,7 @@ class _Worker:
         ready, _, _ = select.select([self._channel], [], [], seconds)
         if not ready:
             raise ItemTimeout(f"longer than {seconds:g} s")
-        answer = frames.receive(self._channel.fileno())
+        answer = messages.receive(self._channel.fileno())
         if answer is None:
             raise RewardError("the verifier's process ended itself")
         return answer
@@ -136,7 +137,7 @@ class _Worker:
 
 def serve(channel: int) -> None:
     """Applies the function to one item after another, in a process of its own, until the channel closes."""
-    message = frames.receive(channel)
+    message = messages.receive(channel)
     if message is None:
         return
     resource.setrlimit(resource.RLIMIT_AS, (message["memory"], message["memory"]))
@@ -144,15 +145,15 @@ def serve(channel: int) -> None:
         function, prepare = pickle.loads(base64.b64decode(message["functions"]))
         prepare()
     except BaseException as error:
-        frames.send(channel, {"error": f"{type(error).__name__}: {error}"})
+        messages.send(channel, {"error": f"{type(error).__name__}: {error}"})
         return
-    frames.send(channel, {"ready": True})
-    while (message := frames.receive(channel)) is not None:
+    messages.send(channel, {"ready": True})
+    while (message := messages.receive(channel)) is not None:
         try:
             answer = {"result": function(*message["item"])}
         except BaseException as error:
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-        frames.send(channel, answer)
+        messages.send(channel, answer)
 
 
 class ParallelVerifier(Verifier):
@@ -194,7 +195,3 @@ class ParallelVerifier(Verifier):
     def close(self) -> None:
         """Ends the processes; the next call starts them anew."""
         self._pool.close()
-
-
-def _order(functions: tuple[Callable[..., Any], Callable[[], object]], memory_mb: int) -> dict[str, Any]:
-    return {"functions": base64.b64encode(pickle.dumps(functions)).decode(), "memory": memory_mb << 20}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal
@@ -19,16 +19,17 @@ from typing import Any, Literal
 import numpy as np
 
 from covey.config.environment import EnvironmentConfig
-from covey.environments.actions import parse_action
+from covey.environments.actions import parse_action, write_action
 from covey.environments.base import Observation, Outcome
-from covey.environments.pool import Places
+from covey.environments.pool import EnvironmentPool, Places
 from covey.errors import ConfigError, EpisodeError
 from covey.rollout.conversation import ConversationTemplate
-from covey.rollout.turns import Session, TurnGenerator
+from covey.rollout.turns import Device, Drawn, Row, Session, TurnGenerator
 from covey.types import (
     Completion,
     Episode,
     FinishReason,
+    Group,
     IntArray,
     Progress,
     Prompt,
@@ -155,8 +156,7 @@ class Player:
     ) -> list[list[Trajectory]]:
         """Play each task `num_generations` times.
 
-        Raises:
-            GenerationError: from the generator. Environments raise nothing: their failures end episodes.
+        Raises `GenerationError`: from the generator. Environments raise nothing: their failures end episodes.
         """
         began = time.perf_counter()
         self.stats = PlayStats()
@@ -175,11 +175,8 @@ class Player:
     def choices(self, live: LiveEpisode) -> tuple[tuple[int, ...], ...] | None:
         """The admissible actions as token sequences, where nothing else may be said.
 
-        Actions that are too long for a turn are left out, which is warned of once.
-
-        Raises:
-            EpisodeError: the world does not say what is admissible here.
-            ConfigError: nothing of it fits into a turn.
+        Actions that are too long for a turn are left out, which is warned of once. Raises `EpisodeError`: the world
+        does not say what is admissible here; `ConfigError`: nothing of it fits into a turn.
         """
         if self.settings.action_format != "choice":
             return None
@@ -466,3 +463,97 @@ class _EpisodeLoop:
             )
         )
         live.ids, live.sampled, live.logprobs, live.supports = [], [], [], []
+
+
+class ExpertPlayer(Player):
+    """Plays what the expert of each environment would do. The arguments are those of `Player`."""
+
+    pool: EnvironmentPool
+
+    def choices(self, live: LiveEpisode) -> tuple[tuple[int, ...], ...]:
+        """The expert's action, as tokens, and the end of the turn.
+
+        Raises `EpisodeError`: the world has no expert, or it failed: this episode ends; `ConfigError`: a turn is too
+        short for the action.
+        """
+        action = self.pool.expert_action(live.place)
+        if action is None:
+            raise EpisodeError("expert_action knows no action here; imitation needs a world with an expert")
+        format = self.settings.action_format
+        turn = (*self.tokens_of(write_action(action, format)), *self.ends_turn)
+        if len(turn) > self.longest_turn:
+            raise ConfigError(
+                f"the expert's action {action!r:.80} takes {len(turn)} tokens in the form that "
+                f"environment.action_format={format!r} asks for, and a turn has {self.longest_turn}; set "
+                f"sampling.max_completion_length to {len(turn)} or more"
+            )
+        return (turn,)
+
+
+class Dictation:
+    """Opens sessions in which a turn is the only one of its choices."""
+
+    def __init__(self, context_length: int) -> None:
+        self._context_length = context_length
+
+    def session(
+        self,
+        settings: SamplingSettings,
+        *,
+        policy_version: int,
+        rows: int,
+        own_tokens: int,
+        prompt_lengths: Sequence[int],
+    ) -> Session[Any]:
+        """See `covey.rollout.turns.TurnGenerator`."""
+        return Session(_Dictating(self._context_length, own_tokens), settings, policy_version=policy_version)
+
+
+class _Dictating(Device):
+    """Says what is to be said, all of it at once, with probability 1."""
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        rows = list(queue)
+        queue.clear()
+        yield _said(rows)
+
+    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
+        rows = resuming[:]
+        resuming.clear()
+        yield _said(rows)
+
+    def decode(self, waiting: int) -> Iterator[Drawn]:
+        return iter(())
+
+
+def _said(rows: Sequence[Row]) -> Drawn:
+    turns = []
+    for row in rows:
+        assert row.choices is not None
+        turns.append(row.choices[0])
+        row.choices = None  # what could have been said is not to be recorded
+    tokens = np.full((len(rows), max(map(len, turns))), -1)
+    for number, turn in enumerate(turns):
+        tokens[number, : len(turn)] = turn
+    return Drawn(rows, tokens, np.zeros(tokens.shape, np.float32))
+
+
+def same_action_ratio(groups: Iterable[Group]) -> float | None:
+    """Of the turns that begin with what several episodes of their group saw, the share of those in which all of these
+    episodes did the same; None if no two episodes of a group saw the same. Between 0 and 1.
+    """
+    shared = alike = 0
+    for group in groups:
+        met: dict[str, list[tuple[int, Turn]]] = {}
+        for number, trajectory in enumerate(group.trajectories):
+            for turn in trajectory.turns:
+                met.setdefault(turn.observation, []).append((number, turn))
+        for turns in met.values():
+            if len({number for number, _ in turns}) > 1:
+                shared += len(turns)
+                alike += len(turns) * (len({_done(turn) for _, turn in turns}) == 1)
+    return alike / shared if shared else None
+
+
+def _done(turn: Turn) -> str:
+    return turn.said if turn.action is None else turn.action

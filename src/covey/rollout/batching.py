@@ -56,8 +56,7 @@ def has_text(prompt: Prompt, text: str) -> bool:
 def estimator_of(algorithm: AlgorithmConfig) -> Estimator:
     """The estimator that the section names.
 
-    Raises:
-        ConfigError: There is none, or it does not take these parameters.
+    Raises `ConfigError`: there is none, or it does not take these parameters.
     """
     return find_estimator(algorithm.adv_estimator, algorithm.adv_parameters)
 

@@ -66,8 +66,7 @@ class Rollout:
         """What there is to tell of agents, discarded groups included."""
         if self.played is None:
             return {}
-        from covey.rollout.agents import play_metrics
-        from covey.rollout.habits import same_action_ratio
+        from covey.rollout.agents import play_metrics, same_action_ratio
 
         groups = self.counted.groups
         alike = same_action_ratio(groups)
@@ -270,7 +269,9 @@ def grow_groups(
     best = max((r for group in groups for r in group.rewards.tolist() if not math.isnan(r)), default=-math.inf)
     step = size
     while most is not None and size < most:
-        hard = [n for n, group in enumerate(groups) if len(group.rewards) == size and _is_hard(group, best, teaches)]
+        # fmax: a NaN is a completion without a score; a group of these alone is none of the hard ones
+        tops = [float(np.fmax.reduce(group.rewards)) for group in groups]
+        hard = [n for n, g in enumerate(groups) if len(g.rewards) == size and tops[n] < best and not teaches(g)]
         if not hard:
             break
         count = min(step, most - size)
@@ -279,11 +280,6 @@ def grow_groups(
             groups[number] = groups[number].grown_by(more)
         size += count
     return rollout if len(tries) == 1 else _together(tries, groups)
-
-
-def _is_hard(group: Group, best: float, teaches: Callable[[Group], bool]) -> bool:
-    scored = group.rewards[~np.isnan(group.rewards)]
-    return len(scored) > 0 and float(scored.max()) < best and not teaches(group)
 
 
 def table_order(groups: Sequence[Group]) -> list[int]:
@@ -310,9 +306,8 @@ class AgentCollector:
     def __call__(self, prompts: Sequence[Prompt], settings: SamplingSettings, **what: Any) -> Rollout:
         """Play `num_generations` episodes of each task; the arguments are those of `collect_groups`.
 
-        Raises:
-            GenerationError: from the generator.
-            EpisodeError: not a single episode of the step got as far as a turn.
+        Raises `GenerationError`: from the generator; `EpisodeError`: not a single episode of the step got as far as a
+        turn.
         """
         played = self.player.play(prompts, self._generator, settings, **what)
         groups = tuple(

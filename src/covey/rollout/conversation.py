@@ -25,8 +25,7 @@ _MARKS = (_OBSERVED, _SAID)
 class ConversationTemplate:
     """Writes the turns of the world; the turns of the policy are sampled.
 
-    Raises:
-        ConfigError: the template cannot be taken apart into turns.
+    Raises `ConfigError`: the template cannot be taken apart into turns.
     """
 
     def __init__(

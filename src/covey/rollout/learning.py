@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from covey.adapters import Adapter, fingerprint
 from covey.algorithms import Correction, Objective, count_step, token_weights, uncertain_tokens
-from covey.errors import ConfigError, GenerationError
+from covey.errors import GenerationError
+from covey.rollout.drawing import check_settings
 from covey.rollout.packing import TokenCounts
 from covey.rollout.turns import TurnGenerator
 from covey.types import Batch, BoolArray, Generator, SamplingSettings
@@ -23,23 +24,14 @@ FloatNT = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gradients:
-    """What one pass over the step left behind, besides the gradients themselves.
+    """What one pass over the step left behind, besides the gradients themselves."""
 
-    Attributes:
-        metrics: sums over the step, see `covey.algorithms.objective.LossTerms`.
-        logp: `[N, T]` log-probabilities before the optimiser step, 0 where a token was not scored.
-        scored: `[N, T]` the tokens that were.
-        entropy: `[N, T]` entropies in nats, likewise.
-        kl: `[N, T]` the KL over the vocabulary, likewise, where the objective has one.
-        tokens: what the pass was given and took, where it is known.
-    """
-
-    metrics: dict[str, float]
-    logp: FloatNT
-    scored: BoolArray
-    entropy: FloatNT
-    kl: FloatNT | None = None
-    tokens: TokenCounts | None = None
+    metrics: dict[str, float]  # sums over the step, see `covey.algorithms.objective.LossTerms`
+    logp: FloatNT  # `[N, T]` log-probabilities before the optimiser step, 0 where a token was not scored
+    scored: BoolArray  # `[N, T]` the tokens that were
+    entropy: FloatNT  # `[N, T]` entropies in nats, likewise
+    kl: FloatNT | None = None  # `[N, T]` the KL over the vocabulary, likewise, where the objective has one
+    tokens: TokenCounts | None = None  # what the pass was given and took, where it is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,9 +173,8 @@ NO_VERSION = -1
 def check_call(settings: SamplingSettings, policy_version: int, *, held: int, tokenizer: Any, model: str) -> None:
     """Refuse what an engine in this process cannot sample.
 
-    Raises:
-        GenerationError: other weights are held, or there is no tokenizer to see stop strings with.
-        ConfigError: the settings describe no distribution.
+    Raises `GenerationError`: other weights are held, or there is no tokenizer to see stop strings with; `ConfigError`:
+    the settings describe no distribution.
     """
     if policy_version != held:
         raise GenerationError(
@@ -201,26 +192,3 @@ def check_call(settings: SamplingSettings, policy_version: int, *, held: int, to
 def version_in_words(held: int) -> str:
     """What an error says of the weights that are held."""
     return "no weights" if held == NO_VERSION else f"version {held}"
-
-
-def check_settings(settings: SamplingSettings) -> None:
-    """Refuse settings that describe no distribution.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
-    rules = (
-        (
-            "temperature",
-            settings.temperature >= 0,
-            "it divides the logits; use 0 for greedy, 1 for the model's own",
-        ),
-        ("top_k", settings.top_k >= 0, "it counts tokens; use 0 to keep all"),
-        ("top_p", 0 < settings.top_p <= 1, "it is a probability; use 1.0 to keep all"),
-        ("min_p", 0 <= settings.min_p <= 1, "it is a fraction of the top probability; use 0.0 to keep all"),
-        ("max_tokens", settings.max_tokens >= 1, "a completion has at least one token; use 1 or more"),
-        ("stop_strings", all(settings.stop_strings), "every text contains the empty string; remove it"),
-    )
-    for name, holds, why in rules:
-        if not holds:
-            raise ConfigError(f"{name}={getattr(settings, name)!r}: {why}")

@@ -49,19 +49,13 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A run of packed tokens, each of which follows the one before it.
+    """A run of packed tokens, each of which follows the one before it."""
 
-    Attributes:
-        start: packed index of its first token.
-        length: tokens, at least 1.
-        parent: number of the branch that it leaves; -1 = none.
-        at: how many tokens of the parent it follows, at least 1; without a parent, how many tokens before the pack (0,
-            but in pieces of a tree that is walked: `covey.rollout.walking`).
-    """
-
-    start: int
-    length: int
-    parent: int
+    start: int  # packed index of its first token
+    length: int  # tokens, at least 1
+    parent: int  # number of the branch that it leaves; -1 = none
+    # how many tokens of the parent it follows, at least 1; without a parent, how many tokens before the pack (0, but in
+    # pieces of a tree that is walked: `covey.rollout.walking`)
     at: int
 
     @property
@@ -72,17 +66,11 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens that a pass was given and took, see `count_tokens`.
+    """Tokens that a pass was given and took, see `count_tokens`."""
 
-    Attributes:
-        raw: of all rows, each by itself.
-        unique: of the trie of all rows.
-        computed: of all packs.
-    """
-
-    raw: int
-    unique: int
-    computed: int
+    raw: int  # of all rows, each by itself
+    unique: int  # of the trie of all rows
+    computed: int  # of all packs
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,17 +63,11 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """What rewards found in some rows, and what they reported meanwhile.
+    """What rewards found in some rows, and what they reported meanwhile."""
 
-    Attributes:
-        parts: for each function's name its unweighted `[N]` rewards, NaN for None.
-        metrics: name -> values given to `log_metric`, in order.
-        columns: name -> values given to `log_extra`, in order.
-    """
-
-    parts: dict[str, NDArray[np.float64]]
-    metrics: dict[str, list[float]]
-    columns: dict[str, list[Any]]
+    parts: dict[str, NDArray[np.float64]]  # for each function's name its unweighted `[N]` rewards, NaN for None
+    metrics: dict[str, list[float]]  # name -> values given to `log_metric`, in order
+    columns: dict[str, list[Any]]  # name -> values given to `log_extra`, in order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -235,7 +229,9 @@ class Scorer:
         parts = {name: found[name] for name in self.names}
         if opened := sum(map(bool, opened_tags({"prompt_ends": [prompt.end for prompt in prompts]}))):
             self._log_metric("prompts/opened_tag", opened / len(prompts))
-        rewards = self._total(parts, len(episodes))
+        matrix_FN = np.stack([parts[name] for name in self.names]).reshape(len(self.specs), len(episodes))
+        total = np.nansum(matrix_FN * self.weights[:, None], axis=0)
+        rewards = np.where(np.isnan(matrix_FN).all(axis=0), np.nan, total)
         self._warn_unscored(rewards, prompts, episodes)
         return rewards, parts
 
@@ -339,11 +335,6 @@ class Scorer:
             sample=sample,
         ) from error
 
-    def _total(self, parts: Mapping[str, NDArray[np.float64]], count: int) -> NDArray[np.float64]:
-        matrix_FN = np.stack([parts[name] for name in self.names]).reshape(len(self.specs), count)
-        total = np.nansum(matrix_FN * self.weights[:, None], axis=0)
-        return np.where(np.isnan(matrix_FN).all(axis=0), np.nan, total)
-
     def _warn_unscored(
         self, rewards: NDArray[np.float64], prompts: Sequence[Prompt], episodes: Sequence[Episode]
     ) -> None:
@@ -399,7 +390,8 @@ def _unique_names(names: Sequence[str]) -> list[str]:
 def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
     whole_batch = bool(getattr(function, "whole_batch", getattr(getattr(function, "func", None), "whole_batch", False)))
     if not callable(function) and hasattr(function, "batch_verify"):
-        function = _verifier_call(function)
+        verify = function.batch_verify
+        function = lambda prompts, completions: verify(as_pairs(prompts, completions))  # noqa: E731
     if isinstance(function, str) or hasattr(function, "state_dict"):
         raise ConfigError(
             f"reward function {function!r:.300}: a reward model is not called directly; wrap it in a "
@@ -427,13 +419,6 @@ def _describe(function: RewardLike, name: str, weight: float) -> RewardSpec:
         tuple(parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_ONLY),
         whole_batch,
     )
-
-
-def _verifier_call(verifier: Any) -> RewardFunction:
-    def call(prompts: list[Any], completions: list[Any]) -> Any:
-        return verifier.batch_verify(as_pairs(prompts, completions))
-
-    return call
 
 
 def _arguments(

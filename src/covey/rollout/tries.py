@@ -24,23 +24,14 @@ from covey.types import IntArray
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A run of tokens, and what follows it.
+    """A run of tokens, and what follows it."""
 
-    Attributes:
-        begin: depth of its first token, counted from the beginning of the sequence.
-        end: depth after its last one. The root of a forest has no tokens: begin = end = 0.
-        source: a row that has these tokens, at `begin:end`.
-        ending: rows that end here.
-        children: what follows, in the order of their first rows.
-        size: tokens of the node and of all that follows it.
-    """
-
-    begin: int
-    end: int
-    source: int
-    ending: list[int] = field(default_factory=list)
-    children: list[Node] = field(default_factory=list)
-    size: int = 0
+    begin: int  # depth of its first token, counted from the beginning of the sequence
+    end: int  # depth after its last one. The root of a forest has no tokens: begin = end = 0
+    source: int  # a row that has these tokens, at `begin:end`
+    ending: list[int] = field(default_factory=list)  # rows that end here
+    children: list[Node] = field(default_factory=list)  # what follows, in the order of their first rows
+    size: int = 0  # tokens of the node and of all that follows it
 
     @property
     def length(self) -> int:

@@ -23,9 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import GenerationError
-from covey.rollout.constrained import Choices, following, only_way_on
-from covey.rollout.stop import StopMatcher
-from covey.rollout.streams import stream_key
+from covey.rollout.drawing import Choices, StopMatcher, following, only_way_on, stream_key
 from covey.types import Completion, FinishReason, IntArray, Progress, Request, SamplingSettings, Support
 
 NO_LIMIT = 1 << 62
@@ -35,77 +33,48 @@ REUSED_BLOCK = 128
 
 @dataclass(slots=True)
 class GenerationStats:
-    """What one session did so far.
+    """What one session did so far."""
 
-    Attributes:
-        prefill_tokens: tokens computed that were not sampled: prompts, and what was said in between.
-        reused_tokens: those that were not computed because they were held already: both together are the tokens that
-            came before every row's every turn.
-        reused_blocks: whole blocks of `REUSED_BLOCK` tokens among these.
-        reused_prompts: first prompts that were held whole, in use by no other row.
-        decoded_tokens: tokens sampled, the first of each turn included.
-        prefill_seconds: time in forward passes of such tokens.
-        sampling_seconds: time in drawing tokens and stop rules.
-        cache_bytes: memory held for keys and values.
-        decode_steps: forward passes of the decode batch.
-        decode_seconds: time in them; on a GPU, work is counted where it is waited for: in sampling.
-        peak_batch: most rows in the decode batch.
-    """
-
-    prefill_tokens: int = 0
+    prefill_tokens: int = 0  # tokens computed that were not sampled: prompts, and what was said in between
+    # those that were not computed because they were held already: both together are the tokens that came before every
+    # row's every turn
     reused_tokens: int = 0
-    reused_blocks: int = 0
-    reused_prompts: int = 0
-    decoded_tokens: int = 0
-    prefill_seconds: float = 0.0
-    sampling_seconds: float = 0.0
-    cache_bytes: int = 0
-    decode_steps: int = 0
-    decode_seconds: float = 0.0
-    peak_batch: int = 0
+    reused_blocks: int = 0  # whole blocks of `REUSED_BLOCK` tokens among these
+    reused_prompts: int = 0  # first prompts that were held whole, in use by no other row
+    decoded_tokens: int = 0  # tokens sampled, the first of each turn included
+    prefill_seconds: float = 0.0  # time in forward passes of such tokens
+    sampling_seconds: float = 0.0  # time in drawing tokens and stop rules
+    cache_bytes: int = 0  # memory held for keys and values
+    decode_steps: int = 0  # forward passes of the decode batch
+    decode_seconds: float = 0.0  # time in them; on a GPU, work is counted where it is waited for: in sampling
+    peak_batch: int = 0  # most rows in the decode batch
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One conversation: a prompt, and what was sampled and said after it. A plain completion has one turn.
+    """One conversation: a prompt, and what was sampled and said after it. A plain completion has one turn."""
 
-    Attributes:
-        prompt_ids: `[P]`.
-        stream: random stream of the present turn.
-        own: every token after the prompt.
-        held: how many of them have their keys and values in the device's memory.
-        turn: where in `own` the present turn begins.
-        limit: most tokens of the present turn.
-        key: of that stream.
-        keep: it may be continued.
-        settings: how its tokens are drawn.
-        choices: the only sequences that the present turn may be; None = any.
-        forced: what the turn says however likely it is; its log-probabilities are those at temperature 1. Only devices
-            of PyTorch know of it.
-        versions: (token of the turn, version of the weights that it and those after it were drawn with), in order.
-        finish_reason: why the turn is over; None while it goes on.
-        error: what went wrong with this row alone; its turn is over.
-        place: the device's own note of where the row is.
-    """
-
-    prompt_ids: IntArray
-    stream: tuple[int, ...]
-    keep: bool
-    settings: SamplingSettings
-    own: list[int] = field(default_factory=list)
-    held: int = 0
-    turn: int = 0
-    limit: int = 0
-    key: int = 0
+    prompt_ids: IntArray  # `[P]`
+    stream: tuple[int, ...]  # random stream of the present turn
+    keep: bool  # it may be continued
+    settings: SamplingSettings  # how its tokens are drawn
+    own: list[int] = field(default_factory=list)  # every token after the prompt
+    held: int = 0  # how many of them have their keys and values in the device's memory
+    turn: int = 0  # where in `own` the present turn begins
+    limit: int = 0  # most tokens of the present turn
+    key: int = 0  # of that stream
     matcher: StopMatcher | None = None
-    choices: Choices | None = None
+    choices: Choices | None = None  # the only sequences that the present turn may be; None = any
+    # what the turn says however likely it is; its log-probabilities are those at temperature 1. Only devices of PyTorch
+    # know of it
     forced: IntArray | None = None
     logprobs: list[float] = field(default_factory=list)
     support: list[IntArray] = field(default_factory=list)
+    # (token of the turn, version of the weights that it and those after it were drawn with), in order
     versions: list[tuple[int, int]] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    error: GenerationError | None = None
-    place: Any = None
+    finish_reason: FinishReason | None = None  # why the turn is over; None while it goes on
+    error: GenerationError | None = None  # what went wrong with this row alone; its turn is over
+    place: Any = None  # the device's own note of where the row is
 
     @property
     def cuts(self) -> bool:
@@ -134,20 +103,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """The next tokens of n rows, C for each.
+    """The next tokens of n rows, C for each."""
 
-    Attributes:
-        rows: the n rows.
-        tokens: `[n, C]` ids; the first negative one ends a row's tokens.
-        logprobs: `[n, C]` under the sampling distribution.
-        support: for each row and token the ids that could have been drawn, None = any; None = any for all of them.
-        finished: for each row why its turn is over, from a device that applies the stop rules itself.
-    """
-
-    rows: Sequence[Row]
-    tokens: NDArray[np.integer[Any]]
-    logprobs: NDArray[np.floating[Any]]
+    rows: Sequence[Row]  # the n rows
+    tokens: NDArray[np.integer[Any]]  # `[n, C]` ids; the first negative one ends a row's tokens
+    logprobs: NDArray[np.floating[Any]]  # `[n, C]` under the sampling distribution
+    # for each row and token the ids that could have been drawn, None = any; None = any for all of them
     support: Sequence[Sequence[IntArray | None]] | None = None
+    # for each row why its turn is over, from a device that applies the stop rules itself
     finished: Sequence[FinishReason] | None = None
 
 

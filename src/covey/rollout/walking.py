@@ -32,29 +32,17 @@ _SMALLEST = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Some tokens of a pack that are run together: m tokens, which score u targets.
+    """Some tokens of a pack that are run together: m tokens, which score u targets."""
 
-    Attributes:
-        token_ids: `[m]`.
-        position_ids: `[m]`.
-        branches: of the m tokens; one without a parent sees the kept path's first `at` tokens.
-        score_at: `[u]` which of the m tokens predicts.
-        targets: `[u]`.
-        past: tokens of the path above.
-        scored: `[u]` which of the pack's U targets these are.
-        rows: rows of the pack whose last target is here.
-        followers: what hangs on this piece, which is then one run of tokens, the path's next ones.
-    """
-
-    token_ids: IntArray
-    position_ids: IntArray
-    branches: tuple[Branch, ...]
-    score_at: IntArray
-    targets: IntArray
-    past: int
-    scored: IntArray
-    rows: IntArray
-    followers: tuple[Piece, ...]
+    token_ids: IntArray  # `[m]`
+    position_ids: IntArray  # `[m]`
+    branches: tuple[Branch, ...]  # of the m tokens; one without a parent sees the kept path's first `at` tokens
+    score_at: IntArray  # `[u]` which of the m tokens predicts
+    targets: IntArray  # `[u]`
+    past: int  # tokens of the path above
+    scored: IntArray  # `[u]` which of the pack's U targets these are
+    rows: IntArray  # rows of the pack whose last target is here
+    followers: tuple[Piece, ...]  # what hangs on this piece, which is then one run of tokens, the path's next ones
 
     @property
     def trunk(self) -> bool:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
+import time
+import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -19,12 +23,192 @@ import numpy as np
 
 from covey.errors import CoveyError
 from covey.serving.batching import Answer, BatchingEngine, Job, unheld
-from covey.serving.bodies import Found, Part, answer_body, envelope, stream_choice, usage
-from covey.serving.chat import chat_text
-from covey.serving.neutral import RequestError
-from covey.serving.requests import MAX_COMPLETIONS, Asked, ChatRequest, CompletionRequest, read_request
-from covey.serving.texts import GrowingText, GrowingTexts
-from covey.types import Request, SamplingSettings
+from covey.serving.requests import (
+    MAX_COMPLETIONS,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    RequestError,
+    chat_text,
+    read_request,
+)
+from covey.types import IntArray, Request, SamplingSettings
+
+_KEPT = 8
+"""Tokens before the next one that are decoded with it: their text settles what depends on what came before, and they
+have more bytes than the longest character."""
+_REMEMBERED = 1 << 16
+_UNFINISHED = re.compile("\ufffd{1,3}\\Z")
+"""Bytes of a character that the next token may finish."""
+_CLEANED = re.compile("(?:\ufffd{1,3}|[ ']+[vrn]?'?)\\Z")
+"""Likewise, and what the tokenizer's clean-up of spaces may change."""
+
+
+class GrowingTexts:
+    """Makes the texts of one tokenizer's completions, without special tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.decode: Callable[[list[int]], str] = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+        self.unsure = _CLEANED if getattr(tokenizer, "clean_up_tokenization_spaces", False) else _UNFINISHED
+        names = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        self.bytes = frozenset(token for name, token in names.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name))
+        # special ones and ids beyond the tokenizer's: one more of it changes nothing
+        self.silent = lru_cache(_REMEMBERED)(lambda token: self.decode([token]) == self.decode([token, token]))
+
+
+class GrowingText:
+    """One completion. A token costs one decoding of at most 16 and those that arrive with it, whatever came before.
+
+    A run of byte tokens is text only as a whole (one wrong byte spoils all of them), so it is told when it is over.
+    """
+
+    def __init__(self, texts: GrowingTexts) -> None:
+        self._texts = texts
+        self._ids: list[int] = []
+        self._told = 0  # characters of their text
+
+    def push(self, token_ids: Sequence[int], *, last: bool = False) -> str:
+        """What is new and certain of the text with these tokens; with the `last` ones all that is left."""
+        texts = self._texts
+        self._ids += [token for token in token_ids if not texts.silent(token)]
+        if not self._ids or (self._ids[-1] in texts.bytes and not last):
+            return ""
+        text = texts.decode(self._ids)
+        unsure = None if last else texts.unsure.search(text)
+        end = max(self._told, len(text) if unsure is None else unsure.start())
+        new, left, self._told = text[self._told : end], len(text) - end, end
+        if len(self._ids) >= 2 * _KEPT and left <= 3:
+            del self._ids[:-_KEPT]
+            self._told = len(texts.decode(self._ids)) - left
+        return new
+
+
+_AT_ONCE = 4096
+"""Entries of a list that are written without a pause: other threads wait for each such piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One completion on its way to a client."""
+
+    prompt_ids: IntArray
+    text: str
+    tokens: list[str]
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is new of one completion in a stream; the role comes first, the finish reason last, without tokens."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+    version: int
+    finish_reason: str | None
+    text: str
+    first: bool
+
+
+def envelope(asked: CompletionRequest | ChatRequest, model: str) -> dict[str, Any]:
+    """What every answer, and every event of a stream, begins with."""
+    chat = isinstance(asked, ChatRequest)
+    kind = "chat.completion" if chat else "text_completion"
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": f"{kind}.chunk" if chat and asked.stream else kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+    """The count of tokens at an answer's end."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def answer_body(asked: CompletionRequest | ChatRequest, model: str, found: Sequence[Found]) -> bytes:
+    """A whole answer. A prompt counts once for its `n` completions, as with OpenAI."""
+    body = envelope(asked, model) | {
+        "choices": [{"index": index, **_choice(asked, one)} for index, one in enumerate(found)],
+        "policy_version": min(one.answer.versions[0][1] for one in found),
+        "usage": usage(
+            sum(len(one.prompt_ids) for one in found[:: asked.n]),
+            sum(len(one.answer.completion.token_ids) for one in found),
+        ),
+    }
+    return "".join(_pieces(body)).encode()
+
+
+def stream_choice(asked: CompletionRequest | ChatRequest, part: Part, tokens: list[str]) -> dict[str, Any]:
+    """One choice of an event."""
+    found: dict[str, Any] = {"index": part.index}
+    if isinstance(asked, ChatRequest):
+        found["delta"] = ({"role": "assistant"} if part.first else {}) | {"content": part.text}
+    else:
+        found["text"] = part.text
+    found["finish_reason"] = part.finish_reason
+    if asked.wants_logprobs:
+        found["logprobs"] = _logprobs(asked, tokens, part.logprobs)
+    return found | ({"token_ids": part.token_ids} if asked.return_token_ids else {})
+
+
+def _choice(asked: CompletionRequest | ChatRequest, one: Found) -> dict[str, Any]:
+    chat, completion, versions = isinstance(asked, ChatRequest), one.answer.completion, one.answer.versions
+    found: dict[str, Any] = {"message": {"role": "assistant", "content": one.text}} if chat else {"text": one.text}
+    found |= {
+        "finish_reason": completion.finish_reason,
+        "policy_version": versions[0][1],
+        "policy_versions": [list(part) for part in versions],
+    }
+    if asked.return_token_ids:
+        found |= {"token_ids": completion.token_ids, "prompt_token_ids": one.prompt_ids}
+    if asked.return_support and completion.support is not None:
+        found["support"] = {"ids": completion.support.ids, "offsets": completion.support.offsets}
+    wanted = asked.wants_logprobs
+    return found | {"logprobs": _logprobs(asked, one.tokens, completion.logprobs.tolist()) if wanted else None}
+
+
+def _logprobs(asked: CompletionRequest | ChatRequest, tokens: list[str], logprobs: list[float]) -> dict[str, Any]:
+    if not isinstance(asked, ChatRequest):
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
+    return {
+        "content": [
+            {"token": token, "logprob": logprob, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, logprob in zip(tokens, logprobs, strict=True)
+        ]
+    }
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """JSON in pieces, so that a long answer does not hold the interpreter."""
+    if isinstance(value, dict):
+        yield "{"
+        for place, (name, one) in enumerate(value.items()):
+            yield f"{', ' if place else ''}{json.dumps(name)}: "
+            yield from _pieces(one)
+        yield "}"
+    elif isinstance(value, list | np.ndarray):
+        yield "["
+        for start in range(0, len(value), _AT_ONCE):
+            part = value[start : start + _AT_ONCE]
+            whole = part.tolist() if isinstance(part, np.ndarray) else part
+            if start:
+                yield ", "
+            if whole and isinstance(whole[0], dict):
+                for place, one in enumerate(whole):
+                    yield ", " if place else ""
+                    yield from _pieces(one)
+            else:
+                yield json.dumps(whole)[1:-1]
+        yield "]"
+    else:
+        yield json.dumps(value)
+
 
 Done = TypeVar("Done")
 _Told = asyncio.Queue[tuple[int, Any]]
@@ -60,9 +244,7 @@ class Answering:
     async def read(self, kind: type[Asked], body: bytes) -> Asked:
         """Reads the body of a request.
 
-        Raises:
-            RequestError: it is none.
-            UnknownModelError: it names another model.
+        Raises `RequestError`: it is none; `UnknownModelError`: it names another model.
         """
         async with self._one_large if len(body) > _LARGE_BODY else nullcontext():
             asked: Asked = await self._in_thread(read_request, kind, body)
@@ -70,19 +252,14 @@ class Answering:
         return asked
 
     def check_model(self, name: str) -> None:
-        """Refuse other names than this model's.
-
-        Raises:
-            UnknownModelError: it is one.
-        """
+        """Refuse other names than this model's. Raises `UnknownModelError`: it is one."""
         if name not in ("", self._name):
             raise UnknownModelError(f"model={name!r:.200}: this server has {self._name!r}")
 
     async def complete(self, asked: CompletionRequest | ChatRequest) -> bytes:
         """The answer to a request, `n` completions for each prompt, as JSON.
 
-        Raises:
-            VersionConflictError: other weights are held than it asks for.
+        Raises `VersionConflictError`: other weights are held than it asks for.
         """
         jobs, queue = await self._submitted(asked)
         answers: dict[int, Answer] = {}
@@ -97,13 +274,11 @@ class Answering:
                 self._engine.cancel(jobs)
         return await self._in_thread(self._body, asked, [(job.request, answers[i]) for i, job in enumerate(jobs)])
 
-    async def stream(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[str]:
-        """The same as server-sent events. What cannot be served is refused now, not in the stream."""
-        chunks = await self.chunks(asked)
-        return (event async for chunk in chunks for event in chunk)
-
     async def chunks(self, asked: CompletionRequest | ChatRequest) -> AsyncIterator[list[str]]:
-        """Likewise, those together that are ready together: a client that is behind costs no more for it."""
+        """The same as server-sent events, those together that are ready together: a slow client costs no more.
+
+        What cannot be served is refused now, not in the stream.
+        """
         return self._events(asked, *await self._submitted(asked))
 
     def close(self) -> None:

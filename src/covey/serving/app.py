@@ -1,6 +1,6 @@
-"""The server's HTTP side: OpenAI's completion API with token ids, and uploads of adapters.
+"""The server: OpenAI's completion API with token ids over HTTP, uploads of adapters, and how it is started.
 
-    app = create_app(batching_engine, tokenizer, ServeSettings(model_name="smollm2"))
+    app = create_app(batching_engine, tokenizer, ServeSettings(model_name="smollm2"), model)
 
 Every answer carries the `policy_version` that produced it.
 """
@@ -8,12 +8,15 @@ Every answer carries the `policy_version` that produced it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import IO, Annotated, Any
+from dataclasses import dataclass
+from typing import IO, Annotated, Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -22,16 +25,23 @@ from starlette.exceptions import HTTPException
 
 from covey.adapters import Adapter, MalformedConfigError, read_adapter, read_config
 from covey.errors import AdapterError, GenerationError
+from covey.pytorch.engine import Engine
+from covey.pytorch.engine.merge import bare_model
+from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import linear_layers
 from covey.serving.answers import Answering, UnknownModelError
-from covey.serving.batching import BatchingEngine, NoWeightsError, QueueFullError, VersionConflictError
-from covey.serving.forms import read_form, spool
+from covey.serving.batching import (
+    BatchingEngine,
+    NoWeightsError,
+    QueueFullError,
+    SwapMode,
+    VersionConflictError,
+    prometheus_text,
+)
+from covey.serving.connections import listen
 from covey.serving.gate import Gate, ServeSettings
-from covey.serving.metrics import prometheus_text
-from covey.serving.neutral import RequestError
-from covey.serving.requests import ChatRequest, CompletionRequest
-from covey.serving.trainers import TrainerLease, TwoTrainersError
-from covey.serving.trial import try_adapter
+from covey.serving.requests import ChatRequest, CompletionRequest, RequestError
+from covey.serving.uploads import TrainerLease, TwoTrainersError, read_form, spool, try_adapter
 
 _PARTS = ("adapter_weights", "adapter_config", "policy_version", "trainer", "takeover", "restart")
 
@@ -223,3 +233,47 @@ def _add_errors(app: FastAPI) -> None:
     for kind, status in statuses.items():
         app.add_exception_handler(kind, answer(status))
     app.add_exception_handler(HTTPException, unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What `covey serve` may be told. Names are those of its options."""
+
+    dtype: str = "float32"
+    device: str | None = None
+    kv_cache_gb: float = 1.0
+    max_batch_size: int = 64
+    max_completion_length: int = 512
+    max_waiting: int = 1024
+    max_upload_mb: int = 1024
+    max_connections: int = 512
+    swap: str = "finish"
+
+
+def open_server(
+    model: str, host: str, port: int, token: str | None, options: ServeOptions
+) -> tuple[Any, socket.socket]:
+    """An application with its model loaded, and the socket that it is to listen on.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        ModelError: the model cannot be loaded.
+    """
+    listening = listen(host, port)  # before the model, which takes a while
+    loaded = load_model(model, dtype=options.dtype, device=options.device or "auto")
+    bare = bare_model(loaded.model)
+    engine = Engine(
+        bare, loaded.tokenizer, kv_cache_bytes=int(options.kv_cache_gb * 2**30), max_batch_size=options.max_batch_size
+    )
+    batching = BatchingEngine(
+        engine,
+        bare,
+        max_rows=options.max_batch_size,
+        max_completion_length=min(options.max_completion_length, engine.context_length - 1),
+        max_waiting=options.max_waiting,
+        swap=cast(SwapMode, options.swap),
+    )
+    settings = ServeSettings(model_name=model, token=token, max_upload_bytes=options.max_upload_mb << 20)
+    gc.freeze()  # what is loaded stays: no collection has to look at it while clients wait
+    listening.listen(1024)  # who asks from now on is answered
+    return create_app(batching, loaded.tokenizer, settings, bare), listening

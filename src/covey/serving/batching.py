@@ -1,7 +1,7 @@
 """The engine behind a queue: requests of many clients in one batch, and new weights between two decode steps.
 
 One thread owns the engine. Everything else talks to it through `submit`, `cancel` and `upload`; answers come back
-through callbacks on that thread.
+through callbacks on that thread. What it has done is told in Prometheus' text format.
 """
 
 from __future__ import annotations
@@ -17,15 +17,66 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import prometheus_client as prometheus
+
 from covey.adapters import Adapter
 from covey.errors import AdapterError, ConfigError, CoveyError, GenerationError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import AdaptedWeights, weights_of
-from covey.rollout.constrained import check_choices
-from covey.rollout.learning import Weights, check_settings
+from covey.rollout.drawing import check_choices, check_settings
+from covey.rollout.learning import Weights
 from covey.rollout.turns import REUSED_BLOCK
-from covey.serving.metrics import Latencies
 from covey.types import Completion, Request, SamplingSettings
+
+_COUNTERS = {
+    "completions": "completions sampled",
+    "tokens": "tokens sampled",
+    "prompt_tokens": "tokens of prompts taken on, each once for all completions that a request asks of it",
+    "cancelled": "completions that nobody waited for any more",
+    "failed": "completions that failed",
+    "uploads": "adapters applied",
+    "refused": "completions refused because the queue was full",
+}
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 600.0)
+
+
+class Latencies:
+    """Histograms of how long clients wait, in seconds."""
+
+    def __init__(self) -> None:
+        prometheus.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = prometheus.CollectorRegistry()
+        self.queue = self._histogram("queue_time_seconds", "seconds until a completion joins the batch")
+        self.first_token = self._histogram("time_to_first_token_seconds", "seconds until a completion's first token")
+        self.request = self._histogram("request_seconds", "seconds until a request is answered whole")
+
+    def text(self) -> str:
+        """The histograms in Prometheus' text format."""
+        return prometheus.generate_latest(self._registry).decode()
+
+    def _histogram(self, name: str, meaning: str) -> prometheus.Histogram:
+        return prometheus.Histogram(f"covey_{name}", meaning, buckets=_SECONDS, registry=self._registry)
+
+
+def prometheus_text(engine: Any) -> str:
+    """The counts and latencies of a `BatchingEngine` in Prometheus' text format."""
+    registry = prometheus.CollectorRegistry()
+    for name, meaning in _COUNTERS.items():
+        prometheus.Counter(f"covey_{name}", meaning, registry=registry).inc(getattr(engine.counts, name))
+    running, waiting = engine.load
+    gauges = {
+        "running": ("completions in the batch", running),
+        "waiting": ("completions in the queue", waiting),
+        "policy_version": ("version of the weights", engine.version),
+        "reused_tokens": (
+            "tokens of prompts held and not computed, in whole blocks of each completion, since the last upload",
+            engine.counts.reused_tokens,
+        ),
+    }
+    for name, (meaning, value) in gauges.items():
+        prometheus.Gauge(f"covey_{name}", meaning, registry=registry).set(value)
+    return f"{prometheus.generate_latest(registry).decode()}{engine.latencies.text()}"
+
 
 log = logging.getLogger(__name__)
 

@@ -43,17 +43,11 @@ class _BusyError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UploadAnswer:
-    """What a server says to an upload.
+    """What a server says to an upload."""
 
-    Attributes:
-        policy_version: of the weights that it now holds.
-        sha256: of the tensors that it applied; "" from a server that does not say.
-        instance: changes when the server is restarted; "" likewise.
-    """
-
-    policy_version: int
-    sha256: str = ""
-    instance: str = ""
+    policy_version: int  # of the weights that it now holds
+    sha256: str = ""  # of the tensors that it applied; "" from a server that does not say
+    instance: str = ""  # changes when the server is restarted; "" likewise
 
 
 class InferenceClient:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+import socket
 import sys
 import time
 from collections.abc import Iterable
@@ -22,9 +23,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import h11
+import uvicorn
 from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from covey.errors import ConfigError
 
 _SWEEP_SECONDS = 0.5
 _EVENTS_OF_A_TURN, _TURN_OF_THE_OLDEST = 16, 4
@@ -285,3 +289,31 @@ def _files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
+def uvicorn_server(app: Any, limits: ConnectionLimits, **options: Any) -> uvicorn.Server:
+    """What runs the application, with connections that may not wait for ever."""
+    settings: dict[str, Any] = {
+        "http": Connections(limits).protocol,
+        "ws": "none",
+        "log_level": "warning",
+        "timeout_keep_alive": int(limits.idle_seconds),
+        "timeout_graceful_shutdown": 15,
+        "h11_max_incomplete_event_size": 64 << 10,
+    }
+    return uvicorn.Server(uvicorn.Config(app, **(settings | options)))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address; port 0 = any free one.
+
+    Raises `ConfigError`: the address cannot be listened on.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"{host}:{port}: cannot be listened on ({error}); use another --port") from error
+    return listening

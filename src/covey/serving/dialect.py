@@ -39,8 +39,7 @@ class Upload:
     def of(cls, weights: Weights, trainer: str, *, first: bool) -> Upload:
         """The upload of these weights; an adapter is copied, so that it can be sent again later.
 
-        Raises:
-            AdapterError: the adapter is more than plain LoRA.
+        Raises `AdapterError`: the adapter is more than plain LoRA.
         """
         held = weights.adapter
         files = None if held is None else (held.to_bytes(), held.config)
@@ -54,11 +53,7 @@ class Upload:
 
     @property
     def adapter_files(self) -> tuple[bytes, Mapping[str, Any]]:
-        """The adapter as PEFT's two files, the second one read.
-
-        Raises:
-            AdapterError: there is none.
-        """
+        """The adapter as PEFT's two files, the second one read. Raises `AdapterError`: there is none."""
         if self.adapter is None:
             raise AdapterError("the model has no LoRA adapter to upload; set model.use_peft to true")
         return self.adapter
@@ -113,19 +108,14 @@ class Dialect:
         self.client, self.trainer, self.folder = client, trainer, folder
 
     def limits(self) -> Limits:
-        """What the server can do; asked once, before training.
-
-        Raises:
-            ServingError: the server cannot be reached.
-        """
+        """What the server can do; asked once, before training. Raises `ServingError`: the server cannot be reached."""
         self.client.health()
         return Limits()
 
     def publish(self, upload: Upload) -> None:
         """Let the server sample from these weights, and return when it does; the ones before may go.
 
-        Raises:
-            ServingError: it does not, or applied other numbers.
+        Raises `ServingError`: it does not, or applied other numbers.
         """
         raise NotImplementedError
 
@@ -136,9 +126,8 @@ class Dialect:
     def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
         """The completions of an answer, in the order of the requests.
 
-        Raises:
-            ServingError: they are of other weights than those published last.
-            KeyError, TypeError, ValueError: the answer is not one.
+        Raises `ServingError`: they are of other weights than those published last; `KeyError, TypeError, ValueError`:
+        the answer is not one.
         """
         raise NotImplementedError
 
@@ -151,11 +140,7 @@ class Dialect:
 
 
 def choices_of(answer: Mapping[str, Any], count: int, url: str) -> list[Mapping[str, Any]]:
-    """The `choices` of an OpenAI-like answer.
-
-    Raises:
-        ServingError: there are not `count` of them.
-    """
+    """The `choices` of an OpenAI-like answer. Raises `ServingError`: there are not `count` of them."""
     choices = answer.get("choices")
     if not isinstance(choices, list) or len(choices) != count:
         raise ServingError(f"{url} answered {answer!r:.200} to {count} prompts")

@@ -20,123 +20,15 @@ from typing import Any
 import numpy as np
 
 from covey.errors import GenerationError, ServingError, naming, raised_at
-from covey.rollout.constrained import cut_choices
+from covey.rollout.drawing import cut_choices
 from covey.rollout.learning import NO_VERSION, Weights, version_in_words
 from covey.rollout.turns import Device, Drawn, Row, Session
-from covey.serving.client import OTHER_SERVERS, InferenceClient, RefusedError, warn_of_mismatch
-from covey.serving.dialect import Dialect, Limits, Sampled, Upload, choices_of
+from covey.serving.client import OTHER_SERVERS, InferenceClient, RefusedError
+from covey.serving.dialect import Dialect, Sampled, Upload
+from covey.serving.dialects import CoveyDialect
 from covey.types import Completion, Progress, Request, SamplingSettings, Support
 
 log = logging.getLogger(__name__)
-
-
-class CoveyDialect(Dialect):
-    """`covey serve`: versions are numbers that only grow, and each completion names its own."""
-
-    name = "covey serve"
-    constrains = True
-
-    def __init__(self, client: InferenceClient, trainer: str, folder: Path) -> None:
-        super().__init__(client, trainer, folder)
-        self._instance = ""
-        self._number, self._sha256, self._restart = NO_VERSION, "", False
-        self._ahead = 0  # of the trainer's versions, those that the server knows
-        self.server_version, self.server_sha256 = NO_VERSION, ""
-
-    def limits(self) -> Limits:
-        """The limits that `/health` tells."""
-        health = self.client.health()
-        self._instance = str(health.get("instance", ""))
-        limits = [health.get(name, Limits().context) for name in ("context_length", "max_completion_length")]
-        if not all(isinstance(limit, int) for limit in limits):
-            raise ServingError(f"{self.client.url}/health answered {health!r:.200}; {OTHER_SERVERS}")
-        return Limits(*limits)
-
-    def publish(self, upload: Upload) -> None:
-        """Uploads the adapter, and checks that the server applied the same numbers."""
-        number = upload.version + self._ahead
-        if number <= self._number and upload.sha256 != self._sha256:
-            # other weights under a version that was used already, such as the best ones at a run's end
-            number = self._number + 1
-            self._ahead = number - upload.version
-        self._number, self._sha256 = number, upload.sha256
-        try:
-            answer = self.client.upload_adapter(
-                *upload.adapter_files, policy_version=number, trainer=self.trainer, restart=upload.first
-            )
-        except RefusedError as error:
-            raise RefusedError(f"{error}{self._other(error, 400, 422)}", error.status) from error
-        warn_of_mismatch(answer.policy_version, number, self.client.url)
-        if answer.sha256 and answer.sha256 != upload.sha256:
-            raise ServingError(
-                f"{self.client.url} applied an adapter with the hash {answer.sha256[:12]}..., {upload.sha256[:12]}... "
-                "was sent; its weights are not the trainer's"
-            )
-        self.server_version, self.server_sha256 = answer.policy_version, answer.sha256
-        self._instance = answer.instance
-
-    def _other(self, error: RefusedError, *ours: int) -> str:
-        """What to do where a refusal is none of `covey serve`, which says no with `ours` among others."""
-        known = (401, 403, 409, 413) + (ours if self._instance else ())
-        return "" if error.status in known or error.status < 400 else f"; {OTHER_SERVERS}"
-
-    def request(self, requests: Sequence[Request], settings: SamplingSettings) -> tuple[str, dict[str, Any]]:
-        """OpenAI's completions with what `covey serve` knows beyond them."""
-        body: dict[str, Any] = {
-            "model": "",
-            "prompt": [request.token_ids.tolist() for request in requests],
-            "streams": [list(request.stream) for request in requests],
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            **settings.cut,
-            "stop": list(settings.stop_strings),
-            "stop_token_ids": list(settings.eos_token_ids),
-            "logprobs": 0,
-            "return_token_ids": True,
-            "policy_version": self.server_version,
-        }
-        if any(request.choices is not None for request in requests):
-            body["choices"] = [None if r.choices is None else [list(choice) for choice in r.choices] for r in requests]
-        if settings.keep_support or "choices" in body:
-            body["return_support"] = True
-        return "/v1/completions", body
-
-    def read(self, answer: Mapping[str, Any], count: int) -> list[Sampled]:
-        """Each choice names the version that it was sampled from."""
-        found = []
-        for choice in choices_of(answer, count, self.client.url):
-            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            kept, sampled_from = choice.get("support"), int(choice["policy_version"])
-            if sampled_from != self.server_version:
-                raise ServingError(
-                    f"{self.client.url} sampled from version {sampled_from}, {self.server_version} was asked for; "
-                    "nothing is trained on other weights"
-                )
-            support = None if kept is None else (kept["ids"], kept["offsets"])
-            found.append(Sampled(ids, logprobs, choice["finish_reason"], support))
-        return found
-
-    def recover(self, error: RefusedError, upload: Upload) -> bool:
-        """The server holds another version: a restarted one is given the weights once more, another is not ours."""
-        if error.status != 409:
-            raise GenerationError(f"{error}{self._other(error, 400)}") from error
-        health = self.client.health(retry=True)
-        restarted = str(health.get("instance", "")) != self._instance
-        if not restarted and health.get("policy_version") != self.server_version:
-            raise ServingError(
-                f"{error}. The server at {self.client.url} was not restarted: somebody else uploads to it; give each "
-                "run a server of its own"
-            )
-        if restarted:
-            log.warning(
-                "the server at %s was restarted; it is given version %d again", self.client.url, self.server_version
-            )
-            self.publish(upload)
-        return True
-
-    def close(self) -> None:
-        """Tells the server that another trainer may have it."""
-        self.client.release(self.trainer)
 
 
 class RemoteEngine:
@@ -206,9 +98,8 @@ class RemoteEngine:
     ) -> list[Completion]:
         """Sample one completion for each request, in order; see `covey.types.Generator`.
 
-        Raises:
-            GenerationError: other weights are held, or the server refuses the request.
-            ServingError: the server does not answer, or answers with completions of other weights.
+        Raises `GenerationError`: other weights are held, or the server refuses the request; `ServingError`: the server
+        does not answer, or answers with completions of other weights.
         """
         self._check(settings, policy_version)
         size = self.dialect.per_request
@@ -352,9 +243,8 @@ def _checked(
 ) -> Completion:
     """A completion that can be trained on.
 
-    Raises:
-        ServingError: it has no tokens, too many of them, tokens that the policy does not have or that stand behind its
-            end, or log-probabilities that are not theirs.
+    Raises `ServingError`: it has no tokens, too many of them, tokens that the policy does not have or that stand behind
+    its end, or log-probabilities that are not theirs.
     """
     ids, logprobs = np.array(sampled.token_ids), np.array(sampled.logprobs, dtype=np.float32)
     support = None

@@ -1,20 +1,104 @@
-"""What clients may ask: OpenAI's fields, and those that training needs besides.
+"""What clients may ask: OpenAI's fields, those that training needs besides, and chat messages.
 
 A request is read strictly: types are not guessed at, unknown fields are refused, null means that a field is left out.
+Of fields that this server does not serve, values that ask for nothing (OpenAI's defaults) are let through. A chat
+template is the server's: a client chooses values, never programs.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
+from jinja2 import Environment, meta
+from jinja2.defaults import DEFAULT_NAMESPACE
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import from_json
 
-from covey.serving.neutral import RequestError, without_neutral
+from covey.errors import CoveyError
 from covey.types import SamplingSettings
+
+
+class RequestError(CoveyError, ValueError):
+    """A request asks for what this server does not do, or is not one."""
+
+
+_SAMPLING = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (True,),
+    "skip_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+}
+_NEUTRAL: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "CompletionRequest": _SAMPLING | {"echo": (False,), "suffix": ("",), "add_special_tokens": (True,)},
+    "ChatRequest": _SAMPLING
+    | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+        "functions": ([],),
+        "top_logprobs": (0,),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": (),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+        "documents": ([],),
+        "chat_template": (),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+    },
+}
+
+
+def without_neutral(kind: str, given: Mapping[str, Any], served: Iterable[str]) -> dict[str, Any]:
+    """What is left of a request when everything that asks for nothing is taken out.
+
+    Raises `RequestError`: it has a field that is not served.
+    """
+    left = {name: value for name, value in given.items() if value is not None}
+    _check_best_of(left)
+    served = set(served)
+    for name in [name for name in left if name not in served]:
+        neutral = _NEUTRAL[kind].get(name)
+        if neutral is None:
+            raise RequestError(f"{name:.80}: this server knows no such field; remove it")
+        value = left.pop(name)
+        if not any(_same(value, one) for one in neutral):
+            instead = " or ".join(repr(one) for one in neutral)
+            raise RequestError(
+                f"{name}={value!r:.80}: this server does not serve it; leave it out{instead and f' or send {instead}'}"
+            )
+    return left
+
+
+def _check_best_of(left: dict[str, Any]) -> None:
+    """`best_of` equal to `n` chooses nothing."""
+    best_of = left.pop("best_of", None)
+    if best_of is not None and not _same(best_of, left.get("n", 1)):
+        raise RequestError(f"best_of={best_of!r:.80}: this server returns all that it samples; leave it out, or send n")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, and not by Python's 0 == False."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 MAX_COMPLETIONS = 1024
@@ -120,11 +204,7 @@ class CompletionRequest(_Sampling):
         return self.logprobs is not None
 
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or ids.
-
-        Raises:
-            RequestError: it is no prompt.
-        """
+        """Each prompt, as text or ids. Raises `RequestError`: it is no prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and all(type(token) is int for token in self.prompt):
@@ -175,11 +255,7 @@ Asked = TypeVar("Asked", CompletionRequest, ChatRequest)
 
 
 def read_request(kind: type[Asked], body: bytes) -> Asked:
-    """Reads and checks a request's body.
-
-    Raises:
-        RequestError: it says which field, and what is wrong with it.
-    """
+    """Reads and checks a request's body. Raises `RequestError`: it says which field, and what is wrong with it."""
     lists, values = body.count(b"[") + body.count(b"{"), body.count(b",")
     if body.count(b":") > _MOST_LISTS:
         lists += sum(1 for _ in re.finditer(rb'"\s*:', body))
@@ -204,3 +280,68 @@ def read_request(kind: type[Asked], body: bytes) -> Asked:
     except ValidationError as error:
         lines = error.errors(include_url=False, include_input=False, include_context=False)[:5]
         raise RequestError("; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in lines)) from error
+
+
+_LONGEST_VALUE = 1000
+
+
+def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], limit: int) -> str:
+    """A conversation in the model's chat format, up to where the assistant is to speak.
+
+    Raises `RequestError`: a message is none, is too long, or the template has no such variable.
+    """
+    plain = [_plain(place, message) for place, message in enumerate(messages)]
+    characters = sum(len(message["content"]) for message in plain)
+    if characters > limit:
+        raise RequestError(f"messages: they have {characters} characters; this model's context holds at most {limit}")
+    if not tokenizer.chat_template:
+        raise RequestError("messages: this model has no chat template; use /v1/completions")
+    _check_values(tokenizer, values)
+    try:
+        text = tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=False, **values)
+    except Exception as error:  # templates are programs that raise what they like
+        raise RequestError(f"messages: the chat template refuses them: {error!s:.300}") from error
+    return str(text)
+
+
+def _plain(place: int, message: Mapping[str, Any]) -> dict[str, str]:
+    given = {name: value for name, value in message.items() if value is not None}
+    others = given.keys() - {"role", "content"}
+    if others:
+        raise RequestError(f"messages.{place}: {min(others)!r:.80} is not served; send role and content")
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(role, str) or not 1 <= len(role) <= 64:
+        raise RequestError(f"messages.{place}.role: {role!r:.80} must be a name such as user")
+    if isinstance(content, list) and content:
+        content = "".join(_text(place, part) for part in content)
+    if not isinstance(content, str):
+        raise RequestError(f"messages.{place}.content: must be a text, or a list of parts of type text")
+    return {"role": role, "content": content}
+
+
+def _text(place: int, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise RequestError(f"messages.{place}.content: a part of type {kind!r:.80}; only text is read")
+    if part.keys() - {"type", "text"}:
+        raise RequestError(f"messages.{place}.content: a part of type text has a type and a text, nothing else")
+    return str(part["text"])
+
+
+def _check_values(tokenizer: Any, values: Mapping[str, Any]) -> None:
+    """Variables that the template asks for by name, and that nothing but the template knows."""
+    if not values:
+        return
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    template = re.sub(
+        r"{%-?\s*(end)?generation\s*-?%}", "", str(tokenizer.get_chat_template())
+    )  # transformers' own tag
+    syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+    known = meta.find_undeclared_variables(syntax) - {*DEFAULT_NAMESPACE, "raise_exception", "strftime_now"}
+    for name, value in values.items():
+        if name in taken or name.endswith("_token"):
+            raise RequestError(f"chat_template_kwargs.{name:.80}: it is the server's to choose; remove it")
+        if not isinstance(value, str | bool | int | float) or len(str(value)) > _LONGEST_VALUE:
+            raise RequestError(f"chat_template_kwargs.{name:.80}: must be true, false, a number or a short text")
+        if name not in known:
+            raise RequestError(f"chat_template_kwargs.{name:.80}: the model's chat template has no such variable")

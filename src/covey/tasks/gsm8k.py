@@ -9,9 +9,8 @@ from covey.errors import ConfigError, DataError
 from covey.rewards.extract import final_number, parse_number
 from covey.rewards.text import numeric_match
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import as_prompt
+from covey.tasks.base import FileTask, as_prompt
 from covey.tasks.dataset import Row, load_rows
-from covey.tasks.split import FileTask
 
 
 def reference_answer(solution: str) -> str | None:

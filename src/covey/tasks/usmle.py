@@ -18,9 +18,8 @@ from covey.rewards.extract import completion_text
 from covey.rewards.option_letter import extract_choice
 from covey.rewards.text import found_word, say
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import as_prompt
+from covey.tasks.base import FileTask, as_prompt, question_key
 from covey.tasks.dataset import Row, load_rows
-from covey.tasks.split import FileTask, question_key
 from covey.types import Message
 
 Wording = Literal["document", "brief"]
@@ -81,8 +80,7 @@ def compute_reward(prompt: Mapping[str, Any], generated_text: str) -> tuple[floa
 class USMLERewardModel:
     """Correctness with a small bonus for medical words and a penalty for very short answers, clamped to [0, 1].
 
-    Raises:
-        ConfigError: the file cannot be read or holds no words.
+    Raises `ConfigError`: the file cannot be read or holds no words.
     """
 
     __name__ = "usmle_reward"
@@ -127,11 +125,7 @@ class USMLERewardModel:
 
 
 def load_medical_vocabulary(source: Iterable[str] | str | Path | None = None) -> frozenset[str]:
-    """Words in lower case.
-
-    Raises:
-        ConfigError: the file cannot be read or holds no words.
-    """
+    """Words in lower case. Raises `ConfigError`: the file cannot be read or holds no words."""
     source = _OWN_TERMS if source is None else source
     if isinstance(source, str | Path):
         try:

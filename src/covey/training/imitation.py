@@ -23,7 +23,7 @@ from covey.algorithms import make_objective
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, DataError
 from covey.files import checked_path, explained, write_atomically
-from covey.rollout.imitation import Dictation, ExpertPlayer
+from covey.rollout.agents import Dictation, ExpertPlayer
 from covey.training import agents, setup
 from covey.training.tables import transcript
 from covey.training.trainer import GRPOTrainer

@@ -132,7 +132,7 @@ def load_task(config: GRPOConfig) -> Task | None:
     """The task named by `data.task`, or None. `data.dataset` and `data.eval_dataset` are the files that it reads."""
     if config.data.task is None:
         return None
-    from covey.tasks.registry import configured_task
+    from covey.tasks.base import configured_task
 
     return configured_task(config.data.task, config.data.dataset, config.data.eval_dataset)
 
@@ -141,7 +141,7 @@ def load_world(config: GRPOConfig) -> World | None:
     """The world named by `environment.world`, or None."""
     if config.environment.world is None:
         return None
-    from covey.environments.registry import get_world
+    from covey.environments.base import get_world
 
     return get_world(config.environment.world)
 

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from covey.pytorch.engine.sampling import sample
-from covey.rollout.stop import StopMatcher
-from covey.rollout.streams import stream_key, uniforms
+from covey.rollout.drawing import StopMatcher, stream_key, uniforms
 from covey.types import SamplingSettings
 
 

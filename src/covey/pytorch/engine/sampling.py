@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from covey.errors import GenerationError
-from covey.rollout.streams import uniforms
+from covey.rollout.drawing import uniforms
 from covey.rollout.turns import Row
 from covey.types import IntArray, SamplingSettings
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from covey.errors import GenerationError
+from covey.rollout.drawing import drawing
 from covey.rollout.turns import Device, Drawn, Row
-from covey.rollout.vllm import drawing
 
 INSTEAD = "or sampling.engine to covey"
 

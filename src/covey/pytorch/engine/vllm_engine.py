@@ -37,9 +37,9 @@ from covey.errors import AdapterError, ConfigError, GenerationError, ModelError
 from covey.files import save_tokenizer
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model, weights_of
 from covey.pytorch.engine.vllm_device import INSTEAD, VLLMDevice
+from covey.rollout.drawing import room_for_rank
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
-from covey.rollout.vllm import room_for_rank
 from covey.types import Completion, Progress, Request, SamplingSettings
 
 _LOG = logging.getLogger(__name__)

@@ -136,12 +136,11 @@ def confine(
     seconds: float,
     file_bytes: int,
     syscalls: bool,
-    listening: Callable[[int], None],
+    listening: Callable[[int], object],
 ) -> None:
     """Confine this process for good. What it needs later must be imported and open already.
 
-    Raises:
-        OSError: the host refuses something.
+    Raises `OSError`: the host refuses something.
     """
     end_with_parent()
     if rooted:

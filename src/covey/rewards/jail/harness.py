@@ -26,10 +26,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
-from . import codec, frames
-from .errors import JailEndedError, JailError, ProcessEndedError
-from .names import free_names
-from .programs import extract_code, same_output, same_value
+from . import JailEndedError, JailError, ProcessEndedError, messages
+from .programs import extract_code, free_names, same_output, same_value
 from .sandbox import Confined, Limits, Sandbox, parse_message
 
 Status = Literal["passed", "wrong_answer", "error", "timeout", "memory", "syntax", "cheat"]
@@ -300,11 +298,14 @@ class TestHarness:
         for stdin, expected in tests.cases:
             with sandbox.spawn(self._limits) as process:
                 try:
-                    _send_program(process, code, stdin)
+                    try:
+                        process.send({"role": "program", "code": code, "stdin": stdin})
+                    except ValueError as error:
+                        raise JailError(f"a program and its standard input are {error}") from None
                     answer = process.receive()
                     failed = _failure(answer)
                     if failed is None and answer.get("exit") != 0:
-                        failed = Outcome("error", f"exit code {codec.shown(answer.get('exit'))[:20]}")
+                        failed = Outcome("error", f"exit code {messages.shown(answer.get('exit'))[:20]}")
                 except ProcessEndedError as ended:
                     # leaving by os._exit(0) is the program's right: what it printed counts
                     failed = None if ended.reason == "exit" and process.stop() == (0, 0) else _outcome(ended)
@@ -348,20 +349,13 @@ def split_check(source: str, function: str = "check") -> tuple[str, tuple[str, .
 
 def _call(name: str, arguments: Sequence[Any]) -> bytes:
     try:
-        tree = codec.Encoder(_no_handle)((list(arguments), {}))
-    except codec.CodecError as error:
+        tree = messages.Encoder(_no_handle)((list(arguments), {}))
+    except messages.CodecError as error:
         raise JailError(f"the arguments of a call are {error}") from None
     request = json.dumps({"name": name, "arguments": tree, "changed": False}).encode("utf-8", "surrogatepass")
-    if len(request) > frames.MAX_BYTES:
-        raise JailError(f"the arguments of a call are {len(request)} bytes, at most {frames.MAX_BYTES} are passed on")
+    if len(request) > messages.MAX_BYTES:
+        raise JailError(f"the arguments of a call are {len(request)} bytes, at most {messages.MAX_BYTES} are passed on")
     return request
-
-
-def _send_program(process: Confined, code: str, stdin: str) -> None:
-    try:
-        process.send({"role": "program", "code": code, "stdin": stdin})
-    except ValueError as error:
-        raise JailError(f"a program and its standard input are {error}") from None
 
 
 def _load(process: Confined, code: str) -> Outcome | None:
@@ -414,8 +408,8 @@ def _clean(text: str) -> str:
 
 def _judge(body: bytes, expected: Any, tolerance: float) -> Outcome:
     try:
-        length = len(json.dumps(codec.Encoder(lambda value: 0, materialise=False)(expected)))
-    except codec.CodecError as error:
+        length = len(json.dumps(messages.Encoder(lambda value: 0, materialise=False)(expected)))
+    except messages.CodecError as error:
         raise JailError(f"an expected result is {error}") from None
     if len(body) > _MOST_OF_ANSWER + _TIMES_EXPECTED * length:
         return Outcome("wrong_answer", f"returned {len(body)} bytes, the expected value has {length}")
@@ -424,14 +418,14 @@ def _judge(body: bytes, expected: Any, tolerance: float) -> Outcome:
     if failed is not None:
         return failed
     try:
-        found = codec.Decoder(_Handle)(answer.get("value"))
+        found = messages.Decoder(_Handle)(answer.get("value"))
         if isinstance(found, type(iter([]))):
             found = list(found)
         if same_value(found, expected, tolerance):
             return Outcome("passed")
     except Exception as error:  # whatever a value does that nobody vouches for, it is not the expected one
         return Outcome("wrong_answer", _clean(f"returned what cannot be compared: {error}"[:500]))
-    return Outcome("wrong_answer", _clean(f"returned {codec.shown(found)}, not {codec.shown(expected)}"))
+    return Outcome("wrong_answer", _clean(f"returned {messages.shown(found)}, not {messages.shown(expected)}"))
 
 
 def _outcome(ended: ProcessEndedError) -> Outcome:

@@ -26,7 +26,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from . import codec, confine, frames
+from . import confine, messages
 
 _MAX_TEXT = 500
 _FILE = "solution.py"
@@ -42,7 +42,7 @@ def open_streams() -> None:
 
 def main(channel: int, *, rooted: bool) -> None:
     """Play the role that the first message names; `rooted`: in a file system of its own."""
-    message = frames.receive(channel)
+    message = messages.receive(channel)
     if message is None:
         return
     _provide_input(message.get("stdin", "").encode("utf-8", "surrogatepass"), rooted=rooted)
@@ -83,7 +83,7 @@ def _module(name: str, code: str) -> ModuleType:
 def _candidate(channel: int, message: dict[str, Any]) -> None:
     module = _module("solution", message["code"])
     failed = _load(message["code"], module.__dict__)
-    frames.send(channel, failed or {})
+    messages.send(channel, failed or {})
     if failed is not None:
         return
     objects: list[Any] = []
@@ -92,16 +92,16 @@ def _candidate(channel: int, message: dict[str, Any]) -> None:
         objects.append(value)
         return len(objects) - 1
 
-    encode, decode = codec.Encoder(keep), codec.Decoder(lambda number: objects[number])
-    while (request := frames.receive(channel)) is not None:
+    encode, decode = messages.Encoder(keep), messages.Decoder(lambda number: objects[number])
+    while (request := messages.receive(channel)) is not None:
         try:
             answer = _answer(request, module.__dict__, objects, encode, decode)
         except BaseException as error:
             answer = _describe(error)
         try:
-            frames.send(channel, answer)
+            messages.send(channel, answer)
         except ValueError as error:
-            frames.send(channel, {"failed": "error", "text": str(error)})
+            messages.send(channel, {"failed": "error", "text": str(error)})
 
 
 def _answer(
@@ -174,7 +174,7 @@ def _program(channel: int, message: dict[str, Any]) -> None:
             end()
         except BaseException as error:
             code = code or int(not isinstance(error, SystemExit))
-    frames.send(channel, outcome or {"exit": code})
+    messages.send(channel, outcome or {"exit": code})
 
 
 def _flush() -> None:
@@ -224,8 +224,8 @@ class _Caller:
 
     def __init__(self, channel: int) -> None:
         self._channel = channel
-        self._encode = codec.Encoder(self._known)
-        self._decode = codec.Decoder(lambda number: _Remote(self, {"on": number}, number))
+        self._encode = messages.Encoder(self._known)
+        self._decode = messages.Decoder(lambda number: _Remote(self, {"on": number}, number))
         self.failure: tuple[BaseException | None, str, str] = (None, "", "")
         self.forged = False
 
@@ -243,9 +243,9 @@ class _Caller:
         return _Remote(self, {"on": number, "name": name}) if isinstance(found, _Remote) else found
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        frames.send_bytes(self._channel, b"C" + json.dumps(request).encode("utf-8", "surrogatepass"))
+        messages.send_bytes(self._channel, b"C" + json.dumps(request).encode("utf-8", "surrogatepass"))
         try:
-            answer: Any = frames.receive(self._channel)
+            answer: Any = messages.receive(self._channel)
         except (ValueError, RecursionError):
             answer = []
         if answer is None:
@@ -257,14 +257,15 @@ class _Caller:
             text = str(answer.get("text"))[:_MAX_TEXT]
             said = answer.get("said")
             error = _kind(answer.get("kind"))(said[:_MAX_TEXT] if isinstance(said, str) else text)
-            self.failure = (error, _failure_status(answer["failed"]), text)
+            # what a candidate may say of how a call failed; never that a test passed
+            self.failure = (error, answer["failed"] if answer["failed"] in ("syntax", "memory") else "error", text)
             raise error
         return answer
 
     def _known(self, value: Any) -> int:
         if isinstance(value, _Remote) and value._number is not None:
             return int(value._number)
-        raise codec.CodecError(f"an argument of type {type(value).__name__} cannot be handed to the solution")
+        raise messages.CodecError(f"an argument of type {type(value).__name__} cannot be handed to the solution")
 
 
 def _kind(name: Any) -> type[Exception]:
@@ -283,11 +284,6 @@ def _kind(name: Any) -> type[Exception]:
     except Exception:  # one that wants more than a text, such as UnicodeDecodeError
         return next((base for base in kind.__mro__ if base in (ValueError, LookupError)), RemoteError)
     return kind
-
-
-def _failure_status(status: Any) -> str:
-    """How a candidate may say that a call failed; never that a test passed."""
-    return status if status in ("syntax", "memory") else "error"
 
 
 def _overwrite(old: Any, new: Any) -> None:
@@ -310,7 +306,7 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
             names[alias] = _Remote(caller, {"name": name})
     if unknown := [name for name in message["used"] if name not in names]:
         raise NameError(f"the tests use {', '.join(unknown)}, which neither they nor their setup define")
-    frames.send_bytes(channel, b"S")
+    messages.send_bytes(channel, b"S")
     for test in message["tests"]:
         try:
             _run_test(test, names)
@@ -327,8 +323,8 @@ def _tester(channel: int, message: dict[str, Any]) -> None:
         if caller.forged:
             status, text = "cheat", "a message that is none"
         result = {"result": status, "text": text[:_MAX_TEXT]}
-        frames.send_bytes(channel, b"R" + json.dumps(result).encode())
-    frames.send_bytes(channel, b"D")
+        messages.send_bytes(channel, b"R" + json.dumps(result).encode())
+    messages.send_bytes(channel, b"D")
 
 
 def _run_test(test: str, names: dict[str, Any]) -> None:
@@ -336,16 +332,12 @@ def _run_test(test: str, names: dict[str, Any]) -> None:
     for number, statement in enumerate(tree.body):
         match statement:
             case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]), msg=None):
-                tree.body[number] = ast.copy_location(_explained(left, right), statement)
+                arguments = [left, right, ast.Constant(ast.unparse(left))]
+                explained = ast.Expr(ast.Call(ast.Name("_compare_", ast.Load()), arguments, []))
+                tree.body[number] = ast.copy_location(explained, statement)
     exec(compile(ast.fix_missing_locations(tree), "test.py", "exec", dont_inherit=True), names)
-
-
-def _explained(left: ast.expr, right: ast.expr) -> ast.stmt:
-    """`_compare_(left, right, "left")`."""
-    call = ast.Call(ast.Name("_compare_", ast.Load()), [left, right, ast.Constant(ast.unparse(left))], [])
-    return ast.Expr(call)
 
 
 def _compare(left: Any, right: Any, text: str) -> None:
     if not left == right:
-        raise AssertionError(f"{text} gave {codec.shown(left)}, not {codec.shown(right)}")
+        raise AssertionError(f"{text} gave {messages.shown(left)}, not {messages.shown(right)}")

@@ -27,13 +27,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from . import frames
-from .errors import JailEndedError, JailError, ProcessEndedError
-from .packages import modules_of
-from .supervisor import Supervisor
+from . import JailEndedError, JailError, ProcessEndedError, messages
+from .seccomp import Supervisor
 
 _JAIL = Path(__file__).parent
 _START = """
@@ -267,7 +266,7 @@ class Confined:
 
     def send_bytes(self, body: bytes) -> None:
         """Send a message as it is; see `send`."""
-        data = memoryview(frames.framed(body))
+        data = memoryview(messages.framed(body))
         while data:
             try:
                 data = data[self._channel.send(data, _NO_SIGNAL) :]
@@ -292,7 +291,7 @@ class Confined:
         for _ in range(_MOST_PARTS):
             if len(self._received) >= 4:
                 (length,) = struct.unpack("!I", self._received[:4])
-                if length > frames.MAX_BYTES:
+                if length > messages.MAX_BYTES:
                     raise ProcessEndedError("protocol", f"a message of {length} bytes")
                 if len(self._received) >= 4 + length:
                     body = bytes(self._received[4 : 4 + length])
@@ -417,3 +416,28 @@ def _protections(found: dict[str, Any]) -> Protections:
     reasons += [] if filtered else ["system calls of this machine are not known"]
     files = "namespace" if rooted else "landlock" if found["landlock"] else ""
     return Protections(files, rooted or filtered, filtered, "; ".join(reasons))
+
+
+def modules_of(packages: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Modules to import, folders to find them in, and paths that must be readable, for installed distributions.
+
+    Raises:
+        JailError: one is not installed, or is no folder of Python modules.
+    """
+    modules: list[str] = []
+    folders: set[str] = set()
+    readable: set[str] = set()
+    for name in packages:
+        try:
+            distribution = metadata.distribution(name)
+        except (metadata.PackageNotFoundError, ValueError):
+            raise JailError(f"packages={name!r}: it is not installed; pip install it, or leave it out") from None
+        place = Path(str(distribution.locate_file(""))).resolve()
+        tops = {Path(str(file)).parts[0] for file in distribution.files or ()} - {".."}
+        found = sorted(top for top in tops if (place / top / "__init__.py").exists())
+        if not found:
+            raise JailError(f"packages={name!r}: it holds no package of Python modules that could be offered")
+        modules += found
+        folders.add(str(place))
+        readable |= {str(place / top) for top in tops if (place / top).is_dir() and not top.endswith(".dist-info")}
+    return modules, sorted(folders), sorted(readable)

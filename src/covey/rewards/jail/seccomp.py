@@ -7,15 +7,24 @@ trace, mount, signal another process, or reach for the kernel's rarer parts.
 the process, since no honest program makes them. A call made through another architecture's table ends it too.
 `supervise` puts what can be had too often (threads, and files where there is no quota) before whoever holds its
 listener.
+
+A `Supervisor` decides for a confined process what may be had too often. The kernel holds a thread that asks until the
+answer comes (seccomp's user notification, Linux 5.5). No limit of the kernel's own would do: `RLIMIT_NPROC` does not
+hold for root, and nothing bounds the files of a plain directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
+import fcntl
 import os
 import platform
+import select
 import struct
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 _ALLOWED = (
@@ -150,11 +159,7 @@ def supported() -> bool:
 
 
 def install(*, rooted: bool, supervised: bool) -> None:
-    """Put this process under the filter of what is allowed, for good.
-
-    Raises:
-        OSError: the kernel refuses.
-    """
+    """Put this process under the filter of what is allowed, for good. Raises `OSError`: the kernel refuses."""
     _set(_allowing(rooted, supervised), 0)
 
 
@@ -228,11 +233,6 @@ def _asking(files: bool) -> bytes:
     return _bytes(code)
 
 
-def clone_number() -> int:
-    """The number of the call that starts threads."""
-    return _TABLES[platform.machine()][1]["clone"]
-
-
 def _when(number: int, lines: tuple[tuple[Test, ...], ...], then: int, otherwise: int) -> list[Instruction]:
     """For the call `number`: `then` where all tests of a line hold, else `otherwise`; other calls go on behind it."""
     code: list[Instruction] = []
@@ -263,3 +263,60 @@ def _set(program: bytes, flags: int) -> int:
             return result
     code = ctypes.get_errno()
     raise OSError(code, f"the kernel refuses the filter of system calls: {os.strerror(code)}")
+
+
+_RECEIVE, _SEND = 0xC0502100, 0xC0182101
+_QUESTION = struct.Struct("QIIiI")  # id, thread, flags, number of the call, architecture; more follows
+_QUESTION_SIZE = 80
+_ANSWER = struct.Struct("QqiI")
+_GO_ON = 1
+_MOST_FILES = 65
+"""Files and directories made over a program's life, its standard input among them."""
+
+
+_MOST_QUESTIONS = 20_000
+"""Answered over a program's life; one that is refused counts as 21. Each costs work on this side."""
+
+
+class Supervisor:
+    """Answers the questions of one confined process."""
+
+    def __init__(self, listener: int, *, threads: int) -> None:
+        self.listener = listener
+        self._threads, self._files, self._questions = threads, _MOST_FILES, _MOST_QUESTIONS
+
+    def answer(self) -> bool:
+        """Answer one question if there is one; False when none will be answered any more."""
+        self._questions -= 1
+        if self._questions < 0:  # whoever asks waits until the program's time is over
+            return False
+        poll = select.poll()
+        poll.register(self.listener, select.POLLIN)
+        events = dict(poll.poll(0)).get(self.listener, 0)
+        if not events & select.POLLIN:  # asking for a question would wait
+            return not events
+        question = bytearray(_QUESTION_SIZE)
+        with contextlib.suppress(OSError):  # whoever asked is gone
+            fcntl.ioctl(self.listener, _RECEIVE, question)
+            number, thread, _, call, _ = _QUESTION.unpack_from(question)
+            error = self._refusal(thread, call)
+            self._questions -= 20 if error else 0
+            try:
+                fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(number, 0, -error, 0 if error else _GO_ON))
+            except OSError as refused:
+                if refused.errno != errno.EINVAL:
+                    raise
+                fcntl.ioctl(self.listener, _SEND, _ANSWER.pack(number, 0, -errno.EPERM, 0))  # Linux before 5.5
+        return True
+
+    def close(self) -> None:
+        """Closes the listener, so that whoever still asks is refused."""
+        os.close(self.listener)
+
+    def _refusal(self, thread: int, call: int) -> int:
+        """The error that the call ends with, 0 = it may go on."""
+        if call == _TABLES[platform.machine()][1]["clone"]:
+            threads = int(Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[17])
+            return errno.EAGAIN if threads >= self._threads else 0
+        self._files -= 1
+        return 0 if self._files >= 0 else errno.EDQUOT

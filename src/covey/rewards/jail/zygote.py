@@ -153,7 +153,7 @@ def _child(control: socket.socket, channel_fd: int, output_fd: int, limits: dict
         channel = os.dup2(channel_fd, 3)
         os.closerange(4, 1024)
         with socket.socket(fileno=os.dup(channel)) as speaking:
-            confine.confine(**limits, listening=lambda listener: _hand_over(speaking, listener))
+            confine.confine(**limits, listening=lambda listener: socket.send_fds(speaking, [b"L"], [listener]))
         inside.open_streams()
         sys.argv = ["solution.py"]
         random.seed(0)  # so that the same program does the same again
@@ -167,10 +167,6 @@ def _child(control: socket.socket, channel_fd: int, output_fd: int, limits: dict
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(0)
-
-
-def _hand_over(channel: socket.socket, listener: int) -> None:
-    socket.send_fds(channel, [b"L"], [listener])
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:

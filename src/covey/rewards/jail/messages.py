@@ -1,16 +1,74 @@
-"""Plain values as JSON, so that a value can cross a border without anything being executed.
+"""Messages between two processes, and plain values in them: a value crosses a border, and nothing is executed.
 
-None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset and dict cross as they are, and the results of
-iterators as lists that remember it. Subclasses cross as what they derive from, without their methods: a `__eq__` of a
-hostile class stays where it is. Anything else is a `Handle`, a number that means something on the other side only.
+A message is four bytes of length, then JSON. None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset
+and dict cross as they are, and the results of iterators as lists that remember it. Subclasses cross as what they derive
+from, without their methods: a `__eq__` of a hostile class stays where it is. Anything else is a `Handle`, a number that
+means something on the other side only.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import reprlib
+import signal
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
+
+MAX_BYTES = 8 << 20
+
+
+def send(channel: int, message: dict[str, Any]) -> None:
+    """Send one message on a file descriptor. Raises `ValueError`: it is too long."""
+    send_bytes(channel, json.dumps(message).encode("utf-8", "surrogatepass"))
+
+
+def send_bytes(channel: int, body: bytes) -> None:
+    """Send one message as it is. Raises `ValueError`: it is too long."""
+    data = memoryview(framed(body))
+    # the other side may close, and a host not ignore the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        while data:
+            data = data[os.write(channel, data) :]
+    finally:
+        if signal.SIGPIPE in signal.sigpending() and signal.SIGPIPE not in before:
+            signal.sigwait({signal.SIGPIPE})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def framed(body: bytes) -> bytes:
+    """A message with its length before it. Raises `ValueError`: it is too long."""
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_BYTES}")
+    return struct.pack("!I", len(body)) + body
+
+
+def receive(channel: int) -> dict[str, Any] | None:
+    """Wait for one message; None when the other side has closed."""
+    header = _exactly(channel, 4)
+    if header is None:
+        return None
+    (length,) = struct.unpack("!I", header)
+    body = _exactly(channel, length) if length <= MAX_BYTES else None
+    if body is None:
+        return None
+    message: dict[str, Any] = json.loads(body.decode("utf-8", "surrogatepass"))
+    return message
+
+
+def _exactly(channel: int, count: int) -> bytes | None:
+    parts = []
+    while count:
+        part = os.read(channel, min(count, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
 
 MAX_DEPTH = 60
 MAX_ITEMS = 200_000
@@ -80,11 +138,7 @@ class Decoder:
         self._handle = handle
 
     def __call__(self, tree: Any) -> Any:
-        """Decodes one value.
-
-        Raises:
-            CodecError: the tree is not what an encoder makes.
-        """
+        """Decodes one value. Raises `CodecError`: the tree is not what an encoder makes."""
         try:
             return self._decode(tree, 0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:

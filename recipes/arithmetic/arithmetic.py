@@ -24,9 +24,8 @@ from covey.rewards.extract import (
 )
 from covey.rewards.text import found_word, say
 from covey.rewards.verifier import RewardFunction
-from covey.tasks.base import Task, as_prompt
+from covey.tasks.base import Task, as_prompt, question_hash, sorted_numbers
 from covey.tasks.dataset import Row
-from covey.tasks.split import question_hash, sorted_numbers
 from covey.types import Message
 
 HELD_OUT_ONE_IN = 5
