@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from covey.errors import CheckpointError, ConfigError, RunFolderError
-from covey.pytorch.moments import optimizer_tensors, restore_optimizer
+from covey.pytorch.optimizers import optimizer_tensors, restore_optimizer
 from covey.training.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
@@ -301,7 +301,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
 WRITER = """
 import os, sys, torch
 from covey.files import remove_leftovers
-from covey.pytorch.moments import optimizer_tensors, restore_optimizer
+from covey.pytorch.optimizers import optimizer_tensors, restore_optimizer
 from covey.training.checkpoint import latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, TorchAoConfig
 
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.models.dequantise import quantised_layers
+from covey.pytorch.models.quantised import quantised_layers
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, get_quantization_config
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from covey.pytorch.logprobs import CHUNK_BYTES
-from covey.pytorch.offload import SLICE_BYTES
+from covey.pytorch.optimizers import SLICE_BYTES
 
 BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "nf4": 0.52, "int8": 1.0, "torchao_int8": 1.0}
 """Of the frozen matrices in the layers, by their format; scales included."""
@@ -122,7 +122,7 @@ class Choices:
 def layer_bytes(shape: Shape, chosen: Choices) -> float:
     """What one layer keeps of a token for its backward.
 
-    Fused (`covey.pytorch.fused.decoder`), numbers of b bytes: the input and the sum after attention, 2 H; queries, keys
+    Fused (`covey.pytorch.fused`), numbers of b bytes: the input and the sum after attention, 2 H; queries, keys
     and values after rotation, Q + 2 K; attention's output, Q; gate and up, 2 F; what adapters make of their inputs, r a
     projection; with norms of heads these before the norm, Q + K; with norms of outputs these before the norm, 2 H. Two
     norms keep a float32 each.

@@ -17,10 +17,10 @@ from covey.config.effects import uses_reference
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.footprint import Choices, Shape, kv_bytes, peak_bytes, phases
-from covey.pytorch.models.dequantise import quantisable_layers
 from covey.pytorch.models.empty import empty_model
 from covey.pytorch.models.form import is_known
 from covey.pytorch.models.loading import causal_lm, trained_dtype
+from covey.pytorch.models.quantised import quantisable_layers
 
 CONTEXT_BYTES = 0.8e9
 """What CUDA, its libraries and their kernels take of a device: an allowance, not measured."""

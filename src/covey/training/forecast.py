@@ -17,7 +17,7 @@ from covey.config.whole import GRPOConfig
 from covey.distributed.preflight import PROCESS_BYTES
 from covey.processes import total_memory
 from covey.pytorch.footprint import Choices, Shape, activation_bytes
-from covey.pytorch.models.dequantise import held_bytes, num_parameters, quantised_layers
+from covey.pytorch.models.quantised import held_bytes, num_parameters, quantised_layers
 from covey.pytorch.optimizers import moment_bytes
 from covey.training.plan import Part
 from covey.training.trainer import GRPOTrainer

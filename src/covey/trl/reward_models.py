@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from covey.errors import ConfigError, RewardError
-from covey.pytorch.models.senses import require_tokenizer
+from covey.pytorch.models.loading import require_tokenizer
 
 _BATCH = 16
 """Texts in one forward pass of a reward model."""

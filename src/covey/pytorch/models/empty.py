@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from covey.errors import ModelError
-from covey.pytorch.models.loading import gguf_read_once, locate, quiet
+from covey.pytorch.models.loading import gguf_read_once, locate, quiet, refuse_senses
 from covey.pytorch.models.lora import attach_lora
-from covey.pytorch.models.senses import refuse_senses
 
 
 def empty_model(
