@@ -59,7 +59,7 @@ WITHOUT_TORCH = {
     "watch",
 }
 HEAVY = ("torch", "transformers", "peft", "jax", "flax", "optax", "orbax")
-MAX_LINES = 500
+MAX_LINES = 700
 
 
 @dataclass(frozen=True)

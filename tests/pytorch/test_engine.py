@@ -46,23 +46,6 @@ def test_sync_takes_new_adapter_weights_and_their_version() -> None:
     assert all(torch.equal(snapshot[name], p) for name, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_full_fine_tuning_copies_the_weights(family: str) -> None:
-    model = tiny_model(family)
-    engine = Engine(model)
-    (request,) = groups(1, (5,))
-    (before,) = engine([request], GREEDY, policy_version=0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter, generator=None))
-    (still,) = engine([request], GREEDY, policy_version=0)
-    assert texts([still]) == texts([before])
-    np.testing.assert_array_equal(still.logprobs, before.logprobs)
-    engine.publish(weights_of(model, 1))
-    (after,) = engine([request], GREEDY, policy_version=1)
-    np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=1e-4)
-
-
 def test_an_interrupted_sync_is_never_sampled_from() -> None:
     model = tiny_model("llama")
     engine = Engine(model)
@@ -291,15 +274,6 @@ def test_the_models_training_mode_is_left_alone() -> None:
     modes = [m.training for m in model.modules()]
     Engine(model)
     assert [m.training for m in model.modules()] == modes
-
-
-def test_bfloat16_copy_of_a_float32_model() -> None:
-    model = tiny_model("llama")
-    requests = groups(2)
-    completions = Engine(model, dtype=torch.bfloat16)(requests, SamplingSettings(max_tokens=8), policy_version=0)
-    for request, completion in zip(requests, completions, strict=True):
-        difference = np.abs(completion.logprobs - plain_logprobs(model, request, completion))
-        assert 1e-5 < difference.max() < 0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,6 +22,8 @@ from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradie
 from covey.training.state import TrainerState
 from covey.types import Batch, BoolArray
 
+Rows = NDArray[np.int64] | None
+"""Of a batch; None = all."""
 _EXTREMES = ("min", "mean", "max")
 _METRICS = {
     "loss": "loss",
@@ -53,7 +55,7 @@ class Pass:
     """What one optimiser step is about to be taken with, for those who want to look at it."""
 
     number: int
-    part: NDArray[np.int64] | None
+    part: Rows
     batch: Batch
     rows: NDArray[np.int64]
     objective: Objective
@@ -147,9 +149,9 @@ def update(
 
     steps = algorithm.optimizer_steps
     rates = [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
-    parts = _parts(_own_rows(batch), len(batch.episodes), algorithm.num_minibatches, stream)
+    parts = _parts(batch, algorithm.num_minibatches, stream)
     old, entropy = views.old_logprobs(len(parts))
-    if views.needed and not views.are_samplers:
+    if old is not None and views.needed and not views.are_samplers:
         result.metrics |= _mismatch_metrics(batch, old, batch.mask, algorithm)
     masked, selected = batch, None
     passes: list[dict[str, float]] = []
@@ -160,6 +162,7 @@ def update(
         if number % len(parts) == 0:
             if views.needed:
                 current, entropy = (old, entropy) if number == 0 else views.now()
+                assert current is not None
                 masked, selected = views.masks(current, entropy, old)
             result.batch = replace(masked, advantages=batch.advantages)
             masks.append(_mask_metrics(batch, masked))
@@ -225,28 +228,27 @@ def _pass_metrics(
     return found
 
 
-def _own_rows(batch: Batch) -> NDArray[np.int64] | None:
+def _own_rows(batch: Batch) -> Rows:
     """Rows that count in denominators, None = all: what `down_sampling` left out is as if it had not been sampled."""
     left_out = batch.excluded.get("down_sampling")
     return None if left_out is None or not left_out.any() else np.flatnonzero(~left_out.any(axis=1))
 
 
-def _parts(
-    rows: NDArray[np.int64] | None, among: int, count: int, stream: Sequence[int]
-) -> list[NDArray[np.int64] | None]:
-    """Random ones of these rows, of a batch of so many, for each mini-batch, ascending within it; None = all rows."""
+def _parts(batch: Batch, count: int, stream: Sequence[int]) -> list[Rows]:
+    """Random rows for each mini-batch, ascending within it."""
+    rows = _own_rows(batch)
     if count == 1:
         return [rows]
-    rows = np.arange(among) if rows is None else rows
+    rows = np.arange(len(batch.episodes)) if rows is None else rows
     order = rows[np.random.default_rng(list(stream)).permutation(len(rows))]
     return [np.sort(part) for part in np.array_split(order, max(1, min(count, len(rows))))]
 
 
-def _at(values: NDArray[Any] | None, rows: NDArray[np.int64] | None) -> Any:
+def _at(values: NDArray[Any] | None, rows: Rows) -> Any:
     return values if values is None or rows is None else values[rows]
 
 
-def _rows_of(batch: Batch, rows: NDArray[np.int64] | None) -> Batch:
+def _rows_of(batch: Batch, rows: Rows) -> Batch:
     """Some rows of a batch, as a batch whose denominators are its own."""
     if rows is None:
         return batch
