@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import adapted, plain_logprobs
+from engine_helpers import adapted, finish, plain_logprobs
 from peft import LoraConfig
-
 from tiny_models import VOCAB_SIZE, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
