@@ -84,7 +84,7 @@ test-vllm: $(VENV)/.dev .venv-vllm/.done
 	COVEY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
 		$(BIN)/python -m pytest tests/serving/test_contract.py tests/distributed/test_vllm_actors.py
 	COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
-		.venv-vllm/bin/python -m pytest tests/pytorch/engine/test_vllm_engine.py
+		.venv-vllm/bin/python -m pytest tests/pytorch/test_vllm_engine.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

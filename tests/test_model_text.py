@@ -287,8 +287,9 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
     runner.close()
 
 
-def test_readers_in_processes_of_their_own() -> None:
-    texts = [text for text in TEXTS.values() if len(text) < 4_000]
+@pytest.mark.parametrize("longest", [100, pytest.param(4_000, marks=pytest.mark.slow)])
+def test_readers_in_processes_of_their_own(longest: int) -> None:
+    texts = [*(text for text in TEXTS.values() if len(text) < longest), "4", '{"name": 1}']
     fits, equal = json_reward({"type": "object", "required": ["name"]}), MathReward(time_limit=1.0)
     try:
         for reward, more in ((fits, {}), (equal, {"answer": ["4"] * len(texts)})):
@@ -297,7 +298,14 @@ def test_readers_in_processes_of_their_own() -> None:
         equal.close()
 
 
-@pytest.mark.parametrize("name", TEXTS)
+LONG = [*(name for name in TEXTS if name.startswith(f"{LEVELS[1]} x ")), "100,000 calls"]
+"""Of these, every fifth is in the fast set: they differ from those of the lower level in their length alone."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG and LONG.index(name) % 5 else ()) for name in TEXTS],
+)
 def test_every_reader_answers_every_text(name: str, readers: Mapping[str, Callable[[str], Any]]) -> None:
     for reader, read in readers.items():
         try:

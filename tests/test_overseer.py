@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+SLOW = pytest.mark.slow  # each starts a process; one of each kind is not
 FUNCTIONS = """
 import asyncio, ctypes, hashlib, os, re, signal, sys, time
 import numpy as np
@@ -75,11 +76,11 @@ def line_of(words: str) -> int:
 @pytest.mark.parametrize(
     ("functions", "name", "at"),
     [
-        ("regex", "regex", "def regex"),
         ("quick power", "power", "def power"),
-        ("total", "total", "def total"),
-        ("asleep soon", "asleep", "def asleep"),
-        ("soon later_total late", "later_total", "def total"),
+        pytest.param("regex", "regex", "def regex", marks=SLOW),
+        pytest.param("total", "total", "def total", marks=SLOW),
+        pytest.param("asleep soon", "asleep", "def asleep", marks=SLOW),
+        pytest.param("soon later_total late", "later_total", "def total", marks=SLOW),
     ],
 )
 def test_a_function_that_holds_pythons_lock_is_named_with_its_line_and_the_process_ends(
@@ -97,9 +98,9 @@ def test_a_function_that_holds_pythons_lock_is_named_with_its_line_and_the_proce
 @pytest.mark.parametrize(
     ("functions", "name", "at"),
     [
-        ("derives", "derives", "def derives"),
         ("waits late soon", "late", "async def late"),
-        ("soon late blocks", "blocks", "async def blocks"),
+        pytest.param("derives", "derives", "def derives", marks=SLOW),
+        pytest.param("soon late blocks", "blocks", "async def blocks", marks=SLOW),
     ],
 )
 def test_one_that_lets_others_run_is_an_error_with_its_line(tmp_path: Path, functions: str, name: str, at: str) -> None:
@@ -112,7 +113,14 @@ def test_one_that_lets_others_run_is_an_error_with_its_line(tmp_path: Path, func
     )
 
 
-@pytest.mark.parametrize(("functions", "timeout"), [("total", 1000.0), ("soon later_total", None), ("derives", None)])
+@pytest.mark.parametrize(
+    ("functions", "timeout"),
+    [
+        ("total", 1000.0),
+        pytest.param("soon later_total", None, marks=SLOW),
+        pytest.param("derives", None, marks=SLOW),
+    ],
+)
 def test_an_interrupt_ends_what_does_not_hear_it(tmp_path: Path, functions: str, timeout: float | None) -> None:
     process = begun(tmp_path, functions, timeout)
     time.sleep(1.0)
@@ -137,7 +145,7 @@ def test_calls_that_end_in_time_are_not_spoken_of(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize("timeout", [None, 1000.0])
+@pytest.mark.parametrize("timeout", [1000.0, pytest.param(None, marks=SLOW)])
 def test_one_word_names_what_takes_long(tmp_path: Path, timeout: float | None) -> None:
     process = begun(tmp_path, "waits_longer", timeout, word=0.1)
     assert process.communicate(timeout=60) == (
@@ -159,6 +167,7 @@ with overseen(["f"]):
     assert (done.stdout, done.stderr) == ("-1 True\n", "")
 
 
+@SLOW
 def test_a_run_whose_reward_hangs_in_c_code_is_resumed(recipe_folder: Path, tmp_path: Path) -> None:
     """It ends in its third step, with the checkpoint of the second; with the reward mended it goes on to the fourth."""
     run, reward = tmp_path / "run", tmp_path / "counted.py"

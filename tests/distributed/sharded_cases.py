@@ -218,7 +218,7 @@ def wrapped_wrongly(ranks: Ranks) -> dict[str, Any]:
     policy = build({"fused_layers": False}, {})
     expected = Probe.of(policy, 1.0)
     mesh = ranks.mesh("cpu", ranks.world)
-    inner: Any = policy._transformer
+    inner: Any = policy.held.transformer
     for layer in [*inner.layers, inner]:
         fully_shard(layer, mesh=mesh)
     for module in [*inner.layers, inner]:

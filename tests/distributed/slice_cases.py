@@ -84,7 +84,7 @@ def compare(case: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     expected = EffectiveWeights(whole.model)
     parts = [p.to_local().numel() for p in own.values() if isinstance(p, DTensor)]
     same = [torch.equal(t, their_buffers[n]) and t.dtype == their_buffers[n].dtype for n, t in buffers.items()]
-    pack = probe_pack(whole._lm)
+    pack = probe_pack(whole.held.lm)
     with torch.no_grad():
         mine, other = policy.score(pack).logp, whole.score(pack).logp
     engine = PyTorchBackend().make_sampler(config, whole)

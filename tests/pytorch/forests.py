@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from covey.pytorch.attention.tree_layout import Rule
 from covey.rollout.packing import Branch, leave_of
-
-Rule = dict[str, Any]
 
 
 def forest(seed: int, *, past: int = 0, longest: int = 6, depth: int = 8, ordered: bool = False) -> list[Branch]:
@@ -60,14 +57,14 @@ def dense(branches: list[Branch], leaves: list[Tensor], rule: Rule) -> tuple[Ten
     place, leave = torch.arange(length), torch.from_numpy(leave_of(branches, length))
     seen = (place <= place[:, None]) & (place[:, None] < leave)
     seen = torch.cat([torch.arange(n) < before[:, None], seen], dim=1)
-    if rule.get("window") is not None:
-        seen &= position[:, None] - torch.cat([torch.arange(n), position]) < rule["window"]
+    if rule.window is not None:
+        seen &= position[:, None] - torch.cat([torch.arange(n), position]) < rule.window
     if past:
         k, v = torch.cat([past[0], k]), torch.cat([past[1], v])
     repeats = q.shape[1] // k.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * rule["scale"]
-    if rule.get("softcap") is not None:
-        scores = rule["softcap"] * torch.tanh(scores / rule["softcap"])
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(repeats, 1)) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(repeats, 1)), scores.logsumexp(-1).T
 

@@ -65,12 +65,12 @@ def measured(policy: Policy) -> tuple[int, int]:
     pack = one_row(TOKENS)
     with LiveMemory() as memory:
         memory.knows([*policy.model.parameters(), *policy.model.buffers()])
-        hidden = policy._hidden(pack)
+        hidden = policy.held.hidden(pack)
         kept = memory.live
         hidden.backward(torch.ones_like(hidden))
         del hidden
         memory.peak = 0
-        hidden = policy._hidden(pack)
+        hidden = policy.held.hidden(pack)
         hidden.backward(torch.ones_like(hidden))
     return kept, memory.peak
 

@@ -7,19 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import gguf
 import huggingface_hub.constants
-import numpy as np
 import pytest
 import torch
+from byte_tokenizer import byte_tokenizer
 from safetensors.torch import load_file, save_file
-from tiny_models import END, END_ID, PAD_ID, tiny_model, tiny_tokenizer
+from tiny_models import CHATML, END, END_ID, PAD_ID, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from covey.errors import ModelError
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_lora, save_adapter
+from covey.pytorch.models.saving import _SPLITS, write_gguf
+
+pytest.importorskip("gguf")
 
 TOKENS = torch.arange(4, 12)[None]
 
@@ -34,64 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama as llama.cpp would write it, with a byte-level tokenizer."""
-    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
-    write_gguf(tiny_model("llama", vocab_size=260), path)
+    path, tokenizer = tmp_path_factory.mktemp("gguf") / "tiny.gguf", byte_tokenizer()
+    write_gguf(load_model(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer), path, "float32", "tiny")
     return path
-
-
-def write_gguf(model: PreTrainedModel, path: Path) -> None:
-    config: Any = model.config
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    letters = [chr(code) for code in range(33, 127)] + [chr(0x100 + n) for n in range(161)] + ["ab"]
-    tokens = ["<unk>", "<s>", END, "<pad>", *letters]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, 3] + [1] * len(letters))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    names = {
-        "model.embed_tokens.": "token_embd.",
-        "model.norm.": "output_norm.",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "post_attention_layernorm": "ffn_norm",
-        "input_layernorm": "attn_norm",
-        "model.layers.": "blk.",
-    }
-    for key, value in model.state_dict().items():
-        if key == "lm_head.weight":  # tied
-            continue
-        array = value.numpy()
-        if "q_proj" in key or "k_proj" in key:  # llama.cpp interleaves the two halves of each rotary head
-            heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
-            halves = array.reshape(heads, 2, array.shape[0] // heads // 2, array.shape[1])
-            array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
-        for old, new in names.items():
-            key = key.replace(old, new)
-        writer.add_tensor(key, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -113,7 +60,7 @@ def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
 ) -> None:
     loaded = load_model(gguf_file, device="cpu")
     assert capfd.readouterr() == ("", "")  # no progress bars
-    expected = logits(tiny_model("llama", vocab_size=260))
+    expected = logits(tiny_model("llama", vocab_size=len(loaded.tokenizer)))
     torch.testing.assert_close(logits(loaded.model), expected, rtol=1e-4, atol=1e-4)
     model: Any = loaded.model
     assert model.dtype == torch.float32
@@ -239,3 +186,66 @@ def test_device_and_dtype_are_checked(folder: Path) -> None:
         load_model(folder, device="teapot")
     with pytest.raises(ModelError, match=r"model\.device='cuda:99'"):
         load_model(folder, device="cuda:99")
+
+
+# ---------------------------------------------------------------------- GGUF files that Covey writes
+
+QWEN2 = next(split for split, name in _SPLITS.items() if name == "qwen2")
+LLAMA3 = next(split for split, name in _SPLITS.items() if name == "llama-bpe")
+TEXT = "<|im_start|>Is the <tool> 12345 they'd use?<|im_end|>\n  é 🙂"
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "split", "width"),
+    [("llama", True, None, 32), ("llama", False, LLAMA3, 32), ("qwen2", True, QWEN2, 32), ("qwen3", False, QWEN2, 512)],
+)
+def test_what_is_read_back_computes_the_same(
+    family: str, tied: bool, split: str | None, width: int, tmp_path: Path
+) -> None:
+    """Bit for bit in float32; five rows of the embedding have no token. (transformers reads Qwen3's heads as 128.)"""
+    tokenizer = byte_tokenizer(split)
+    model = tiny_model(family, len(tokenizer) + 5, hidden_size=width, tie_word_embeddings=tied)
+    loaded = load_model(model, tokenizer)
+    write_gguf(loaded, tmp_path / "model.gguf", "float32", "tiny")
+    found = load_model(tmp_path / "model.gguf", dtype="float32", device="cpu")
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    assert torch.equal(found.model(ids).logits, model(ids).logits)
+    assert found.tokenizer(TEXT)["input_ids"] == ids[0].tolist()
+    assert found.tokenizer.decode(ids[0]) == tokenizer.decode(ids[0])
+    assert found.tokenizer.chat_template == CHATML
+    assert found.eos_token_ids == loaded.eos_token_ids
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision(dtype: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    model = tiny_model("llama", len(tokenizer))
+    write_gguf(load_model(model, tokenizer), tmp_path / "model.gguf", dtype)
+    found = load_model(tmp_path / "model.gguf", dtype="float32", device="cpu").model
+    name = "model.layers.1.mlp.up_proj.weight"
+    wanted = model.get_parameter(name).to(getattr(torch, dtype)).float()
+    assert torch.equal(found.get_parameter(name), wanted)
+
+
+def test_what_would_be_read_differently_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ModelError, match="a gemma2 model is not written as GGUF here, only llama"):
+        write_gguf(load_model(tiny_model("gemma2", len(tokenizer)), tokenizer), path)
+    with pytest.raises(ModelError, match="type WordLevel is not written"):
+        write_gguf(load_model(tiny_model("llama"), tiny_tokenizer()), path)
+    with pytest.raises(ModelError, match="way of splitting text"):
+        write_gguf(load_model(tiny_model("llama", len(tokenizer)), byte_tokenizer(r"\w+|\W")), path)
+    with pytest.raises(ModelError, match="tokens, the model 100"):
+        write_gguf(load_model(tiny_model("llama", 100), tokenizer), path)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+    )
+    with pytest.raises(ModelError, match="linear rotary positions"):
+        write_gguf(load_model(LlamaForCausalLM(config), tokenizer), path)
+    assert not path.exists()

@@ -13,8 +13,8 @@ import torch
 from learner_cases import make_batch, make_learner
 
 from covey.algorithms import make_objective
-from covey.pytorch.lanes import map_in_threads
 from covey.pytorch.learner import Learner
+from covey.pytorch.passes import map_in_threads
 from covey.rollout.learning import Gradients
 
 
@@ -149,9 +149,9 @@ def test_lanes_are_used_only_where_they_cannot_change_anything() -> None:
     learner.tokens_per_micro_batch = budget(learner)
     assert lanes_of(learner) == 2
     assert lanes_of(learner, exact_kl=True) == 1
-    fused, learner.policy._fused = learner.policy._fused, None
+    fused, learner.policy.held.fused = learner.policy.held.fused, None
     assert lanes_of(learner) == 1  # the model's own code makes no promise about threads
-    learner.policy._fused = fused
+    learner.policy.held.fused = fused
     learner.tokens_per_micro_batch //= 2  # half of it holds no whole group: prompts would be repeated
     assert lanes_of(learner) == 1
     learner.tokens_per_micro_batch = 10**6  # everything fits into one pack, which would keep one lane waiting

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from covey import GRPOConfig
 from covey.config.algorithm import AlgorithmConfig
-from covey.pytorch import offload
+from covey.pytorch import optimizers
 from covey.pytorch.learner import Learner
-from covey.pytorch.offload import HostMemory, step_in_slices
+from covey.pytorch.optimizers import HostMemory, step_in_slices
 from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
 from covey.rollout.learning import rows_with_gradient
@@ -73,7 +73,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("use_peft", [True, False], ids=["adapter", "all weights"])
 def test_steps_checkpoints_and_resuming_have_the_same_bits(use_peft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SLICE_BYTES", 8000)  # several slices, some parameters larger than one
+    monkeypatch.setattr(optimizers, "SLICE_BYTES", 8000)  # several slices, some parameters larger than one
     plain, host = learner_of(None, use_peft=use_peft), CountedMemory()
     moved = learner_of(host, use_peft=use_peft)
     train(plain, range(3))
@@ -87,7 +87,7 @@ def test_steps_checkpoints_and_resuming_have_the_same_bits(use_peft: bool, monke
 
 
 def test_moments_come_over_in_slices_and_are_kept_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SLICE_BYTES", 4 * 100)
+    monkeypatch.setattr(optimizers, "SLICE_BYTES", 4 * 100)
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (60, 40, 30, 300, 80)]
     groups: list[dict[str, Any]] = [{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.5}]
     optimizer, host, seen = torch.optim.AdamW(groups, lr=0.1), CountedMemory(), []

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
-from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from engine_helpers import generated, plain_logprobs
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import EVERY_FAMILY, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM
 
 from covey.errors import ModelError
 from covey.pytorch import Policy
-from covey.pytorch.attention.prefix_attention import NAME_PREFIX
 from covey.pytorch.attention.probe import find_obstacle
+from covey.pytorch.attention.tree_attention import NAME_PREFIX
+from covey.pytorch.engine import Engine
 from covey.rollout.packing import Pack, pack_episodes
-from covey.types import Episode, Support
+from covey.types import Episode, Request, SamplingSettings
 
 TEMPERATURE = 0.8
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_episodes() -> list[Episode]:
@@ -77,18 +72,20 @@ def fill(policy: Policy, seed: int) -> None:
         parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
-def plain_scores(policy: Policy, pack: Pack = PACK, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
+def plain_scores(policy: Policy, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies `[U]` from the model's own forward, without padding."""
-    logps, entropies = [], []
     with policy.plain() as model:
-        for row in pack.rows:
-            episode = EPISODES[row]
-            logits = model(torch.from_numpy(episode.token_ids)[None]).logits[0]
-            at = np.flatnonzero(episode.sampled)
-            logp = (logits[at - 1] / temperature).log_softmax(-1)
-            logps.append(logp[torch.arange(len(at)), episode.token_ids[at]])
-            entropies.append(-(logp.exp() * logp).sum(-1))
-    return torch.cat(logps)[in_order(pack)], torch.cat(entropies)[in_order(pack)]
+        return model_scores(model, temperature)
+
+
+def model_scores(model: Any, temperature: float = TEMPERATURE) -> tuple[Tensor, Tensor]:
+    logps, entropies = [], []
+    for row in PACK.rows:
+        ids, at = EPISODES[row].token_ids, np.flatnonzero(EPISODES[row].sampled)
+        logp = (model(torch.from_numpy(ids)[None], use_cache=False).logits[0, at - 1] / temperature).log_softmax(-1)
+        logps.append(logp[torch.arange(len(at)), ids[at]])
+        entropies.append(-(logp.exp() * logp).sum(-1))
+    return torch.cat(logps)[in_order()], torch.cat(entropies)[in_order()]
 
 
 def in_order(pack: Pack = PACK) -> Tensor:
@@ -108,21 +105,6 @@ def assert_gradients(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     for name, grad in mine.items():
         largest = float(expected[name].abs().max())
         assert float((grad - expected[name]).abs().max()) <= 2e-4 * largest + 1e-6, name
-
-
-@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_scores_and_gradients_are_those_of_the_plain_model(family: str, use_peft: bool) -> None:
-    policy = policy_of(family, use_peft=use_peft)
-    assert policy.prefix_sharing_obstacle is None
-    expected, expected_entropy = plain_scores(policy)
-    expected_grads = gradients(policy, (expected * WEIGHTS).sum())
-    scores = policy.score(PACK, temperature=TEMPERATURE, entropy=True)
-    torch.testing.assert_close(scores.logp, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(scores.entropy, expected_entropy.detach(), rtol=1e-4, atol=1e-4)
-    grads = gradients(policy, (scores.logp * WEIGHTS).sum())
-    assert grads.keys() == expected_grads.keys() == policy.state_dict().keys()
-    assert_gradients(grads, expected_grads)
 
 
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"prefix_sharing": False}], ids=str)
@@ -157,34 +139,6 @@ def test_gradient_checkpointing_leaves_generation_alone() -> None:
         assert model(torch.arange(4, 9)[None], use_cache=True).past_key_values is not None
     policy.eval()  # must not switch checkpointing off
     assert policy.score(PACK).logp.requires_grad
-
-
-def test_packs_do_not_show() -> None:
-    """The same scores whether a row is packed alone, with others, or its group is split over packs."""
-    policy = policy_of()
-    expected = np.full((len(EPISODES), 12), np.nan)
-    with torch.no_grad():
-        PACK.put(policy.score(PACK).logp.numpy()[PACK.pair], expected)
-        for budget in (1, 15, 40):
-            found = np.full_like(expected, np.nan)
-            packs = pack_episodes(EPISODES, tokens_per_pack=budget)
-            assert len(packs) > 1
-            for pack in packs:
-                pack.put(policy.score(pack).logp.numpy()[pack.pair], found)
-            np.testing.assert_allclose(found, expected, atol=1e-4)
-
-
-def test_half_precision_stays_close() -> None:
-    policy = Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4)
-    assert policy.prefix_sharing_obstacle is None
-    fill(policy, 1)
-    with torch.no_grad():
-        exact = policy_of().score(PACK).logp
-        mine = (policy.score(PACK).logp - exact).abs().mean()
-        plain = (plain_scores(policy, temperature=1.0)[0] - exact).abs().mean()
-    assert mine < 1.5 * plain  # rounding to bfloat16 costs the plain model as much
-    policy.score(PACK).logp.sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable_parameters())
 
 
 @pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
@@ -243,15 +197,6 @@ def test_lora_on_the_head_is_served_through_the_module() -> None:
     assert kl.mean() > 0.1
 
 
-def test_support_renormalises() -> None:
-    policy = policy_of()
-    only = Support(PACK.targets, np.arange(len(PACK.targets) + 1))
-    assert policy.score(PACK, supports=only).logp.abs().max() < 1e-5
-    count = len(PACK.targets)
-    everything = Support(np.tile(np.arange(VOCAB_SIZE), count), np.arange(count + 1) * VOCAB_SIZE)
-    torch.testing.assert_close(policy.score(PACK, supports=everything).logp, policy.score(PACK).logp)
-
-
 class ForgetfulAttention(LlamaAttention):
     """Drops what it is passed, as models outside transformers' attention interface do."""
 
@@ -299,7 +244,7 @@ def test_what_the_probe_cannot_feel_is_read_from_the_config(attribute: str, valu
     policy = policy_of()
     model: Any = policy.model.get_base_model()  # type: ignore[operator]
     setattr(model.config, attribute, value)
-    obstacle = find_obstacle(model, policy._probe_packed)
+    obstacle = find_obstacle(model, policy.held.probe_packed)
     assert obstacle is not None
     assert reason in obstacle
 
@@ -402,3 +347,89 @@ def test_the_policy_takes_a_peft_model_as_it_is() -> None:
     assert policy.model is inner
     assert not policy.reference.is_base_model
     assert policy.eos_token_ids == (2,)
+
+
+# ---------------------------------------------------------------------- every family against transformers' own code
+# The plain model is made beside the policy from the same arguments, with PEFT's own layers, and Covey never touches it.
+# Two of three prompts are longer than the families' sliding windows.
+
+PROMPTS = [np.random.default_rng(7).integers(4, VOCAB_SIZE, length) for length in (4, 9, 17)]
+TOKENS = 12
+
+
+def plain_of(family: str, policy: Policy) -> Any:
+    """A model of transformers and PEFT alone with the policy's trained weights."""
+    plain: Any = tiny_model(family)
+    if policy.uses_peft:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an attribute's old name; ranks of experts that a layer does not have
+            plain = get_peft_model(plain, copy.deepcopy(policy.model.active_peft_config)).eval()
+    state = policy.state_dict()
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(state.pop(name))
+    assert not state
+    return plain
+
+
+def assert_parity(family: str, policy: Policy) -> None:
+    plain = plain_of(family, policy)
+    expected, entropies = model_scores(plain)
+    (expected * WEIGHTS).sum().backward()
+    expected_grads = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    scores = policy.score(PACK, temperature=TEMPERATURE, entropy=True)
+    torch.testing.assert_close(scores.entropy, entropies.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores.logp, expected, rtol=1e-4, atol=1e-4)
+    grads = gradients(policy, (scores.logp * WEIGHTS).sum())
+    assert len(grads) >= 14
+    assert_gradients(grads, expected_grads)
+
+
+def assert_published(family: str, policy: Policy) -> None:
+    """Before an update and after it: the tokens of `generate`, and the log-probabilities that go to the trainer."""
+    engine = Engine(policy.model)
+    chosen = []
+    for version in range(2):
+        fill(policy, 1 + version)
+        engine.publish(policy.weights(version))
+        plain = plain_of(family, policy)
+        greedy = SamplingSettings(temperature=0.0, max_tokens=TOKENS)
+        found = engine([Request(ids) for ids in PROMPTS], greedy, policy_version=version)
+        chosen.append([c.token_ids.tolist() for c in found])
+        assert chosen[-1] == [generated(plain, ids, TOKENS) for ids in PROMPTS]
+        sampled = engine([Request(ids) for ids in PROMPTS], SamplingSettings(max_tokens=TOKENS), policy_version=version)
+        for ids, completion in zip(PROMPTS, sampled, strict=True):
+            expected = plain_logprobs(plain, Request(ids), completion)
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=1e-4, atol=1e-4)
+    assert chosen[0] != chosen[1]
+
+
+@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_scores_and_gradients(family: str, use_peft: bool) -> None:
+    assert_parity(family, policy_of(family, use_peft=use_peft))
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_greedy_tokens_of_what_was_published(family: str) -> None:
+    assert_published(family, policy_of(family))
+
+
+def test_adapters_on_experts(tmp_path: Path) -> None:
+    """What PEFT makes of "all-linear" for a mixture: wrappers around the experts' and the router's own parameters."""
+    policy = policy_of("qwen3_moe", lora_config=LoraConfig(r=4, target_modules="all-linear"))
+    assert sum("mlp.experts" in name for name, _ in policy.named_trainable_parameters()) == 8
+    assert_parity("qwen3_moe", policy)
+    assert_published("qwen3_moe", policy)
+    policy.save_pretrained(tmp_path)
+    again = Policy.load(tiny_model("qwen3_moe"), tiny_tokenizer(), adapter=tmp_path)
+    assert torch.equal(again.score(PACK).logp, policy.score(PACK).logp)
+
+
+def test_all_linear_leaves_experts_to_those_who_ask_for_them() -> None:
+    """So that an adapter is plain LoRA, which servers and files take."""
+    for family in ("qwen3_moe", "gpt_oss"):
+        policy = policy_of(family)
+        assert all("self_attn" in name for name, _ in policy.named_trainable_parameters())
+        assert len(policy.weights(0).sha256) == 64

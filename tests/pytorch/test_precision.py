@@ -20,8 +20,7 @@ from covey.errors import CheckpointError, ConfigError, ModelError
 from covey.metric_names import describe_metric
 from covey.pytorch.backend import BACKEND
 from covey.pytorch.learner import Learner
-from covey.pytorch.loss_scale import LossScale
-from covey.pytorch.optimizers import moment_bytes
+from covey.pytorch.optimizers import LossScale, moment_bytes
 from covey.pytorch.policy import Policy
 from covey.rollout.learning import rows_with_gradient
 from covey.rollout.packing import pack_episodes
@@ -100,7 +99,7 @@ def test_log_probabilities_and_entropies_are_float32(dtype: str, how: dict[str, 
     assert (policy.fused_obstacle is None) == (not how)
     with torch.no_grad():
         found = policy.score(PACK, temperature=0.7, entropy=True)
-        hidden, head = policy._hidden(PACK), policy._lm.get_output_embeddings().weight
+        hidden, head = policy.held.hidden(PACK), policy.held.lm.get_output_embeddings().weight
         wide = (hidden.double() @ head.double().T / 0.7).log_softmax(-1)
         narrow = (hidden @ head.T / 0.7).log_softmax(-1)
     targets = torch.from_numpy(PACK.targets)[:, None]

@@ -19,9 +19,15 @@ from covey.config.effects import correction_mode
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.engine import Engine
 from covey.pytorch.engine.merge import EffectiveWeights
-from covey.pytorch.models.dequantise import dequantised, held_bytes, is_quantised, plain_linear, quantised_layers
 from covey.pytorch.models.loading import load_model
-from covey.pytorch.models.quantised import quantise
+from covey.pytorch.models.quantised import (
+    dequantised,
+    held_bytes,
+    is_quantised,
+    plain_linear,
+    quantise,
+    quantised_layers,
+)
 from covey.pytorch.policy import Policy
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.packing import pack_episodes
@@ -122,7 +128,10 @@ def test_bytes_by_hand() -> None:
 # ------------------------------------------------------------------------------------------ what a policy computes
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])  # without bias, with bias, windows and soft caps
+@pytest.mark.parametrize(
+    "family",  # windows and soft caps; without bias, with bias
+    ["gemma2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen2"))],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_policy_is_the_one_on_what_its_weights_stand_for(kind: str, family: str) -> None:
     policy = policy_of(kind, family)

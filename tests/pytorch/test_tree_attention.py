@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from forests import Rule, assert_close, draw, expect, forest
+from forests import assert_close, draw, expect, forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_policy import fill, gradients
@@ -15,11 +15,14 @@ from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from torch import Tensor
 
 from covey.pytorch import Policy
-from covey.pytorch.attention import tree_kernels
-from covey.pytorch.attention.prefix_attention import LAYOUT_ARGUMENT, NAME_PREFIX, UnsupportedAttentionError
-from covey.pytorch.attention.tree_attention import backward, forward, tree_attention
-from covey.pytorch.attention.tree_layout import ALONE, Rectangle, Run, TreeLayout, similar_lengths
-from covey.pytorch.attention.tree_path import TreePath
+from covey.pytorch.attention import tree_parts
+from covey.pytorch.attention.tree_attention import (
+    LAYOUT_ARGUMENT,
+    NAME_PREFIX,
+    UnsupportedAttentionError,
+    tree_attention,
+)
+from covey.pytorch.attention.tree_layout import ALONE, Rectangle, Rule, Run, TreeLayout, TreePath, similar_lengths
 from covey.rollout.packing import Branch, Pack, pack_episodes
 from covey.rollout.walking import Piece, pieces_of, walk
 from covey.types import Episode
@@ -30,8 +33,8 @@ def find(branches: list[Branch], leaves: list[Tensor], grad: Tensor, rule: Rule,
     q, k, v, *above = leaves
     past = (above[0], above[1]) if above else None
     layout = TreeLayout.of(branches, past=len(above[0]) if above else 0, **options)
-    out, lse = forward(layout, q, k, v, past, **rule)
-    *grads, grad_past = backward(layout, grad, q, k, v, past, out, lse, **rule)
+    out, lse = tree_parts.forward(layout, q, k, v, past, rule)
+    *grads, grad_past = tree_parts.backward(layout, grad, q, k, v, past, out, lse, rule)
     return [out, lse, *grads, *(grad_past or ())]
 
 
@@ -56,7 +59,7 @@ def test_random_forests(
 ) -> None:
     branches = forest(seed, past=past, longest=longest, depth=8 if longest < ALONE else 4)
     leaves, grad = draw(seed, branches, past, shape)
-    rule: Rule = {"scale": 0.7, "window": window, "softcap": softcap}
+    rule = Rule(0.7, window, softcap)
     assert_close(
         find(branches, leaves, grad, rule, repeated=repeated), expect(branches, leaves, grad, rule), tolerance=1e-9
     )
@@ -68,7 +71,7 @@ def test_three_tokens_by_hand() -> None:
     zeros, v = torch.zeros(3, 1, 1, dtype=torch.float64), torch.tensor([1.0, 3.0, 8.0], dtype=torch.float64)
     for repeated in (0, 1):
         out, lse, _, _, grad_v = find(
-            branches, [zeros, zeros, v.view(3, 1, 1)], torch.ones_like(zeros), {"scale": 1.0}, repeated=repeated
+            branches, [zeros, zeros, v.view(3, 1, 1)], torch.ones_like(zeros), Rule(1.0), repeated=repeated
         )
         assert out.flatten().tolist() == pytest.approx([1, 2, 4.5])
         assert lse.flatten().exp().tolist() == pytest.approx([1, 2, 2])
@@ -112,10 +115,10 @@ def test_rows_of_similar_length_share_a_rectangle_and_short_ones_are_not_worth_t
 def test_products_in_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     branches = forest(1, longest=40, depth=4)
     leaves, grad = draw(1, branches)
-    for rule in ({"scale": 0.5, "softcap": 2.0}, {"scale": 0.5, "window": 7}):
+    for rule in (Rule(0.5, softcap=2.0), Rule(0.5, window=7)):
         whole = find(branches, leaves, grad, rule)
         with monkeypatch.context() as patch:
-            patch.setattr(tree_kernels, "_MOST_SCORES", 300)
+            patch.setattr(tree_parts, "_MOST_SCORES", 300)
             assert_close(find(branches, leaves, grad, rule), whole)
 
 
@@ -124,7 +127,7 @@ def test_scores_that_overflow_where_nobody_looks_do_no_harm() -> None:
     branches = [Branch(0, 1, -1, 0), Branch(1, 9, -1, 0)]
     q = torch.full((10, 1, 4), 10.0)
     k = torch.linspace(-10, 10, 10)[:, None, None].expand(10, 1, 4).contiguous()
-    found = find(branches, [q, k, torch.ones(10, 1, 4)], torch.ones(10, 1, 4), {"scale": 1.0})
+    found = find(branches, [q, k, torch.ones(10, 1, 4)], torch.ones(10, 1, 4), Rule(1.0))
     assert all(bool(value.isfinite().all()) for value in found)
 
 
@@ -133,9 +136,9 @@ def test_strides_that_kernels_do_not_read() -> None:
     branches = forest(2, longest=40, depth=3)
     leaves, grad = draw(2, branches)
     q, k, v = ((leaf.mT.contiguous().mT).requires_grad_() for leaf in leaves)
-    tree_attention(TreeLayout.of(branches), 0, q, k, v, scale=0.5).sum().backward()
+    tree_attention(TreeLayout.of(branches), 0, q, k, v, Rule(0.5)).sum().backward()
     found = [leaf.grad for leaf in (q, k, v) if leaf.grad is not None]
-    assert_close(found, expect(branches, leaves, torch.ones_like(grad), {"scale": 0.5})[2:])
+    assert_close(found, expect(branches, leaves, torch.ones_like(grad), Rule(0.5))[2:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -145,7 +148,7 @@ def test_rounding(dtype: torch.dtype, window: int | None) -> None:
     branches = forest(3, past=50, longest=60, depth=4)
     leaves, grad = draw(3, branches, 50, (9, 3, 64, 64))
     leaves, grad = [leaf.to(dtype) for leaf in leaves], grad.to(dtype)
-    rule: Rule = {"scale": 0.125, "window": window}
+    rule = Rule(0.125, window)
     truth = expect(branches, [leaf.double() for leaf in leaves], grad.double(), rule)
     found = find(branches, leaves, grad, rule)
     assert [value.dtype for value in found] == [dtype, torch.float32, *[dtype] * 5]
@@ -176,39 +179,42 @@ def float64_policy(family: str, **options: Any) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
-@pytest.mark.parametrize("family", ["fused", *FAMILIES])
-def test_a_walk_gives_what_one_go_gives(family: str, checkpoint: bool) -> None:
-    """Forward down the tree, backward up again, with one path for all pieces."""
-    policy = float64_policy("llama" if family == "fused" else family, gradient_checkpointing=checkpoint)
+def assert_walk(policy: Policy, fused: bool) -> dict[str, Tensor]:
+    """Forward down the tree, backward up again, with one path for all pieces, gives what one go gives: that."""
     pack = tree_pack()
     weights = torch.randn(len(pack.targets), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def hidden(tokens: Pack | Piece, layout: TreeLayout) -> Tensor:
-        if family != "fused":
-            return policy._hidden_packed(tokens, layout)
-        assert policy._fused is not None
-        return policy._fused.hidden(tokens, layout)
+        if not fused:
+            return policy.held.hidden_packed(tokens, layout)
+        assert policy.held.fused is not None
+        return policy.held.fused.hidden(tokens, layout)
 
     whole = hidden(pack, TreeLayout.of(pack.branches))
     expected = gradients(policy, (whole * weights).sum())
-    pieces = pieces_of(pack, 12)
-    path, found = TreePath(pack.num_tokens), torch.zeros_like(whole)
-    count = []
+    path, found, count = TreePath(pack.num_tokens), torch.zeros_like(whole), []
 
-    def forward(piece: Piece) -> Tensor:
+    def run(piece: Piece) -> Tensor:
         out = hidden(piece, TreeLayout.of(piece.branches, past=piece.past, path=path, trunk=piece.trunk))
         found[piece.scored] = out.detach()
         count.append(piece)
         return out
 
     policy.model.zero_grad()
-    walk(pieces, forward, lambda piece, out: (out * weights[piece.scored]).sum().backward())
+    walk(pieces_of(pack, 12), run, lambda piece, out: (out * weights[piece.scored]).sum().backward())
     assert len(count) > 5
     torch.testing.assert_close(found, whole.detach(), rtol=1e-12, atol=1e-12)
     for name, parameter in policy.named_trainable_parameters():
         assert parameter.grad is not None
         assert float((parameter.grad - expected[name]).norm()) <= 1e-12 * float(expected[name].norm()), name
+    return {"hidden": whole.detach(), **expected}
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize("family", ["fused", *FAMILIES])
+def test_a_walk_gives_what_one_go_gives(family: str, checkpoint: bool) -> None:
+    fused = family == "fused"
+    assert_walk(float64_policy("llama" if fused else family, gradient_checkpointing=checkpoint), fused)
 
 
 def test_a_path_says_when_it_is_too_short() -> None:

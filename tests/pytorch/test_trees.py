@@ -147,13 +147,19 @@ def alone() -> Learner:
     return learner_of(shared=False, tokens_per_micro_batch=1)
 
 
+SLOW = pytest.mark.slow
 TELLING = ("grpo", "gspo", "kept exact", "corrected by sequence")
 """With these every way is tried; with the others those that differ most."""
 
 
 @pytest.mark.parametrize(
     ("objective", "way"),
-    [(name, way) for name in OBJECTIVES for way in WAYS if name in TELLING or way in ("whole", "walked")],
+    [
+        pytest.param(name, way, marks=() if name in TELLING[:1] or (way == "walked" and name in TELLING) else SLOW)
+        for name in OBJECTIVES
+        for way in WAYS
+        if name in TELLING or way in ("whole", "walked")
+    ],
 )
 def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: str, alone: Learner) -> None:
     batch = tree_batch(0)
@@ -165,8 +171,8 @@ def test_every_objective_is_that_of_one_sequence_at_a_time(objective: str, way: 
     assert tokens.raw > 2 * tokens.unique
 
 
-@pytest.mark.parametrize("way", ["whole", "walked"])
-@pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
+@pytest.mark.parametrize("way", [pytest.param("whole", marks=SLOW), "walked"])
+@pytest.mark.parametrize("use_peft", [True, pytest.param(False, marks=SLOW)], ids=["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_windows_and_soft_caps(family: str, use_peft: bool, way: str) -> None:
     batch = tree_batch(1)
@@ -175,7 +181,7 @@ def test_every_family_with_windows_and_soft_caps(family: str, use_peft: bool, wa
     assert_same(ours, run(one, batch, "dapo", beta=0.1, kl_estimator="exact"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["walked", *(pytest.param(way, marks=SLOW) for way in WAYS if way != "walked")])
 def test_kept_supports(way: str, alone: Learner) -> None:
     """Equal tokens that were drawn from other ids have other probabilities, and are scored apart."""
     batch = tree_batch(2, supports=True)
@@ -183,7 +189,7 @@ def test_kept_supports(way: str, alone: Learner) -> None:
         assert_same(run(learner_in(way), batch, **objective), run(alone, batch, **objective))
 
 
-@pytest.mark.parametrize("way", ["whole", "walked"])
+@pytest.mark.parametrize("way", [pytest.param("whole", marks=SLOW), "walked"])
 @pytest.mark.parametrize("options", [{"checkpointing": True}, {"fused_layers": False}], ids=["checkpoints", "own code"])
 def test_slower_ways_give_the_same(options: dict[str, Any], way: str, alone: Learner) -> None:
     batch = tree_batch(3)
@@ -193,7 +199,7 @@ def test_slower_ways_give_the_same(options: dict[str, Any], way: str, alone: Lea
     assert_same(run(learner_of(**both), batch, beta=0.1), run(alone, batch, beta=0.1))
 
 
-@pytest.mark.parametrize("seed", range(4, 12))
+@pytest.mark.parametrize("seed", [4, 5, *(pytest.param(seed, marks=SLOW) for seed in range(6, 12))])
 def test_random_trees_at_random_budgets(seed: int, alone: Learner) -> None:
     batch = tree_batch(seed, rows=20, agents=bool(seed % 2))
     budget = int(np.random.default_rng(seed).integers(1, 60))
@@ -201,7 +207,7 @@ def test_random_trees_at_random_budgets(seed: int, alone: Learner) -> None:
     assert_same(ours, run(alone, batch, "cispo", beta=0.05))
 
 
-@pytest.mark.parametrize("kind", ["adapter", "copy"])
+@pytest.mark.parametrize("kind", ["adapter", pytest.param("copy", marks=SLOW)])
 def test_trained_heads_where_a_trunk_scores_nothing(kind: str) -> None:
     """Prompts that part inside are trunks without a target: their backward begins at nothing but their followers."""
     options: dict[str, Any] = {"target_modules": ["q_proj", "k_proj", "v_proj", "lm_head"]}

@@ -17,7 +17,7 @@ import torch
 
 from covey.errors import CheckpointError, ConfigError, RunFolderError
 from covey.files import publishing
-from covey.pytorch.moments import optimizer_tensors, restore_optimizer
+from covey.pytorch.optimizers import optimizer_tensors, restore_optimizer
 from covey.training.checkpoint import (
     latest_checkpoint,
     list_checkpoints,
@@ -296,7 +296,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
 WRITER = """
 import os, sys, torch
 from covey.files import remove_leftovers
-from covey.pytorch.moments import optimizer_tensors, restore_optimizer
+from covey.pytorch.optimizers import optimizer_tensors, restore_optimizer
 from covey.training.checkpoint import latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 
 torch.set_num_threads(1)

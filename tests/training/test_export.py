@@ -19,9 +19,9 @@ from command import Command
 from covey import GRPOConfig, GRPOTrainer
 from covey.adapters import Adapter, read_adapter_folder, read_tensors
 from covey.observe.run_folder import RunFolder
-from covey.pytorch.models.gguf_file import write_gguf
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_adapter
+from covey.pytorch.models.saving import write_gguf
 from fake_hub import TOKEN, fake_hub
 
 IDS = torch.tensor([[5, 9, 20, 33, 1, 2, 70, 41]])
@@ -206,7 +206,7 @@ def test_an_adapter_that_cannot_be_merged_is_refused(base: Path, tmp_path: Path)
     from peft import LoraConfig, get_peft_model
 
     from covey.errors import ModelError
-    from covey.pytorch.models.merging import load_merged
+    from covey.pytorch.models.saving import load_merged
 
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["lm_head"]))
     for name, parameter in model.named_parameters():

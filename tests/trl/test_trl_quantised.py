@@ -14,7 +14,7 @@ from trl_runs import ROWS
 from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.models.dequantise import quantised_layers
+from covey.pytorch.models.quantised import quantised_layers
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, get_quantization_config
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

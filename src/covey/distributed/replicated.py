@@ -24,7 +24,7 @@ from covey.distributed.ranks import STOP, Ranks, TornError
 from covey.errors import ConfigError, CoveyError, ModelError
 from covey.pytorch.gradient_sum import ExactSum, Work
 from covey.pytorch.learner import Learner
-from covey.pytorch.out_of_memory import is_out_of_memory
+from covey.pytorch.passes import is_out_of_memory
 from covey.rollout.learning import FloatNT, Gradients
 from covey.rollout.packing import Pack
 from covey.types import Batch

@@ -31,6 +31,7 @@ from covey.pytorch.attention.probe import probe_pack
 from covey.pytorch.engine.merge import EffectiveWeights
 from covey.pytorch.logprobs import TokenScores
 from covey.pytorch.models.lora import adapter_of
+from covey.pytorch.packed_model import PackedModel
 from covey.pytorch.policy import Policy
 from covey.pytorch.reference import Reference
 from covey.rollout.learning import Weights
@@ -95,12 +96,10 @@ class ShardedPolicy(Policy):
         Raises:
             ModelError: sharded, its loss or gradients are others, or weights that were tied are not.
         """
-        policy._fused, policy.fused_obstacle = None, "the weights are sharded"  # they hold joined copies
+        held = policy.held
+        held.fused, held.fused_obstacle = None, "the weights are sharded"  # they hold joined copies
         expected, tied = Probe.of(policy, 1.0), tied_names(policy.model)
-        vars(self).update(vars(policy))
-        self.ranks = ranks
-        self._mesh = ranks.mesh(self.device.type, parts or ranks.world)
-        self._root = wrap(self, self._mesh)
+        self._shard(held, policy.reference, ranks, ranks.mesh(policy.device.type, parts or ranks.world))
         require_tied(self.source, self.model, tied)
         self.reference = ShardedReference(policy.reference)
         problem = expected.differs(Probe.of(self, _share(ranks.rank, ranks.world)))
@@ -108,6 +107,12 @@ class ShardedPolicy(Policy):
             raise ModelError(
                 f"{self.source}: sharded over {ranks.world} ranks, {problem}; use distributed.learner_kind='replicated'"
             )
+
+    def _shard(self, held: PackedModel, whole: Reference, ranks: Ranks, mesh: DeviceMesh) -> None:
+        """Take a model and shard it; the reference is the one that it had when it was whole."""
+        Policy.__init__(self, held, whole)
+        self.ranks, self._mesh = ranks, mesh
+        self._root = wrap(self, mesh)
 
     def score(self, pack: Pack | Piece, *, reference: bool = False, **settings: Any) -> TokenScores:
         """See `Policy.score`."""
@@ -172,7 +177,7 @@ class ShardedPolicy(Policy):
         if self.uses_peft:
             state = self.state_dict()
         else:
-            own = dict(self._lm.named_parameters(remove_duplicate=False))
+            own = dict(self.held.lm.named_parameters(remove_duplicate=False))
             found = self.gathered((str(id(p)), p) for p in {id(p): p for p in own.values()}.values())
             state = {name: found[str(id(p))] for name, p in own.items()} if found else {}
         if self.ranks.rank == 0:
@@ -246,9 +251,7 @@ class ShardedReference(Reference):
 
     def __init__(self, whole: Reference) -> None:
         """In place of the one that the policy had before it was sharded; nothing was trained since."""
-        vars(self).update(vars(whole))
-        if self._snapshot:
-            self.copy_current()
+        super().__init__(whole._model, **whole.how, from_current=not whole.is_base_model)
 
     @contextmanager
     def _exchanged(self) -> Iterator[None]:
@@ -280,7 +283,7 @@ class Probe:
     @classmethod
     def of(cls, policy: Policy, share: float) -> Probe:
         """Measure a policy."""
-        pack = probe_pack(policy._lm)
+        pack = probe_pack(policy.held.lm)
         logp = policy.score(pack).logp
         loss = (logp * torch.linspace(-1.0, 1.0, len(logp), dtype=logp.dtype, device=logp.device)).sum()
         found: dict[str, Tensor] = {}
@@ -298,7 +301,7 @@ class Probe:
         for name, parameter in names.items():
             if parameter.grad is not None:
                 take(parameter, name)
-        return cls(float(loss.detach()), found, _TOLERANCE.get(policy._lm.dtype, _TOLERANCE_OF_HALVES))
+        return cls(float(loss.detach()), found, _TOLERANCE.get(policy.held.lm.dtype, _TOLERANCE_OF_HALVES))
 
     def difference(self, other: Probe) -> tuple[float, str]:
         """The largest relative difference of a gradient to that of the other, and whose it is."""

@@ -23,11 +23,11 @@ from covey.distributed.replicated import LeadingLearner, share_out
 from covey.distributed.sharded import LeadingPolicy, ShardedPolicy, without_data
 from covey.errors import ConfigError
 from covey.processes import total_memory
-from covey.pytorch.gradient_sum import Work
+from covey.pytorch.gradient_sum import GradientSum, Work
 from covey.pytorch.learner import Learner
 from covey.pytorch.models.shard_files import ShardFiles, read_shards, write_shards
-from covey.pytorch.moments import optimizer_tensors, restore_optimizer
-from covey.pytorch.out_of_memory import is_out_of_memory
+from covey.pytorch.optimizers import optimizer_tensors, restore_optimizer
+from covey.pytorch.passes import is_out_of_memory
 from covey.rollout.learning import Weights
 from covey.rollout.packing import Pack
 
@@ -132,11 +132,12 @@ class ShardedPacks:
         return ShardedSum(self)
 
 
-class ShardedSum:
+class ShardedSum(GradientSum):
     """See `covey.pytorch.gradient_sum.GradientSum`: FSDP2 adds each pack's gradients over the ranks, in floats."""
 
     def __init__(self, share: ShardedPacks) -> None:
         """For the packs that `share` hands out next."""
+        super().__init__(())
         self._share = share
         self._done = 0
 
@@ -148,9 +149,6 @@ class ShardedSum:
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """They are in the parameters' `grad` already."""
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
 
 
 class ShardedTensors(dict[str, dict[str, Tensor]]):

@@ -18,12 +18,11 @@ from covey.backend import Backend, adapter_options
 from covey.config.effects import uses_reference
 from covey.config.whole import GRPOConfig
 from covey.distributed.ranks import Ranks
-from covey.distributed.sharded import ShardedPolicy, ShardedReference, require_tied, tied_names, wrap
+from covey.distributed.sharded import ShardedPolicy, ShardedReference, require_tied, tied_names
 from covey.distributed.sharded_learner import check_sharded, parts, training_bytes
 from covey.errors import ModelError
 from covey.pytorch.engine.choose import choose_runner
-from covey.pytorch.models.dropout import switch_dropout_off
-from covey.pytorch.models.loading import causal_lm, chosen_device, chosen_dtype, trained_dtype, transformer
+from covey.pytorch.models.loading import chosen_device, chosen_dtype, trained_dtype
 from covey.pytorch.models.lora import attach
 from covey.pytorch.models.slices import ModelFiles, NotSlicedError, replace_parameters
 from covey.pytorch.policy import Policy
@@ -49,17 +48,9 @@ class SlicedPolicy(ShardedPolicy):
         del runner
         self.shape = files.hollow()
         checked = ShardedPolicy(few, ranks, over)
-        vars(self).update(vars(checked))
-        self.model, self._lm = hollow.model, causal_lm(hollow.model)
-        self._transformer = transformer(self._lm)
-        self._lm.set_attn_implementation(str(checked._lm.config._attn_implementation))
-        switch_dropout_off(self.model)
-        self.eval()
-        if config.model.gradient_checkpointing:
-            self._checkpoint_layers()
-        tied = tied_names(self.model)
+        held, tied = few.held.around(hollow.model), tied_names(hollow.model)
         hollow.to_meta()
-        self._root = wrap(self, self._mesh)
+        self._shard(held, checked.reference, ranks, checked._mesh)
         self._root._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)  # type: ignore[no-untyped-call]
         require_tied(self.source, self.model, tied)
         problem = ""

@@ -16,9 +16,9 @@ from covey.pytorch import optimizers
 from covey.pytorch.engine import Engine
 from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
 from covey.pytorch.learner import Learner
-from covey.pytorch.loss_scale import LossScale
 from covey.pytorch.models import quantised
-from covey.pytorch.models.dequantise import quantised_layers
+from covey.pytorch.models.quantised import quantised_layers
+from covey.pytorch.optimizers import LossScale
 from covey.pytorch.policy import Policy
 from covey.types import Prompt
 

@@ -24,10 +24,9 @@ from transformers.initialization import no_init_weights
 
 from covey.errors import ModelError
 from covey.pytorch.logprobs import CHUNK_BYTES
-from covey.pytorch.models.loading import gguf_read_once, locate, quiet
+from covey.pytorch.models.loading import gguf_read_once, locate, quiet, refuse_senses
 from covey.pytorch.models.lora import attach_lora
-from covey.pytorch.models.senses import refuse_senses
-from covey.pytorch.offload import SLICE_BYTES
+from covey.pytorch.optimizers import SLICE_BYTES
 
 # Bytes of a frozen number in the layers by its format, scales included; of both moments of a trained number by the
 # optimiser; of a number that is computed with.

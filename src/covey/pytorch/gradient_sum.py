@@ -24,20 +24,23 @@ _LIMIT = 2.0**16
 """Of the absolute values that may be added up in all: the sum stays below 2^62 quanta."""
 
 
-class GradientSum(Protocol):
+class GradientSum:
     """The gradient of one step, put together from its packs."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        """Begin at nothing."""
+        self._parameters = parameters
 
     def differentiate(self, loss: Tensor) -> Sequence[Tensor | None]:
         """The gradients of a pack's loss by the parameters, for `add`; may run in any thread."""
-        ...
+        return torch.autograd.grad(loss, self._parameters, allow_unused=True)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Take a pack's gradients in, one pack after the other."""
-        ...
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Leave the sum in the parameters' `grad`; None for a parameter that no pack's loss depends on."""
-        ...
 
 
 class Share(Protocol):
@@ -78,18 +81,18 @@ class AloneInFixedPoint(Alone):
         return ExactSum(parameters, packs)
 
 
-class FloatSum:
+class FloatSum(GradientSum):
     """Adds in the parameters' own precision, in the order of the packs."""
 
     def __init__(self, parameters: Sequence[Tensor], *, side_by_side: bool) -> None:
         """Begin at nothing. Packs side by side must not add to the same gradients; others do, which saves a copy."""
-        self._parameters = parameters
+        super().__init__(parameters)
         self._side_by_side = side_by_side
 
     def differentiate(self, loss: Tensor) -> Sequence[Tensor | None]:
         """See `GradientSum.differentiate`."""
         if self._side_by_side:
-            return torch.autograd.grad(loss, self._parameters, allow_unused=True)
+            return super().differentiate(loss)
         torch.autograd.backward(loss)
         return ()
 
@@ -100,11 +103,8 @@ class FloatSum:
                 grad = grad.contiguous()  # the fused AdamW reads memory in order, whatever the strides say
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
-    def finish(self) -> None:
-        """Nothing is left to do."""
 
-
-class ExactSum:
+class ExactSum(GradientSum):
     """Adds in fixed point: the same bits in any order and any partition.
 
     A number that is not finite, or too large for the range, makes the whole gradient not finite: no step is taken.
@@ -114,17 +114,13 @@ class ExactSum:
         self, parameters: Sequence[Tensor], packs: int, reduce: Callable[[Tensor], None] = lambda total: None
     ) -> None:
         """Begin at nothing."""
-        self._parameters = parameters
+        super().__init__(parameters)
         self._largest = _LIMIT / max(packs, 1)
         self._reduce = reduce
         device = parameters[0].device
         self._ends = torch.tensor([0, *(p.numel() for p in parameters)]).cumsum(0).tolist()
         # The sum; then for each parameter how many packs' losses depend on it; then how many packs were out of range.
         self._total = torch.zeros(self._ends[-1] + len(parameters) + 1, dtype=torch.int64, device=device)
-
-    def differentiate(self, loss: Tensor) -> Sequence[Tensor | None]:
-        """See `GradientSum.differentiate`."""
-        return torch.autograd.grad(loss, self._parameters, allow_unused=True)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """See `GradientSum.add`."""

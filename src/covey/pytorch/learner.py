@@ -2,8 +2,8 @@
 
 A step is split into packs of at most `tokens_per_micro_batch` tokens, or on a CPU into smaller ones that run side by
 side (`map_in_threads`). A tree of sequences that is larger, and would repeat much where it is cut, is walked piece by
-piece (`covey.pytorch.walk`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`),
-so the split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
+piece (`pack_loss`). Token weights carry the denominators of the whole step (`covey.algorithms.aggregation`), so the
+split changes memory and time, never the gradient. When memory runs out the budget is halved and the same step is
 computed again from zero gradients.
 """
 
@@ -21,18 +21,13 @@ from numpy.typing import NDArray
 
 from covey.algorithms import Correction, LossTerms, Objective, add_metrics
 from covey.errors import ConfigError, ModelError
-from covey.pytorch.attention.tree_path import Paths
+from covey.pytorch.attention.tree_layout import Paths
 from covey.pytorch.gradient_sum import Alone, Share
-from covey.pytorch.lanes import map_in_threads
 from covey.pytorch.logprobs import ExactKL, TokenScores
-from covey.pytorch.loss_scale import LossScale
-from covey.pytorch.moments import optimizer_tensors, restore_optimizer
-from covey.pytorch.offload import step_in_slices
-from covey.pytorch.optimizers import make_optimizer
-from covey.pytorch.out_of_memory import within_memory
-from covey.pytorch.pack_loss import StepLoss
+from covey.pytorch.optimizers import LossScale, make_optimizer, optimizer_tensors, restore_optimizer, step_in_slices
+from covey.pytorch.pack_loss import StepLoss, walk_gradient, walk_scores
+from covey.pytorch.passes import map_in_threads, within_memory
 from covey.pytorch.policy import Policy
-from covey.pytorch.walk import walk_gradient, walk_scores
 from covey.rollout.learning import FloatNT, Gradients, loss_weights
 from covey.rollout.packing import Pack, count_tokens, pack_episodes
 from covey.rollout.walking import Piece, pieces_of
@@ -73,11 +68,10 @@ class Learner:
         loss_scale: LossScale | None = None,
         share: Share | None = None,
     ) -> None:
-        """Take the policy and AdamW's settings.
+        """Take the policy and AdamW's settings; `optimizer` is a name of `covey.pytorch.optimizers`.
 
         `side_by_side=False` never runs two packs at once: for a learner beside which something else computes. That
         fills the gaps already, and its results would depend on the number of threads that lanes set for all.
-        `optimizer` is a name of `covey.pytorch.optimizers`.
         `loss_scale` keeps small gradients within the range of float16; the optimiser sees them divided by it.
         `share` says which packs of a step are this process's, and adds up with others; all, unless there are others.
         """
@@ -96,12 +90,10 @@ class Learner:
         self._host = policy.host
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
-        """Step with another optimiser in place of AdamW.
+        """Step with another optimiser, over (some of) the policy's trainable parameters, in place of AdamW.
 
-        Args:
-            optimizer: over (some of) the policy's trainable parameters. Each of its groups keeps its own learning
-                rate, multiplied by the run's schedule.
-            scheduler: a PyTorch scheduler of it, stepped after each step, in place of the run's schedule.
+        Each of its groups keeps its own learning rate, multiplied by the run's schedule; a PyTorch `scheduler` of it
+        is stepped after each step in place of that.
 
         Raises:
             ConfigError: it has parameters that are not trained here.
@@ -137,7 +129,8 @@ class Learner:
             if self._is_walked(pack):
                 found = self._walk(pack, batch.episodes, partial(walk_scores, pack=pack), temperature, entropy=entropy)
                 return _numbers(found)
-            one = self._score(pack, batch.episodes, temperature, entropy=entropy)
+            supports = pack.support(batch.episodes)
+            one = self.policy.score(pack, temperature=temperature, entropy=entropy, supports=supports)
             return _numbers(torch.stack([one.logp] if one.entropy is None else [one.logp, one.entropy]))
 
         def run() -> tuple[FloatNT, FloatNT | None]:
@@ -229,7 +222,8 @@ class Learner:
                 if self._is_walked(pack):
                     walk = partial(walk_gradient, pack=pack, loss=loss, scale=scale)
                     return *self._walk(pack, batch.episodes, walk, temperature, **scoring), ()
-                found = self._score(pack, batch.episodes, temperature, **scoring)
+                supports = pack.support(batch.episodes)
+                found = self.policy.score(pack, temperature=temperature, supports=supports, **scoring)
                 terms = loss.of(pack, found.logp, found.entropy, found.exact_kl)
                 known = [found.logp, cast(torch.Tensor, found.entropy)]
                 known += [] if found.exact_kl is None else [found.exact_kl]
@@ -239,7 +233,7 @@ class Learner:
             def add(packs: Sequence[Pack]) -> Iterator[tuple[NDArray[np.float32], dict[str, float]]]:
                 for own, terms, grads in map_in_threads(gradient, packs, lanes):
                     total.add(grads)
-                    yield _numbers(own), add_metrics_float([_floats(part) for part in terms])
+                    yield _numbers(own), _added([part.metrics for part in terms])
 
             parts = []
             for pack, (own, metrics) in zip(packs, self._share.map(add, packs), strict=True):
@@ -250,7 +244,7 @@ class Learner:
             total.finish()
             logp, uncertainty, kl = *kept[:2], kept[2] if exact else None
             tokens = count_tokens(batch.episodes, rows, sum(map(self._size, packs)))
-            return Gradients(add_metrics_float(parts), logp, scored, uncertainty, kl, tokens)
+            return Gradients(_added(parts), logp, scored, uncertainty, kl, tokens)
 
         return self._within_memory(run)
 
@@ -263,13 +257,10 @@ class Learner:
         }
 
     def optim_step(self, learning_rate: float) -> float:
-        """Clip the gradient, take one AdamW step, drop the gradient.
+        """Clip the gradient, take one AdamW step, drop the gradient; groups with a rate of their own keep their ratio.
 
-        Args:
-            learning_rate: of this step; groups with a rate of their own keep their ratio to it.
-
-        Returns:
-            The gradient's norm before clipping. When it is not finite, no step is taken, and `loss_scale` is halved.
+        Returns the gradient's norm before clipping. When it is not finite, no step is taken, and `loss_scale` is
+        halved.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.loss_scale is not None:
@@ -370,25 +361,6 @@ class Learner:
 
         return walk(pieces, score=score)
 
-    def _score(
-        self,
-        pack: Pack,
-        episodes: Sequence[Episode],
-        temperature: float,
-        *,
-        entropy: bool = False,
-        entropy_grad: bool = False,
-        exact_kl: ExactKL | None = None,
-    ) -> TokenScores:
-        return self.policy.score(
-            pack,
-            temperature=temperature,
-            entropy=entropy,
-            entropy_grad=entropy_grad,
-            supports=pack.support(episodes),
-            exact_kl=exact_kl,
-        )
-
     def _within_memory(self, run: Callable[[], Kept]) -> Kept:
         """Run; on out-of-memory halve the token budget and run again from the start."""
         return within_memory(run, self._halve)
@@ -407,18 +379,11 @@ class Learner:
         )
 
 
-def add_metrics_float(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """`covey.algorithms.add_metrics` over plain numbers."""
-    return {name: float(value) for name, value in add_metrics([_arrays(part) for part in parts]).items()}
-
-
 def _numbers(values: torch.Tensor) -> NDArray[np.float32]:
     return values.float().cpu().numpy()
 
 
-def _floats(terms: LossTerms) -> dict[str, float]:
-    return {name: float(value) for name, value in terms.metrics.items()}
-
-
-def _arrays(part: Mapping[str, float]) -> dict[str, NDArray[np.float64]]:
-    return {name: np.asarray(value, np.float64) for name, value in part.items()}
+def _added(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of several parts of a step as plain numbers."""
+    arrays = [{name: np.asarray(float(value), np.float64) for name, value in part.items()} for part in parts]
+    return {name: float(value) for name, value in add_metrics(arrays).items()}

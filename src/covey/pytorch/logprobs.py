@@ -48,21 +48,13 @@ _CHUNK_BYTES = {"cpu": 32 << 20, "cuda": CHUNK_BYTES, "meta": CHUNK_BYTES}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """How a model turns a hidden state into logits: `softcap * tanh(scale * (h W' + b) / softcap)`.
+    """How a model turns a hidden state into logits: `softcap * tanh(scale * (h W' + b) / softcap)`."""
 
-    Attributes:
-        weight: `[V, d]`, or None where only the module can be called (LoRA on the head, unusual heads).
-        bias: `[V]` or None.
-        scale: factor on the logits.
-        softcap: limit of the logits, None = none.
-        module: the head itself, called where `weight` is None.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None = None
+    weight: Tensor | None  # [V, d], or None where only the module can be called (LoRA on the head, unusual heads)
+    bias: Tensor | None = None  # [V]
     scale: float = 1.0
     softcap: float | None = None
-    module: nn.Module | None = None
+    module: nn.Module | None = None  # the head itself
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -105,16 +97,10 @@ class Head:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceDistribution:
-    """What exact KL compares with.
+    """What exact KL compares with."""
 
-    Attributes:
-        hidden: `[S, d]` the reference's hidden states at the same tokens, without gradient.
-        logits: hidden states `[c, d]` -> the reference's logits `[c, V]`, before temperature.
-        kind: which divergence.
-    """
-
-    hidden: Tensor
-    logits: Callable[[Tensor], Tensor]
+    hidden: Tensor  # [S, d] of the reference at the same tokens, without gradient
+    logits: Callable[[Tensor], Tensor]  # hidden states [c, d] -> the reference's logits [c, V], before temperature
     kind: ExactKL = "exact"
 
 
@@ -216,6 +202,11 @@ class _Job:
         for start in range(0, len(self.targets), self.rows):
             yield start, min(start + self.rows, len(self.targets))
 
+    def buffers(self, hidden: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two `[rows, V]`, used again and again: on a CPU fresh pages can cost as much as computing on them."""
+        shape = min(self.rows, len(hidden)), width
+        return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=dtype)
+
     def reference_logq(self, start: int, stop: int) -> Tensor | None:
         """`[c, V]` log-probabilities of the reference under the same temperature and support."""
         if self.reference is None:
@@ -273,22 +264,12 @@ class _Chunk:
         return self.scale_by_slope(r)
 
 
-class _Buffers:
-    """Two reused `[rows, V]` buffers: on CPU fresh pages can cost as much as computing on them."""
-
-    def __init__(self, rows: int, width: int, like: Tensor, dtype: torch.dtype) -> None:
-        self._pair = [torch.empty(rows, width, dtype=dtype, device=like.device) for _ in range(2)]
-
-    def take(self, which: int, rows: int) -> Tensor:
-        return self._pair[which][:rows]
-
-
 def _compute(
-    h: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, start: int, buffers: _Buffers, need_p: bool
+    h: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, start: int, buffers: tuple[Tensor, Tensor], need_p: bool
 ) -> _Chunk:
     """Logits, softmax and scalar outputs of the rows `start...start + len(h)`."""
     head, targets = job.head, job.targets[start : start + len(h)]
-    z = buffers.take(0, len(h))
+    z = buffers[0][: len(h)]
     inner = head.scale / (job.temperature if head.softcap is None else head.softcap)
     _product_into(z, h, weight, inner)
     if bias is not None:
@@ -300,7 +281,7 @@ def _compute(
         z.mul_(head.softcap / job.temperature)
     if job.kept is not None:
         job.kept.exclude(z, start, targets)
-    logp_v = torch.log_softmax(z, dim=-1, out=buffers.take(1, len(h)))
+    logp_v = torch.log_softmax(z, dim=-1, out=buffers[1][: len(h)])
     chunk = _Chunk(targets, logp_v, None, slope, logp_v.gather(1, targets[:, None])[:, 0].clone())
     if need_p or job.entropy or job.reference is not None:
         chunk.p = torch.exp(logp_v, out=z)
@@ -340,7 +321,7 @@ class _Score(torch.autograd.Function):
         # In the hidden state's own precision: they are gradients of it.
         vectors = {name: torch.empty_like(hidden) for name in wanted} if direct else {}
         operand, wide_bias = _operand(weight), None if bias is None else _wide(bias.detach())
-        buffers = _Buffers(min(job.rows, len(hidden)), len(weight), hidden, dtype)
+        buffers = job.buffers(hidden, len(weight), dtype)
         for start, stop in job.chunks():
             chunk = _compute(hidden[start:stop], operand, wide_bias, job, start, buffers, direct)
             logp[start:stop] = chunk.logp
@@ -392,7 +373,7 @@ class _Score(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
         operand, wide_bias = _operand(weight), None if bias is None else _wide(bias)
-        buffers = _Buffers(min(job.rows, len(hidden)), len(weight), hidden, dtype)
+        buffers = job.buffers(hidden, len(weight), dtype)
         for start, stop in job.chunks():
             h = hidden[start:stop]
             chunk = _compute(h, operand, wide_bias, job, start, buffers, True)

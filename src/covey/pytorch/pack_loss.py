@@ -1,35 +1,44 @@
-"""The loss of some rows of a pack, from what is known of its distinct targets."""
+"""The loss of some rows of a pack, from what is known of its distinct targets; and of a pack that is walked.
+
+A tree that is larger than the budget is walked depth first, piece by piece. A row's tokens lie in the pieces of one
+path. Its loss is known when the last of these has been run forward, and its gradient by each log-probability of the row
+then waits, summed over rows, for the backward of the piece that has it:
+
+    a piece         forward, keeping keys and values of a trunk
+                    loss of the rows that end here; d(loss) by the log-probabilities of the whole path
+                    each piece that follows, likewise
+                    backward from d(loss) by this piece's log-probabilities and d(keys), d(values) of its followers
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from covey.algorithms import Correction, LossTerms, Objective, mismatch_correction, policy_loss
+from covey.pytorch.logprobs import TokenScores
 from covey.rollout.learning import FloatNT, entropy_weights
 from covey.rollout.packing import Pack
+from covey.rollout.walking import Piece, walk
 from covey.types import Batch, BoolArray, IntArray
+
+Score = Callable[[Piece], TokenScores]
+"""Runs a piece forward on the path that it keeps itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepLoss:
-    """What the losses of a step's packs are made from; see `Learner.forward_backward` for what is not said here.
-
-    Attributes:
-        batch: the step.
-        objective: what is minimised.
-        weights: `[N, T]` of the surrogate, with the step's denominators.
-        kl_weights: `[N, T]` of the KL, where it has its own.
-        device: where the losses are computed.
-    """
+    """What the losses of a step's packs are made from; see `Learner.forward_backward` for what is not said here."""
 
     batch: Batch
     objective: Objective
-    weights: FloatNT
-    kl_weights: FloatNT | None
+    weights: FloatNT  # of the surrogate, with the step's denominators
+    kl_weights: FloatNT | None  # of the KL, where it has its own
     device: torch.device
     reference: FloatNT | None = None
     trainer_old: FloatNT | None = None
@@ -45,14 +54,11 @@ class StepLoss:
         exact_kl: torch.Tensor | None = None,
         rows: IntArray | None = None,
     ) -> LossTerms:
-        """The loss and its metrics; those of several parts of a step add up to the step's.
+        """The loss of a pack's rows (None = all) and its metrics; those of several parts of a step add up to the
+        step's.
 
-        Args:
-            pack: whose rows they are.
-            logp: `[U]` of the pack's distinct targets: each enters the loss of every row that has it.
-            entropy: `[U]` likewise.
-            exact_kl: `[U]` likewise.
-            rows: of the pack; None = all.
+        `logp`, `entropy` and `exact_kl` are `[U]` of the pack's distinct targets: each enters the loss of every row
+        that has it.
         """
         view = _RowView(pack, rows, self.device)
         current = view.scatter(logp)
@@ -109,3 +115,64 @@ class _RowView:
     def of(self, values_NT: NDArray[np.generic]) -> torch.Tensor:
         """The rows of a batch array, as a tensor `[n, T]`."""
         return torch.from_numpy(np.ascontiguousarray(values_NT[self._rows, : self._width])).to(self._device)
+
+
+# ---------------------------------------------------------------------- walks
+
+
+@torch.no_grad()
+def walk_scores(pieces: Sequence[Piece], pack: Pack, score: Score) -> Tensor:
+    """`[k, U]` log-probabilities of a pack's targets; then entropies and divergences, where `score` finds them."""
+    values: list[Tensor] = []
+    walk(pieces, lambda piece: _note(values, pack, piece, score(piece)), lambda piece, _: None)
+    return torch.stack(values)
+
+
+def walk_gradient(
+    pieces: Sequence[Piece], pack: Pack, score: Score, loss: StepLoss, scale: float
+) -> tuple[Tensor, list[LossTerms]]:
+    """Add the gradient of `scale` times a pack's loss to the parameters' `grad`; `score` finds entropies always.
+
+    Returns:
+        As `walk_scores`, and the terms of the pieces in which rows end.
+    """
+    values: list[Tensor] = []
+    slopes: list[Tensor] = []
+    terms: list[LossTerms] = []
+
+    def forward(piece: Piece) -> TokenScores:
+        found = score(piece)
+        _note(values, pack, piece, found)
+        if not slopes:
+            slopes.extend(torch.zeros_like(value) for value in values)
+        if len(piece.rows):
+            leaves = [value.clone().requires_grad_() for value in values]
+            logp, entropy, *kl = leaves
+            terms.append(loss.of(pack, logp, entropy, kl[0] if kl else None, piece.rows))
+            given = torch.autograd.grad(terms[-1].loss * scale, leaves, allow_unused=True)
+            for slope, own in zip(slopes, given, strict=True):
+                if own is not None:
+                    slope += own
+        return found
+
+    def backward(piece: Piece, found: TokenScores) -> None:
+        index = torch.from_numpy(piece.scored).to(loss.device)
+        known = [pair for pair in zip(_known(found), slopes, strict=True) if pair[0].requires_grad]
+        torch.autograd.backward([value for value, _ in known], [slope[index] for _, slope in known])
+
+    walk(pieces, forward, backward)
+    return torch.stack(values), terms
+
+
+def _known(found: TokenScores) -> list[Tensor]:
+    return [value for value in (found.logp, found.entropy, found.exact_kl) if value is not None]
+
+
+def _note(values: list[Tensor], pack: Pack, piece: Piece, found: TokenScores) -> None:
+    """Put a piece's scores in their places among the pack's."""
+    known = _known(found)
+    if not values:
+        values.extend(value.new_zeros(len(pack.targets)) for value in known)
+    index = torch.from_numpy(piece.scored).to(found.logp.device)
+    for whole, value in zip(values, known, strict=True):
+        whole[index] = value.detach()

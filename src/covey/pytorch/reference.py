@@ -31,7 +31,7 @@ from covey.adapters import CONFIG_FILE, check_fits
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import adapters_off, load_adapter
-from covey.pytorch.offload import HostMemory
+from covey.pytorch.optimizers import HostMemory
 
 ReferenceUpdate = Literal["none", "copy", "ema"]
 
@@ -66,14 +66,13 @@ class Reference:
             raise ConfigError(f"algorithm.reference_update_steps={every}: must be 1 or more")
         if not 0.0 <= ema_decay < 1.0:
             raise ConfigError(f"algorithm.reference_ema_decay={ema_decay}: must be at least 0 and below 1")
-        self._model = model
-        self._update, self._every, self._ema_decay = update, every, ema_decay
+        self._model, self._host = model, host
+        self.how: dict[str, Any] = {"update": update, "every": every, "ema_decay": ema_decay, "needed": needed}
+        self._update, self._every, self._ema_decay = update if needed else "none", every, ema_decay
+        self._needed = needed
         self._snapshot: dict[str, Tensor] = {}
         self._is_base_of_another = False
-        self._needed, self._host = needed, host
-        if not needed:
-            self._update = "none"
-        elif not isinstance(model, PeftModel) or from_current or update == "ema":
+        if needed and (not isinstance(model, PeftModel) or from_current or update == "ema"):
             self.copy_current()
 
     @property

@@ -24,7 +24,7 @@ from torch.nn import functional
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from covey.errors import ModelError
-from covey.pytorch.models.dequantise import dequantised, quantised_layers
+from covey.pytorch.models.quantised import dequantised, quantised_layers
 
 _TIMES_OWN = (3.0, 8.0)
 """Largest error, as a multiple of the model's own: on average, and at the worst position."""
@@ -103,10 +103,8 @@ def truth_and_own(model: nn.Module, dtype: torch.dtype, compute: Callable[[torch
 def unexplained(found: Tensor, own: Tensor, truth: Tensor) -> str:
     """Why rounding alone cannot make `found` out of the model, or "" where it can.
 
-    Args:
-        found: `[n, V]` log-probabilities computed in another way.
-        own: `[n, V]` those of the model's own code in the same precision.
-        truth: `[n, V]` those of the model's own code in float32 or wider.
+    `[n, V]` log-probabilities: computed in another way; by the model's own code in the same precision; and by it in
+    float32 or wider.
 
     Raises:
         ModelError: the model's own log-probabilities are not finite.

@@ -27,9 +27,8 @@ from covey.files import COMPLETE, checked_path, explained, folder_problem, publi
 from covey.observe.card import Kind, model_card, write_card
 from covey.observe.run_folder import RunFolder
 from covey.pytorch.backend import BACKEND
-from covey.pytorch.models.gguf_file import write_gguf
 from covey.pytorch.models.loading import PACKAGE_PREFIX
-from covey.pytorch.models.merging import load_merged, save_model
+from covey.pytorch.models.saving import load_merged, save_model, write_gguf
 from covey.training.checkpoint import checkpoint_name, load_checkpoint
 
 BASE_FOLDER, GGUF_FILE = "base_model", "model.gguf"

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,26 @@ from numpy.typing import NDArray
 from covey.algorithms import Objective, mean_metrics
 from covey.algorithms.masks import masks_by_policy, policy_masks
 from covey.config.algorithm import AlgorithmConfig
-from covey.rollout.learning import Gradients, Learner, rows_with_gradient
+from covey.rollout.learning import FloatNT, Gradients, Learner, rows_with_gradient
 from covey.training.schedule import TrainerState
 from covey.types import Batch, BoolArray
 
+Rows = NDArray[np.int64] | None
+"""Of a batch; None = all."""
 _EXTREMES = ("min", "mean", "max")
+_METRICS = {
+    "loss": "loss",
+    "policy_loss": "policy_loss",
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+    "clip_region": "clip_ratio/region_mean",
+    "ratio": "ratio/mean",
+    "ratio_min": "ratio/min",
+    "ratio_max": "ratio/max",
+    "kl": "kl",
+    "entropy": "entropy",
+}
+"""Names of the objective's metrics, and of a run's."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +55,66 @@ class Pass:
     """What one optimiser step is about to be taken with, for those who want to look at it."""
 
     number: int
-    part: NDArray[np.int64] | None
+    part: Rows
     batch: Batch
     rows: NDArray[np.int64]
     objective: Objective
     gradients: Gradients
     options: Mapping[str, Any]
+
+
+class _Views:
+    """What masks, and the loss's choice of tokens, look at: the policy's log-probabilities on the whole batch."""
+
+    def __init__(
+        self, learner: Learner, batch: Batch, algorithm: AlgorithmConfig, temperature: float, *, on_policy: bool
+    ) -> None:
+        self.batch, self.algorithm, self.objective = batch, algorithm, algorithm.objective()
+        drift = algorithm.reference_drift
+        self.needed = masks_by_policy(algorithm) or self.objective.loss.select is not None
+        self._entropies = algorithm.masks_by_entropy or self.objective.loss.entropy
+        # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
+        near = drift is not None and abs(drift[0]) < 1e-3
+        self.are_samplers = on_policy and self.needed and not self._entropies and not near
+        self.rows = rows_with_gradient(batch, self.objective)
+        if self.needed and len(self.rows):
+            # What looks at the policy is taken over all rows of the step, tied groups too.
+            self.rows = np.union1d(self.rows, np.flatnonzero(batch.mask.any(axis=1)))
+        self._score = partial(learner.scores, batch, self.rows, temperature=temperature)
+        self.reference: FloatNT | None = None
+
+    def score_reference(self) -> None:
+        """Under the reference, where anything asks for it."""
+        if self.objective.estimates_kl or self.algorithm.reference_drift is not None:
+            self.reference, _ = self._score(reference=True)
+
+    def old_logprobs(self, parts: int) -> tuple[FloatNT | None, FloatNT | None]:
+        """The policy's own before the first optimiser step, and entropies; None where the first pass itself will tell.
+
+        Of all rows: one that is masked in the first pass may take part later.
+        """
+        if self.are_samplers:
+            return self.batch.old_logprobs, None
+        if self.needed or (self.algorithm.correction is not None and parts > 1):
+            return self.now()
+        return None, None
+
+    def now(self) -> tuple[FloatNT, FloatNT | None]:
+        """The policy's own as it is now, and entropies."""
+        return self._score(entropy=self.needed and self._entropies)
+
+    def masks(self, current: FloatNT, entropy: FloatNT | None, old: FloatNT | None) -> tuple[Batch, BoolArray | None]:
+        """The batch as a pass trains on it, with advantages of 0 where a mask takes the surrogate; and the tokens that
+        the loss chooses.
+        """
+        batch, sampler = self.batch, self.batch.old_logprobs
+        left = policy_masks(self.algorithm, current, sampler, self.reference, entropy, batch.advantages, batch.mask)
+        reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in left.excluded.items()}
+        masked = replace(batch, advantages=left.advantages, mask=np.asarray(left.mask), excluded=reasons)
+        if self.objective.loss.select is None:
+            return masked, None
+        before = sampler if self.algorithm.correction is None else old
+        return masked, np.asarray(self.objective.select(current, before, masked.advantages, masked.mask, entropy))
 
 
 def update(
@@ -66,59 +136,39 @@ def update(
     AdamW's momentum would otherwise move the weights without a reason.
     """
     began = time.perf_counter()
-    result, objective = Update(batch), algorithm.objective()
-    state = TrainerState() if state is None else state
-    rows = rows_with_gradient(batch, objective)
-    if len(rows) == 0:
+    result, state = Update(batch), TrainerState() if state is None else state
+    views = _Views(learner, batch, algorithm, temperature, on_policy=on_policy)
+    objective = views.objective
+    if len(views.rows) == 0:
         result.skipped = _why_nothing(batch)
         result.metrics = {"loss": 0.0, "grad_norm": 0.0, "time/reference": 0.0, "time/update": 0.0}
         result.metrics |= _mask_metrics(batch, batch)
         return result
-
-    looks_at_policy = masks_by_policy(algorithm) or objective.loss.select is not None
-    wanted = algorithm.masks_by_entropy or objective.loss.entropy
-    drift = algorithm.reference_drift
-    # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
-    known = on_policy and looks_at_policy and not wanted and (drift is None or abs(drift[0]) >= 1e-3)
-    if looks_at_policy:
-        # What looks at the policy is taken over all rows of the step, tied groups too.
-        rows = np.union1d(rows, np.flatnonzero(batch.mask.any(axis=1)))
-    reference = None
-    if objective.estimates_kl or drift is not None:
-        reference, _ = learner.scores(batch, rows, temperature=temperature, reference=True)
+    views.score_reference()
     referenced = time.perf_counter()
 
-    rates = _rates(learning_rates, algorithm)
-    parts = _parts(_own_rows(batch), len(batch.episodes), algorithm.num_minibatches, stream)
-    trainer_old = None
-    if algorithm.correction is not None and len(parts) > 1 and not looks_at_policy:
-        trainer_old, _ = learner.scores(batch, rows, temperature=temperature)
-    passes: list[dict[str, float]] = []
-    tokens: Counter[str] = Counter()
-    masks: list[dict[str, float]] = []
+    steps = algorithm.optimizer_steps
+    rates = [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
+    parts = _parts(batch, algorithm.num_minibatches, stream)
+    old, entropy = views.old_logprobs(len(parts))
+    if old is not None and views.needed and not views.are_samplers:
+        result.metrics |= _mismatch_metrics(batch, old, batch.mask, algorithm)
     masked, selected = batch, None
-    for step, learning_rate in enumerate(rates):
-        iteration, part = step // len(parts), parts[step % len(parts)]
-        if step % len(parts) == 0:
-            masked, selected = batch, None
-            if looks_at_policy:
-                if step == 0 and known:
-                    current, uncertainty = batch.old_logprobs, None
-                else:
-                    current, uncertainty = learner.scores(batch, rows, temperature=temperature, entropy=wanted)
-                masked = _mask_by_policy(batch, algorithm, current, reference, uncertainty)
-                if iteration == 0:
-                    trainer_old = current  # of all rows: one that is masked in the first pass may take part later
-                    if not known:
-                        result.metrics |= _mismatch_metrics(batch, current, batch.mask, algorithm)
-                if objective.loss.select is not None:
-                    old = batch.old_logprobs if algorithm.correction is None else trainer_old
-                    selected = np.asarray(objective.select(current, old, masked.advantages, masked.mask, uncertainty))
+    passes: list[dict[str, float]] = []
+    masks: list[dict[str, float]] = []
+    tokens: Counter[str] = Counter()
+    for number, learning_rate in enumerate(rates):
+        part = parts[number % len(parts)]
+        if number % len(parts) == 0:
+            if views.needed:
+                current, entropy = (old, entropy) if number == 0 else views.now()
+                assert current is not None
+                masked, selected = views.masks(current, entropy, old)
             result.batch = replace(masked, advantages=batch.advantages)
             masks.append(_mask_metrics(batch, masked))
         trained = _rows_of(masked, part)
-        rows_now = rows_with_gradient(trained, objective)
-        if len(rows_now) == 0:
+        rows = rows_with_gradient(trained, objective)
+        if len(rows) == 0:
             if len(parts) > 1:
                 continue
             result.skipped = "" if result.optimizer_steps else _why_nothing(masked)
@@ -126,88 +176,79 @@ def update(
         options: dict[str, Any] = {
             "temperature": temperature,
             "max_completion_length": max_completion_length,
-            "reference": _at(reference, part),
-            "trainer_old": _at(trainer_old, part),
+            "reference": _at(views.reference, part),
+            "trainer_old": _at(old, part),
             "correction": algorithm.correction,
             "selected": _at(selected, part),
             "entropy_coef": algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
         }
-        gradients = learner.forward_backward(trained, rows_now, objective, **options)
+        gradients = learner.forward_backward(trained, rows, objective, **options)
         if observe is not None:
-            observe(Pass(step, part, trained, rows_now, objective, gradients, options))
+            observe(Pass(number, part, trained, rows, objective, gradients, options))
         norm = learner.optim_step(learning_rate)
-        if step == 0 and (known or not looks_at_policy):
+        if number == 0 and (views.are_samplers or not views.needed):
             result.metrics |= _mismatch_metrics(trained, gradients.logp, gradients.scored, algorithm)
-            if len(parts) == 1 and not looks_at_policy:
-                trainer_old = _among_all(gradients.logp, parts[0], batch)
-        passes.append(_loss_metrics(gradients) | {"grad_norm": norm})
+            if len(parts) == 1 and not views.needed:
+                old = np.zeros(batch.mask.shape, gradients.logp.dtype)  # 0 in rows that do not count
+                old[slice(None) if part is None else part] = gradients.logp
+        passes.append(_pass_metrics(gradients, norm, algorithm, state))
         if gradients.tokens is not None:
             tokens.update({f"tokens/{kind}": count for kind, count in asdict(gradients.tokens).items()})
-        if algorithm.adaptive_entropy is not None and np.isfinite(norm):
-            state.last_entropy = gradients.metrics.get("bonus_entropy", passes[-1]["entropy"])
-            state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
-        if state.entropy_coef is not None:
-            passes[-1]["entropy_coef"] = state.entropy_coef
         scale = getattr(learner, "loss_scale", None)  # of PyTorch's learner, where there is float16
         if scale is not None:
             result.metrics["loss_scale"] = scale.value
             result.metrics["skipped_steps"] = result.metrics.get("skipped_steps", 0.0) + (not np.isfinite(norm))
         if not np.isfinite(norm):
             whose = f" (loss {objective.loss.name!r})" if ":" in objective.loss.name else ""
-            result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken{whose}"
-            if scale is not None:
-                result.skipped += f", and float16's loss scale is halved to {scale.value:g}"
+            halved = "" if scale is None else f", and float16's loss scale is halved to {scale.value:g}"
+            result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken{whose}{halved}"
             break
         result.optimizer_steps += 1
     if not passes and not result.skipped:
         result.skipped = _why_nothing(masked)
-    result.metrics |= _of_all_passes(passes) | _means(masks) | tokens
+    result.metrics |= {"loss": 0.0, "grad_norm": 0.0} | _of_all_passes(passes) | _means(masks) | tokens
     if objective.beta and "kl" in result.metrics:
         result.metrics["kl_penalty"] = objective.beta * result.metrics["kl"]
-    result.metrics.setdefault("loss", 0.0)
-    result.metrics.setdefault("grad_norm", 0.0)
     result.metrics["time/reference"] = referenced - began
     result.metrics["time/update"] = time.perf_counter() - referenced
     return result
 
 
-def _rates(learning_rates: float | Sequence[float], algorithm: AlgorithmConfig) -> Sequence[float]:
-    """One learning rate for each optimiser step."""
-    steps = algorithm.optimizer_steps
-    return [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
+def _pass_metrics(
+    gradients: Gradients, norm: float, algorithm: AlgorithmConfig, state: TrainerState
+) -> dict[str, float]:
+    """Of one pass; the adaptive entropy bonus moves on by it."""
+    means = mean_metrics(gradients.metrics)
+    found = {name: means[ours] for ours, name in _METRICS.items() if ours in means} | {"grad_norm": norm}
+    if algorithm.adaptive_entropy is not None and np.isfinite(norm):
+        state.last_entropy = gradients.metrics.get("bonus_entropy", found["entropy"])
+        state.entropy_coef = algorithm.next_entropy_coef(state.entropy_coef, state.last_entropy)
+    if state.entropy_coef is not None:
+        found["entropy_coef"] = state.entropy_coef
+    return found
 
 
-def _own_rows(batch: Batch) -> NDArray[np.int64] | None:
+def _own_rows(batch: Batch) -> Rows:
     """Rows that count in denominators, None = all: what `down_sampling` left out is as if it had not been sampled."""
     left_out = batch.excluded.get("down_sampling")
     return None if left_out is None or not left_out.any() else np.flatnonzero(~left_out.any(axis=1))
 
 
-def _parts(
-    rows: NDArray[np.int64] | None, among: int, count: int, stream: Sequence[int]
-) -> list[NDArray[np.int64] | None]:
-    """Random ones of these rows, of a batch of so many, for each mini-batch, ascending within it; None = all rows."""
+def _parts(batch: Batch, count: int, stream: Sequence[int]) -> list[Rows]:
+    """Random rows for each mini-batch, ascending within it."""
+    rows = _own_rows(batch)
     if count == 1:
         return [rows]
-    rows = np.arange(among) if rows is None else rows
+    rows = np.arange(len(batch.episodes)) if rows is None else rows
     order = rows[np.random.default_rng(list(stream)).permutation(len(rows))]
     return [np.sort(part) for part in np.array_split(order, max(1, min(count, len(rows))))]
 
 
-def _at(values: NDArray[Any] | None, rows: NDArray[np.int64] | None) -> Any:
+def _at(values: NDArray[Any] | None, rows: Rows) -> Any:
     return values if values is None or rows is None else values[rows]
 
 
-def _among_all(values: NDArray[np.float32], rows: NDArray[np.int64] | None, batch: Batch) -> NDArray[np.float32]:
-    """Values of some rows where the whole batch has them, 0 elsewhere."""
-    if rows is None:
-        return values
-    whole = np.zeros(batch.mask.shape, values.dtype)
-    whole[rows] = values
-    return whole
-
-
-def _rows_of(batch: Batch, rows: NDArray[np.int64] | None) -> Batch:
+def _rows_of(batch: Batch, rows: Rows) -> Batch:
     """Some rows of a batch, as a batch whose denominators are its own."""
     if rows is None:
         return batch
@@ -222,19 +263,6 @@ def _rows_of(batch: Batch, rows: NDArray[np.int64] | None) -> Batch:
     )
 
 
-def _mask_by_policy(
-    batch: Batch,
-    algorithm: AlgorithmConfig,
-    current: NDArray[np.float32],
-    reference: NDArray[np.float32] | None,
-    entropy: NDArray[np.float32] | None,
-) -> Batch:
-    """The batch as this pass trains on it, with advantages of 0 where a mask takes the surrogate."""
-    left = policy_masks(algorithm, current, batch.old_logprobs, reference, entropy, batch.advantages, batch.mask)
-    reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in left.excluded.items()}
-    return replace(batch, advantages=left.advantages, mask=np.asarray(left.mask), excluded=reasons)
-
-
 def _why_nothing(batch: Batch) -> str:
     masks = [name for name, tokens in batch.excluded.items() if tokens.any()]
     if not batch.mask.any():
@@ -247,36 +275,14 @@ def _why_nothing(batch: Batch) -> str:
     return "nothing to train on: the rewards in every group are equal, so no completion is better than another"
 
 
-def _loss_metrics(gradients: Gradients) -> dict[str, float]:
-    means = mean_metrics(gradients.metrics)
-    found = {
-        "loss": means["loss"],
-        "policy_loss": means["policy_loss"],
-        "clip_ratio/low_mean": means["clip_low"],
-        "clip_ratio/high_mean": means["clip_high"],
-        "clip_ratio/region_mean": means["clip_region"],
-        "ratio/mean": means["ratio"],
-        "ratio/min": means["ratio_min"],
-        "ratio/max": means["ratio_max"],
-    }
-    if "kl" in means:
-        found["kl"] = means["kl"]
-    if "entropy" in means:
-        found["entropy"] = means["entropy"]
-    return found
-
-
 def _of_all_passes(passes: list[dict[str, float]]) -> dict[str, float]:
     """Means over the passes; extremes are those of any."""
     if not passes:
         return {}
-    found = _means(passes)
-    found["clip_ratio/low_min"] = min(each["clip_ratio/low_mean"] for each in passes)
-    found["clip_ratio/high_max"] = max(each["clip_ratio/high_mean"] for each in passes)
-    return found | {
-        "ratio/min": min(each["ratio/min"] for each in passes),
-        "ratio/max": max(each["ratio/max"] for each in passes),
-    }
+    lows = {"clip_ratio/low_min": "clip_ratio/low_mean", "ratio/min": "ratio/min"}
+    highs = {"clip_ratio/high_max": "clip_ratio/high_mean", "ratio/max": "ratio/max"}
+    found = _means(passes) | {name: min(each[of] for each in passes) for name, of in lows.items()}
+    return found | {name: max(each[of] for each in passes) for name, of in highs.items()}
 
 
 def _means(passes: list[dict[str, float]]) -> dict[str, float]:

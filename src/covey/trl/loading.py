@@ -21,7 +21,7 @@ from transformers import (
 
 from covey.errors import ConfigError, RewardError
 from covey.pytorch.models.loading import PACKAGE_PREFIX, locate
-from covey.pytorch.models.senses import require_tokenizer
+from covey.pytorch.models.loading import require_tokenizer
 from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 

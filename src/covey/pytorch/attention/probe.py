@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from covey.errors import ModelError
-from covey.pytorch.attention.prefix_attention import NAME_PREFIX, PLAIN_IMPLEMENTATIONS
+from covey.pytorch.attention.tree_attention import NAME_PREFIX, PLAIN_IMPLEMENTATIONS
 from covey.pytorch.attention.tree_layout import TreeLayout
 from covey.pytorch.rounding import truth_and_own, unexplained
 from covey.rollout.packing import Pack, pack_episodes
@@ -24,12 +24,8 @@ from covey.types import Episode
 
 
 class Expected:
-    """What a model's own code says about a small pack: log-probabilities over the vocabulary, `[U, V]`.
-
-    Attributes:
-        pack: see `probe_pack`.
-        truth: in float32 or wider.
-        own: in the model's own precision.
+    """What a model's own code says about a small pack: log-probabilities over the vocabulary, `[U, V]`, in float32 or
+    wider (the `truth`) and in the model's own precision.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -55,15 +51,9 @@ def check_scores(source: str, model: PreTrainedModel, score: Callable[[Pack], Te
 def find_obstacle(
     model: PreTrainedModel, score_packed: Callable[[Pack, TreeLayout], Tensor], expected: Expected | None = None
 ) -> str | None:
-    """Switch a model to packed attention if it then scores as before.
+    """Switch a model to packed attention if it then scores as before; else why it cannot share prompts.
 
-    Args:
-        model: changed to packed attention on success, unchanged otherwise.
-        score_packed: a pack's log-probabilities `[U, V]` through packed attention.
-        expected: the model's own; None = ask it.
-
-    Returns:
-        None, or why the model cannot share prompts.
+    `score_packed` finds a pack's log-probabilities `[U, V]` through packed attention; `expected` are the model's own.
     """
     before = model.config._attn_implementation
     if before.startswith(NAME_PREFIX):
@@ -133,12 +123,7 @@ def _plain(model: PreTrainedModel, pack: Pack, dtype: torch.dtype) -> Tensor:
 
 
 def missing_windows(config: Any, seen: Sequence[int | None]) -> str:
-    """Sliding windows longer than a probe cannot be felt, so they must be seen to reach the attention.
-
-    Args:
-        config: of the model, for text.
-        seen: the window that each layer's attention was given, in order.
-    """
+    """Sliding windows longer than a probe cannot be felt, so they must be `seen` to reach each layer's attention."""
     kinds = getattr(config, "layer_types", None)
     if kinds:
         told = [kind == "sliding_attention" for kind in kinds]

@@ -1,93 +1,78 @@
-"""Attention of a pack with its backward: each token is computed once, whatever follows it.
+"""Attention of a pack: each token is computed once, whatever follows it.
 
 A pack is a forest of branches (`covey.rollout.packing`), and a token attends to its own branch and to the beginnings of
 those above it. That is computed part by part (`tree_parts`), or on an accelerator by a kernel that takes the pack at
-once, where a probe has found that it computes the same (`tree_whole`).
+once, where a probe has found that it computes the same (`tree_flex`).
+
+For models' own code it is registered with transformers as an attention implementation: they run unchanged on `[1, M]`
+packed tokens, and only the attention itself knows who may see whom. Limits: no attention sinks, no position biases, no
+dropout of weights, no chunked or linear attention. `probe` finds out by comparing numbers whether a model is served;
+here `UnsupportedAttentionError` is raised only where it is known that it is not.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from covey.errors import ModelError
 from covey.pytorch.attention import tree_flex, tree_parts
-from covey.pytorch.attention.tree_layout import TreeLayout
-from covey.pytorch.attention.tree_parts import Gradients, Past
-from covey.pytorch.attention.tree_whole import kernel_for
+from covey.pytorch.attention.tree_flex import kernel_for
+from covey.pytorch.attention.tree_layout import Rule, TreeLayout
+from covey.pytorch.attention.tree_parts import Gradients
+
+NAME_PREFIX = "covey_prefix_"
+PLAIN_IMPLEMENTATIONS = ("sdpa", "eager")
+LAYOUT_ARGUMENT = "prefix_layout"
+"""The keyword argument that carries the layout through the model's forward to its attention layers."""
 
 
-def forward(
-    layout: TreeLayout, q: Tensor, k: Tensor, v: Tensor, past: Past | None = None, **rule: Any
-) -> tuple[Tensor, Tensor]:
-    """Attention of one layer over a pack, without autograd: `tree_parts.forward`'s arguments and values.
+class UnsupportedAttentionError(ModelError):
+    """A layer asks for something that is not computed here; the policy falls back to padding."""
 
-    The log-sum-exp is empty where the pack is taken at once: that backward needs none.
+
+def rule_of(module: nn.Module, query: Tensor, scaling: float | None, asked: Mapping[str, Any]) -> Rule:
+    """What a layer asks of transformers' attention interface, by the interface's keyword arguments.
+
+    Raises:
+        UnsupportedAttentionError: it is more than what is computed here.
     """
-    kernel = kernel_for(q, k, v, **rule)
+    for name in ("s_aux", "position_bias", "cache", "head_mask"):
+        if asked.get(name) is not None:
+            raise UnsupportedAttentionError(f"its attention uses {name}")
+    if not asked.get("is_causal", getattr(module, "is_causal", True)):
+        raise UnsupportedAttentionError("its attention is not causal")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return Rule(scale, asked.get("sliding_window"), asked.get("softcap"))
+
+
+def forward(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """Attention of one layer over a pack, without autograd: `tree_parts.forward`'s values.
+
+    The past is read from the layout's path, and a trunk is written to it. The log-sum-exp is empty where the pack is
+    taken at once: that backward needs none.
+    """
+    past = None
+    if layout.path is not None:
+        if layout.trunk:
+            layout.path.write(layer, layout.past, k, v)
+        past = layout.path.read(layer, layout.past) if layout.past else None
+    kernel = kernel_for(q, k, v, rule)
     if kernel is None:
-        return tree_parts.forward(layout, q, k, v, past, **rule)
-    return kernel.attend(layout, q, k, v, past, **_within(layout, rule)), q.new_empty(0)
+        return tree_parts.forward(layout, q, k, v, past, rule)
+    return kernel.attend(layout, q, k, v, past, layout.felt(rule)), q.new_empty(0)
 
 
 def backward(
-    layout: TreeLayout,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    past: Past | None,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    into: Gradients | None = None,
-    into_past: Past | None = None,
-    **rule: Any,
-) -> tuple[Tensor, Tensor, Tensor, Past | None]:
-    """The gradients of `forward`'s q, k, v and past: `tree_parts.backward`'s arguments and values."""
-    kernel = kernel_for(q, k, v, **rule)
-    if kernel is None:
-        return tree_parts.backward(layout, grad, q, k, v, past, out, lse, into=into, into_past=into_past, **rule)
-    gq, gk, gv, *above = kernel.differentiate(layout, grad, q, k, v, past, **_within(layout, rule))
-    if into is not None:
-        for result, g in zip(into, (gq, gk, gv), strict=True):
-            result.copy_(g)
-    if past is not None and into_past is None:
-        into_past = above[0], above[1]
-    elif into_past is not None:
-        for result, g in zip(into_past, above, strict=True):
-            result.add_(g)
-    return *(into or (gq, gk, gv)), into_past
-
-
-def _within(layout: TreeLayout, rule: dict[str, Any]) -> dict[str, Any]:
-    """All of the rule, without a window that no sequence of the pack is longer than."""
-    window = rule.get("window")
-    window = None if window is not None and window >= layout.longest else window
-    return {"scale": rule["scale"], "window": window, "softcap": rule.get("softcap")}
-
-
-# ---------------------------------------------------------------------- with the path of a walk
-
-
-def layer_forward(
-    layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, **rule: Any
-) -> tuple[Tensor, Tensor]:
-    """`forward` of a layer by its number: the past is read from the layout's path, and a trunk is written to it."""
-    return forward(layout, q, k, v, _exchange(layout, layer, k, v), **rule)
-
-
-def _exchange(layout: TreeLayout, layer: int, k: Tensor, v: Tensor) -> Past | None:
-    if layout.path is None:
-        return None
-    if layout.trunk:
-        layout.path.write(layer, layout.past, k, v)
-    return layout.path.read(layer, layout.past) if layout.past else None
-
-
-def layer_backward(
     layout: TreeLayout,
     layer: int,
     grad: Tensor,
@@ -96,29 +81,38 @@ def layer_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
+    rule: Rule,
     into: Gradients | None = None,
-    **rule: Any,
 ) -> Gradients:
-    """`backward` of a layer by its number: the past's gradients are added to the path's, a trunk takes its own."""
+    """The gradients of `forward`'s q, k and v, in `into` if it is given: the past's are added to the path's, a trunk
+    takes what its followers left.
+    """
     path, n = layout.path, layout.past
     past = into_past = None
     if path is not None and n:
         past, into_past = path.read(layer, n), path.gradients(layer, 0, n)
-    *grads, _ = backward(layout, grad, q, k, v, past, out, lse, **rule, into=into, into_past=into_past)
+    kernel = kernel_for(q, k, v, rule)
+    if kernel is None:
+        gq, gk, gv, _ = tree_parts.backward(layout, grad, q, k, v, past, out, lse, rule, into, into_past)
+    else:
+        gq, gk, gv, *above = kernel.differentiate(layout, grad, q, k, v, past, layout.felt(rule))
+        for result, g in zip(into_past or (), above, strict=True):
+            result.add_(g)
+        if into is not None:
+            for result, g in zip(into, (gq, gk, gv), strict=True):
+                result.copy_(g)
+            gq, gk, gv = into
     if path is not None and layout.trunk:
-        for result, left in zip(grads[1:], path.gradients(layer, n, n + len(k)), strict=True):
+        for result, left in zip((gk, gv), path.gradients(layer, n, n + len(k)), strict=True):
             result += left
             left.zero_()
-    return grads[0], grads[1], grads[2]
+    return gq, gk, gv
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, layer: int, rule: dict[str, Any]
-    ) -> Tensor:
-        out, lse = layer_forward(layout, layer, q, k, v, **rule)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: TreeLayout, layer: int, rule: Rule) -> Tensor:
+        out, lse = forward(layout, layer, q, k, v, rule)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.layout, ctx.layer, ctx.rule = layout, layer, rule
         return out
@@ -127,14 +121,55 @@ class _TreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = layer_backward(ctx.layout, ctx.layer, grad.contiguous(), q, k, v, out, lse, **ctx.rule)
+        grads = backward(ctx.layout, ctx.layer, grad.contiguous(), q, k, v, out, lse, ctx.rule)
         return *grads, None, None, None
 
 
-def tree_attention(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, **rule: Any) -> Tensor:
-    """`layer_forward`'s output, differentiable; once, where a path is walked."""
-    if layout.path is None and kernel_for(q, k, v, **rule) is tree_flex:  # autograd keeps what its backward needs
-        return tree_flex.attend(layout, q, k, v, None, **_within(layout, rule))
+def tree_attention(layout: TreeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    """`forward`'s output, differentiable; once, where a path is walked."""
+    if layout.path is None and kernel_for(q, k, v, rule) is tree_flex.FLEX:  # autograd keeps what its backward needs
+        return tree_flex.attend(layout, q, k, v, None, layout.felt(rule))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # kernels read dense heads
     out: Tensor = _TreeAttention.apply(q, k, v, layout, layer, rule)  # type: ignore[no-untyped-call]
     return out
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plain: str,
+    prefix_layout: TreeLayout | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls: packed attention where a layout was passed, else what it replaced."""
+    if prefix_layout is None:
+        if plain == "eager":
+            replaced = sys.modules[type(module).__module__].eager_attention_forward
+            scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        else:
+            replaced = ALL_ATTENTION_FUNCTIONS[plain]
+        result: tuple[Tensor, Tensor | None] = replaced(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return result
+    rule = rule_of(module, query, scaling, kwargs)
+    if dropout > 0:
+        raise UnsupportedAttentionError(f"its attention drops weights (dropout={dropout})")
+    prefix_layout.seen.append(rule.window)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as scaled dot-product attention would be; what is inside is not touched
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    with torch.autocast(device, enabled=False):
+        return tree_attention(prefix_layout, getattr(module, "layer_idx", 0), q, k, v, rule)[None], None
+
+
+for _plain in PLAIN_IMPLEMENTATIONS:
+    AttentionInterface.register(NAME_PREFIX + _plain, partial(_attention_forward, plain=_plain))
+    AttentionMaskInterface.register(NAME_PREFIX + _plain, ALL_MASK_ATTENTION_FUNCTIONS[_plain])

@@ -18,48 +18,94 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from covey.pytorch.attention.tree_path import TreePath
 from covey.rollout.packing import Branch, positions_of
 from covey.types import IntArray
 
+Past = tuple[Tensor, Tensor]
+"""Keys `[n, Hkv, D]` and values `[n, Hkv, Dv]` of tokens before a pack."""
 ALONE = 32  # tokens of a branch that is worth a call of its own (measured: from there copying costs more)
 REPEATED = 16  # tokens that are repeated sooner than a call is made for a fork (measured likewise)
 
 
-class Tokens(Protocol):
-    """What is computed in one pass: a `Pack`, or a piece of a tree that is walked.
+class Rule(NamedTuple):
+    """How a layer attends."""
 
-    Attributes:
-        token_ids: `[M]`.
-        position_ids: `[M]`.
-        branches: the layout of the M tokens.
-        score_at: `[U]` which hidden states are asked for.
+    scale: float  # factor on the scores
+    window: int | None = None  # a query sees keys at most `window - 1` positions back; None = all
+    softcap: float | None = None  # scores become `softcap * tanh(scores / softcap)`; None = off
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    keys: Tensor  # [capacity, Hkv, D]
+    values: Tensor  # [capacity, Hkv, Dv]
+    gradients: tuple[Tensor, Tensor] | None = None  # float32 or wider: many are added
+
+
+class TreePath:
+    """Keys and values along the path from a tree's root to the piece that is being computed, with their gradients.
+
+    A tree that is larger than the budget is walked: a piece that others follow (a trunk) leaves its keys and values
+    here, and those that follow attend to them. Backward runs in reverse: each piece adds the gradients of what it
+    attended to, and the trunk takes what its followers left for it. Pieces beside each other use the same places one
+    after another, so memory is that of the longest path, of `capacity` tokens.
+
+        forward of a trunk of m tokens after n           reads [:n], writes keys and values [n:n+m]
+        forward of what follows it                       reads [:n+m]
+        backward of what follows it                      adds to the gradients [:n+m]
+        backward of the trunk                            takes the gradients [n:n+m] and clears them; adds to [:n]
     """
 
-    @property
-    def token_ids(self) -> IntArray: ...
-    @property
-    def position_ids(self) -> IntArray: ...
-    @property
-    def branches(self) -> tuple[Branch, ...]: ...
-    @property
-    def score_at(self) -> IntArray: ...
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._layers: dict[int, _Layer] = {}
+
+    def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values `[stop, Hkv, D]` of the first tokens, views."""
+        held = self._layers[layer]
+        return held.keys[:stop], held.values[:stop]
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
+        """Keep the keys and values `[m, Hkv, D]` of the tokens from `start` on.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        stop = start + len(keys)
+        if stop > self.capacity:
+            raise ValueError(f"{stop} tokens on a path of capacity {self.capacity}: make it as long as the longest one")
+        if layer not in self._layers:
+            self._layers[layer] = _Layer(
+                keys.new_empty(self.capacity, *keys.shape[1:]), values.new_empty(self.capacity, *values.shape[1:])
+            )
+        held = self._layers[layer]
+        held.keys[start:stop], held.values[start:stop] = keys, values
+
+    def gradients(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The gradients `[stop - start, Hkv, D]` of the keys and values of these tokens so far, to be added to."""
+        held = self._layers[layer]
+        if held.gradients is None:
+            wide = torch.promote_types(held.keys.dtype, torch.float32)
+            held.gradients = torch.zeros_like(held.keys, dtype=wide), torch.zeros_like(held.values, dtype=wide)
+        keys, values = held.gradients
+        return keys[start:stop], values[start:stop]
+
+
+class Paths:
+    """The paths of one walk: the policy's, and its reference's where both are run."""
+
+    def __init__(self, capacity: int) -> None:
+        self.own, self.reference = TreePath(capacity), TreePath(capacity)
 
 
 class Run:
-    """Branches of one length, one after another: a slice of the pack.
-
-    Args:
-        start: packed index of the first one's first token.
-        length: of each.
-        count: how many.
-    """
+    """`count` branches of one length, one after another: the slice of the pack from `start` on."""
 
     def __init__(self, start: int, length: int, count: int) -> None:
         self.rows, self._shape = slice(start, start + count * length), (count, length)
@@ -83,10 +129,7 @@ class Run:
 class Rectangle:
     """Branches of similar length as `[n, L]`, each after the tokens that are repeated for it, padded at the end.
 
-    Args:
-        rows: of each branch, the packed indices of its tokens and of those before it.
-        repeated: of each, how many of these are repeated.
-        device: of the values.
+    `rows` are, of each, the packed indices of its tokens and of those before it, of which so many are `repeated`.
     """
 
     def __init__(self, rows: Sequence[IntArray], repeated: Sequence[int], device: torch.device | str) -> None:
@@ -130,21 +173,13 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Across:
-    """Neighbouring branches, with all that leaves them, over the first tokens of what they leave.
+    """Neighbouring branches, with all that leaves them, over the first tokens of what they leave."""
 
-    Attributes:
-        queries: of the pack.
-        keys: of the pack, or of the past.
-        from_past: which of the two.
-        query_position: the lowest of the queries.
-        key_position: of the first key; the others follow.
-    """
-
-    queries: slice
-    keys: slice
+    queries: slice  # of the pack
+    keys: slice  # of the pack, or of the past
     from_past: bool
-    query_position: int
-    key_position: int
+    query_position: int  # the lowest
+    key_position: int  # of the first; the others follow
 
     def keys_within(self, window: int | None) -> slice:
         """The keys that any query sees."""
@@ -156,31 +191,18 @@ class Across:
 
 @dataclass(slots=True, eq=False)
 class TreeLayout:
-    """The plan for one pack on one device.
-
-    Attributes:
-        branches: `Pack.branches`.
-        positions: `[M]` of each token in its own sequence.
-        longest: tokens of the longest sequence, those before the pack included.
-        own: parts that cover each token once.
-        across: parts that are merged into them.
-        past: how many tokens before the pack are given beside it.
-        path: where the keys and values of these are, see `covey.pytorch.attention.tree_path`; None = nowhere.
-        trunk: the pack's own keys and values go there too, for packs that follow.
-        seen: sliding windows of the layers that used this layout, for the probe.
-        plans: what kernels that take a pack at once (`covey.pytorch.attention.tree_whole`) have made of it.
-    """
+    """The plan for one pack on one device."""
 
     branches: tuple[Branch, ...]
-    positions: Tensor
-    longest: int
-    own: list[Run | Rectangle]
-    across: list[Across]
-    past: int = 0
-    path: TreePath | None = None
-    trunk: bool = False
-    seen: list[int | None] = field(default_factory=list)
-    plans: dict[tuple[str, int | None], Any] = field(default_factory=dict)
+    positions: Tensor  # [M] of each token in its own sequence
+    longest: int  # tokens of the longest sequence, those before the pack included
+    own: list[Run | Rectangle]  # parts that cover each token once
+    across: list[Across]  # parts that are merged into them
+    past: int = 0  # tokens before the pack that are given beside it
+    path: TreePath | None = None  # where the keys and values of these are; None = nowhere
+    trunk: bool = False  # the pack's own keys and values go there too, for packs that follow
+    seen: list[int | None] = field(default_factory=list)  # windows of the layers that used it, for the probe
+    plans: dict[int | None, Any] = field(default_factory=dict)  # what `tree_flex` has made of it
 
     @classmethod
     def of(
@@ -193,15 +215,9 @@ class TreeLayout:
         trunk: bool = False,
         repeated: int = REPEATED,
     ) -> TreeLayout:
-        """Plan the attention of a pack.
+        """Plan the attention of a pack. Branches without a parent follow the first `at` tokens of the past.
 
-        Args:
-            branches: `Pack.branches`. Those without a parent follow the first `at` tokens of the past.
-            device: where the model runs.
-            past: how many tokens before the pack have keys and values given beside it, at positions 0..past-1.
-            path: where these are kept between the pieces of a tree that is walked.
-            trunk: others follow this piece; it must be one branch after all of the past.
-            repeated: most tokens that are repeated in place of a call of their own; the results are the same.
+        At most so many tokens are `repeated` in place of a call of their own; the results are the same.
 
         Raises:
             ValueError: a trunk of several branches, or one that leaves the past before its end.
@@ -222,6 +238,10 @@ class TreeLayout:
             path=path,
             trunk=trunk,
         )
+
+    def felt(self, rule: Rule) -> Rule:
+        """A rule without a window that no sequence of the pack is longer than."""
+        return rule._replace(window=None) if rule.window is not None and rule.window >= self.longest else rule
 
 
 def _own(branches: Sequence[Branch], before: Sequence[IntArray], device: torch.device | str) -> list[Run | Rectangle]:

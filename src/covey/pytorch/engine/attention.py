@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from covey.pytorch.attention.tree_kernels import kernel_for
+from covey.pytorch.attention.tree_layout import Rule
+from covey.pytorch.attention.tree_parts import kernel_for
 from covey.pytorch.engine.cache import Block, KVCache
 
 _MOST_SCORES = 1 << 26
@@ -39,17 +40,7 @@ _FLASH_CPU = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cp
 class Attention(Protocol):
     """Stores the keys and values of the step's tokens and attends."""
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """Query `[M, heads, key_dim]`, key and value `[M, kv_heads, dim]` -> `[M, heads, value_dim]`."""
         ...
 
@@ -88,34 +79,24 @@ class PrefillAttention:
     def __init__(self, cache: KVCache, pieces: Sequence[Piece], copies: Sequence[BlockCopy] = ()) -> None:
         self._cache, self._pieces, self._copies = cache, tuple(pieces), tuple(copies)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         self._store(layer, key, value)
+        kernel, window = kernel_for(query, value, rule), rule.window
         out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
         start = 0
         for piece in self._pieces:
             part = slice(start, start + piece.new)
             start += piece.new
             q, kv_heads = query[part].transpose(0, 1), key.shape[1]
-            plain = softcap is None and (window is None or window >= piece.new)
+            plain = rule.softcap is None and (window is None or window >= piece.new)
             if plain and piece.path == (Span(piece.path[0].block, piece.new),):
                 k, v = key[part].transpose(0, 1), value[part].transpose(0, 1)
                 gqa = q.shape[0] != kv_heads
                 whole = functional.scaled_dot_product_attention(
-                    q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=gqa
+                    q[None], k[None], v[None], is_causal=True, scale=rule.scale, enable_gqa=gqa
                 )
                 out[part] = whole[0].transpose(0, 1)
                 continue
-            kernel = kernel_for(query, value, scale=scale, window=window, softcap=softcap)
             end = piece.path[-1].base + piece.path[-1].length
             asks = query[None, part]
             positions = torch.arange(end - piece.new, end, device=query.device)[None]
@@ -175,17 +156,7 @@ class DecodeAttention:
         for level in self._levels:
             level.advance(positions)
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         rows, kv_heads, value_dim = self._rows, key.shape[1], value.shape[-1]
         rep = query.shape[1] // kv_heads
         keys, values = self._cache.slot_tensors(layer)
@@ -193,19 +164,18 @@ class DecodeAttention:
         keys.view(-1, key.shape[-1]).index_copy_(0, where, key.reshape(rows * kv_heads, -1))
         values.view(-1, value_dim).index_copy_(0, where, value.reshape(rows * kv_heads, -1))
 
-        if window is not None and window > int((self._before + self._own_host).max()):
-            window = None
+        if rule.window is not None and rule.window > int((self._before + self._own_host).max()):
+            rule = rule._replace(window=None)
         query = query.reshape(rows, kv_heads, rep, -1)
         out, lse = _attend(
             query,
             keys[:rows, :, : self._longest],
             values[:rows, :, : self._longest],
-            scale,
-            self._own_mask(window, query.dtype),
-            softcap,
+            self._own_mask(rule.window, query.dtype),
+            rule,
         )
         for level in self._levels:
-            out, lse = _merge(out, lse, *level.attend(layer, query, scale, window, softcap))
+            out, lse = _merge(out, lse, *level.attend(layer, query, rule))
         return out.view(rows, -1, value_dim)
 
     def _write_index(self, kv_heads: int) -> Tensor:
@@ -251,9 +221,7 @@ class _Level:
         """Begin a step in which row i's new token has position `positions[i]`."""
         self._positions, self._step = positions, {}
 
-    def attend(
-        self, layer: int, query: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, query: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """Each row against its span: `[B, kv_heads, rep, value_dim]`, log-sum-exps `[B, kv_heads, rep]`."""
         rows, kv_heads, rep, key_dim = query.shape
         gather, scatter = self._indices(kv_heads)
@@ -265,8 +233,7 @@ class _Level:
             ]
         for i, (run, (keys, values)) in enumerate(zip(self._runs, self._tensors[layer], strict=True)):
             grouped = flat.index_select(0, gather[i]).view(run.count, kv_heads, run.width * rep, key_dim)
-            mask = self._mask(i, window, rep, query.dtype)
-            out, lse = _attend(grouped, keys, values, scale, mask, softcap)
+            out, lse = _attend(grouped, keys, values, self._mask(i, rule.window, rep, query.dtype), rule)
             outs.append(out.reshape(run.count * kv_heads * run.width, -1))
             lses.append(lse.reshape(run.count * kv_heads * run.width, rep))
         if self._absent:
@@ -356,44 +323,29 @@ def _merge(one: Tensor, one_lse: Tensor, other: Tensor, other_lse: Tensor) -> tu
     return torch.lerp(one, other, weight), total
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
     """Softmax attention over `[..., T]` keys with its log-sum-exp: `[n, heads, Q, D]` and `[n, heads, Q]`."""
-    if _FLASH_CPU is not None and query.device.type == "cpu" and softcap is None and key.shape[-1] == value.shape[-1]:
+    flash = query.device.type == "cpu" and rule.softcap is None and key.shape[-1] == value.shape[-1]
+    if flash and _FLASH_CPU is not None:
         if mask is not None:
             mask = mask.expand(query.shape[0], 1, query.shape[2], key.shape[2])
-        out, lse = _FLASH_CPU(query, key, value, attn_mask=mask, scale=scale)
+        out, lse = _FLASH_CPU(query, key, value, attn_mask=mask, scale=rule.scale)
         return out, lse
-    return _by_products(query, key, value, scale, mask, softcap)
-
-
-def _by_products(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    size = query.shape[:3].numel() * key.shape[2]
-    if size > _MOST_SCORES and query.shape[2] > 1:
-        some = max(1, query.shape[2] * _MOST_SCORES // size)
-        found = [
-            _by_products(
-                query[:, :, i : i + some],
-                key,
-                value,
-                scale,
-                mask if mask is None or mask.shape[2] == 1 else mask[:, :, i : i + some],
-                softcap,
-            )
-            for i in range(0, query.shape[2], some)
-        ]
-        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
-    scores = torch.matmul(query * scale, key.transpose(-1, -2))
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if mask is not None:
-        scores = scores + mask
-    lse = scores.logsumexp(-1)
-    return torch.matmul((scores - lse.unsqueeze(-1)).exp_().to(value.dtype), value), lse
+    at_once = max(1, _MOST_SCORES // (query.shape[:2].numel() * key.shape[2]))  # queries of each head
+    parts = []
+    for i in range(0, query.shape[2], at_once):
+        scores = torch.matmul(query[:, :, i : i + at_once] * rule.scale, key.transpose(-1, -2))
+        scores = scores if scores.dtype == torch.float64 else scores.float()
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        if mask is not None:
+            scores = scores + (mask if mask.shape[2] == 1 else mask[:, :, i : i + at_once])
+        lse = scores.logsumexp(-1)
+        parts.append((torch.matmul((scores - lse.unsqueeze(-1)).exp_().to(value.dtype), value), lse))
+    if len(parts) == 1:
+        return parts[0]
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -20,9 +20,8 @@ from covey.errors import ModelError
 from covey.pytorch.engine.attention import DecodeAttention, Piece, PrefillAttention, Span
 from covey.pytorch.engine.cache import KVCache, block_capacity
 from covey.pytorch.engine.fast_runner import FastRunner
-from covey.pytorch.engine.general_runner import AttentionRunner, RecomputeRunner
 from covey.pytorch.engine.merge import EffectiveWeights, bare_model
-from covey.pytorch.engine.runner import Runner, Step
+from covey.pytorch.engine.runner import AttentionRunner, RecomputeRunner, Runner, Step
 from covey.pytorch.rounding import truth_and_own, unexplained, wide
 
 _PROMPTS = (7, 4, 6)

@@ -23,7 +23,7 @@ from covey.pytorch.engine.cache import KVCache
 from covey.pytorch.engine.choose import build_runner, choose_runner, is_emulated
 from covey.pytorch.engine.device import TorchDevice
 from covey.pytorch.engine.merge import bare_model
-from covey.pytorch.out_of_memory import within_memory
+from covey.pytorch.passes import within_memory
 from covey.rollout.learning import NO_VERSION, Weights, check_call
 from covey.rollout.turns import GenerationStats, Session
 from covey.types import Completion, IntArray, Progress, Request, SamplingSettings

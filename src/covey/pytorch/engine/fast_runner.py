@@ -20,8 +20,7 @@ from covey.pytorch.engine.cache import LayerShape
 from covey.pytorch.engine.merge import are_tied, bare_model, frozen_version
 from covey.pytorch.engine.runner import Step
 from covey.pytorch.logprobs import Head
-from covey.pytorch.models.form import LayerForm, NormForm, read_form
-from covey.pytorch.models.rotary import Rotary
+from covey.pytorch.models.form import LayerForm, NormForm, Rotary, read_form
 from covey.pytorch.products import can_pack, linear, prefers_onednn
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -99,7 +98,7 @@ class FastRunner:
             if form.rotary is not None:
                 qk = turns[form.rotary].forward(qk)
             attended = step.attention.attend(
-                i, qk[:, : attention.heads], qk[:, attention.heads :], qkv[:, turned:], **attention.rule
+                i, qk[:, : attention.heads], qk[:, attention.heads :], qkv[:, turned:], attention.rule
             )
             out = layer.out(attended.reshape(x.shape[0], -1))
             x.add_(_normed(out, layer.attention_norm, form.attention_norm), alpha=form.factor)
@@ -221,12 +220,9 @@ class Linear:
         self._apply: Callable[[Tensor], Tensor] = _not_loaded
 
     def load(self, weights: Sequence[Tensor], bias: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """Copy weights, into the memory of the last ones where the layout allows it.
+        """Copy weights `[out_i, in]`, one below the other, into the memory of the last ones where the layout allows it.
 
-        Args:
-            weights: `[out_i, in]`, one below the other, in the layer's dtype and on its device.
-            bias: `[out]`.
-            scale: `[in]` factors on the inputs.
+        `scale` `[in]` are factors on the inputs.
         """
         outputs, inputs = sum(len(w) for w in weights), weights[0].shape[1]
         bias = None if bias is None else bias.clone()

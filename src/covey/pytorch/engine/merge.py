@@ -5,7 +5,7 @@ an active LoRA adapter and `W` itself for every other layer, under the name that
 transformers model. Each is computed when asked for, so a copy of the model is filled with one layer's worth
 of extra memory.
 
-A quantised layer's weight is what it stands for, in full (`covey.pytorch.models.dequantise`).
+A quantised layer's weight is what it stands for, in full (`covey.pytorch.models.quantised`).
 
 Plain LoRA on linear layers and on a mixture's experts is added here. Every other PEFT layer (DoRA, LoRA on embeddings,
 IA3, ...) is deep-copied and merged by PEFT's own code, one layer at a time: slower, and right by definition.
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from covey.adapters import Adapter
 from covey.errors import ModelError
-from covey.pytorch.models.dequantise import dequantised, is_quantised, plain_linear
 from covey.pytorch.models.lora import LeanLoraLinear, adapter_of
+from covey.pytorch.models.quantised import dequantised, is_quantised, plain_linear
 from covey.rollout.learning import Weights
 
 

@@ -33,17 +33,11 @@ _GROWTH = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
-    """One token for each of B rows.
+    """One token for each of B rows."""
 
-    Attributes:
-        token_ids: `[B]`.
-        logprobs: `[B]` float32 under the sampling distribution; NaN where the logits were not finite.
-        support: for each row the kept ids, ascending; None where support is not kept or nothing was cut off.
-    """
-
-    token_ids: IntArray
-    logprobs: NDArray[np.float32]
-    support: list[IntArray] | None
+    token_ids: IntArray  # [B]
+    logprobs: NDArray[np.float32]  # [B] under the sampling distribution; NaN where the logits were not finite
+    support: list[IntArray] | None  # each row's kept ids, ascending; None where not kept, or nothing was cut off
 
 
 def sample(logits: Tensor, settings: SamplingSettings, u: NDArray[np.float64]) -> Draw:

@@ -38,32 +38,19 @@ _KEPT_LOGITS = 64
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A run of held tokens.
+    """A run of held tokens."""
 
-    Attributes:
-        token_ids: its own, `[length]`, at least one.
-        block: where their keys and values are.
-        parent: what it continues, to its end; None = nothing.
-        at: tokens before it.
-        filled: how many of its tokens have keys and values, or get them by `Tree.copies`.
-        users: rows that run at its end, and copies to be made.
-        parked: rows at its end that may go on.
-        attached: it may be given to others.
-        broken: there may be values in it that are not finite.
-        used: when, by the tree's clock.
-    """
-
-    token_ids: IntArray
-    block: Block
-    parent: Branch | None = None
-    at: int = 0
-    filled: int = 0
-    users: int = 0
-    parked: int = 0
+    token_ids: IntArray  # its own, at least one
+    block: Block  # where their keys and values are
+    parent: Branch | None = None  # what it continues, to its end
+    at: int = 0  # tokens before it
+    filled: int = 0  # how many of its tokens have keys and values, or get them by `Tree.copies`
+    users: int = 0  # rows that run at its end, and copies to be made
+    parked: int = 0  # rows at its end that may go on
     children: list[Branch] = field(default_factory=list)
-    attached: bool = True
-    broken: bool = False
-    used: int = 0
+    attached: bool = True  # it may be given to others
+    broken: bool = False  # there may be values in it that are not finite
+    used: int = 0  # when, by the tree's clock
 
     @property
     def length(self) -> int:
@@ -139,10 +126,7 @@ class Tree:
     def take(self, token_ids: IntArray, found: tuple[Branch | None, int], *, hard: bool) -> tuple[Branch, int] | None:
         """A branch that ends with `token_ids`, for one more row, of which the next pass computes what is missing.
 
-        Args:
-            token_ids: `[n]`, at least one.
-            found: what `find` says.
-            hard: even what parked rows need may give way.
+        `found` is what `find` says; with `hard` even what parked rows need may give way.
         """
         branch, held = found
         taken = self._take(token_ids, branch, held, hard)

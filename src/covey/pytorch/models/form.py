@@ -11,8 +11,10 @@ The sampler's fast runner and the trainer's fused layers compute from this descr
         x = x + f N(D (act(g) * u))
     logits = head(N(x))                 scaled and capped, see `covey.pytorch.logprobs.Head`
 
-Each norm N may be absent, and may multiply by 1 + its weight. How a layer attends (heads, scale, sliding window, soft
-cap) is what its own code asks of transformers' attention interface: it is run once, on one token, and listened to.
+What turns are pairs of a head's first R numbers, `(i, i + R / 2)` or, as in GLM, `(2 i, 2 i + 1)`; the rest of the
+head, where there is one, stays. Each norm N may be absent, and may multiply by 1 + its weight. How a layer attends
+(heads, scale, sliding window, soft cap) is what its own code asks of transformers' attention interface: it is run once,
+on one token, and listened to.
 
 Only classes whose code was read are taken, since a probe of a few tokens cannot feel what happens at distant positions.
 Others, and those of these classes with a part that is not known here, go through the model's own code.
@@ -37,7 +39,75 @@ from transformers.activations import ACT2FN
 
 from covey.errors import ModelError
 from covey.pytorch.attention.probe import missing_windows
-from covey.pytorch.models.rotary import RotaryForm, rope_by_length
+from covey.pytorch.attention.tree_attention import rule_of
+from covey.pytorch.attention.tree_layout import Rule
+
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary variants whose frequencies do not depend on the sequence length."""
+
+
+def rope_by_length(model: nn.Module) -> str | None:
+    """Why a token's rotation depends on how long its sequence is, if it does: such sequences share no tokens."""
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        for kind in types.values() if isinstance(types, dict) else [types]:
+            if kind is not None and kind not in _FIXED_ROPE:
+                return f"rope type {kind!r} depends on the sequence length"
+    return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotaryForm:
+    """What a model's rotary module computes."""
+
+    frequencies: Tensor  # [R / 2] radians for each position
+    scaling: float  # factor on cosines and sines
+    neighbours: bool  # pairs are (2 i, 2 i + 1), not (i, i + R / 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """The rotation at M positions, with few operations: `rotate_half(x) * sin` with its minus sign moved into sin is a
+    multiplication of `x` with the two of each pair exchanged, and no negation.
+    """
+
+    cos: Tensor  # [M, 1, R]
+    signed_sin: Tensor  # [M, 1, R], negative for the first of each pair
+    neighbours: bool  # see `RotaryForm`
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Heads `[M, heads, dim]` turned."""
+        return self._turned(x, self.signed_sin)
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """The gradient `[M, heads, dim]` of what was turned: turned back."""
+        return self._turned(grad, -self.signed_sin)
+
+    def _turned(self, x: Tensor, signed_sin: Tensor) -> Tensor:
+        size = self.cos.shape[-1]
+        part = x[..., :size]
+        other = torch.unflatten(part, -1, (-1, 2)).flip(-1).flatten(-2) if self.neighbours else part.roll(size // 2, -1)
+        turned = torch.addcmul(part * self.cos, other, signed_sin)
+        return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+
+
+class Rotary:
+    """Makes the turns of one rotary module."""
+
+    def __init__(self, form: RotaryForm, device: torch.device) -> None:
+        self._scaling, self._neighbours = form.scaling, form.neighbours
+        self._inverse_frequencies = form.frequencies.detach().to(device, torch.float32, copy=True)
+
+    def __call__(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        """The rotation at positions `[M]`."""
+        angles = positions.float()[:, None] * self._inverse_frequencies
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        if self._neighbours:
+            cosines, sines = torch.stack([cos, cos], -1).flatten(-2), torch.stack([-sin, sin], -1).flatten(-2)
+        else:
+            cosines, sines = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return Turn(cosines.to(dtype)[:, None], sines.to(dtype)[:, None], self._neighbours)
+
 
 _NAMES = (
     "Llama",
@@ -67,11 +137,8 @@ _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The function between the MLP's matrices.
-
-    Attributes:
-        forward: of the gate `[M, f]`.
-        backward: `(grad, gate, grad_input=out)`, from the gradient of its value to that of the gate, written to `out`.
+    """The function between the MLP's matrices, of the gate `[M, f]`; `backward(grad, gate, grad_input=out)` leads from
+    the gradient of its value to that of the gate.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -97,19 +164,13 @@ class NormForm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
-    """How a layer attends."""
+    """How a layer attends, and what it attends with."""
 
     heads: int
     kv_heads: int
     dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
-
-    @property
-    def rule(self) -> dict[str, Any]:
-        """The last three, as attention functions take them."""
-        return {"scale": self.scale, "window": self.window, "softcap": self.softcap}
+    value_dim: int
+    rule: Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +223,10 @@ def read_form(base: Any) -> DecoderForm:
     if obstacle := rope_by_length(base):
         raise ModelError(obstacle)
     decoder, config = base.model, base.config
-    calls = _attention_calls(base)
-    if obstacle := missing_windows(config, [call.window for call in calls]):
+    calls = listen(base)
+    if len(calls) != len(decoder.layers) or any(call.dim != call.value_dim for call in calls):
+        raise ModelError("attention of some layers only, or of other values than Llama's")
+    if obstacle := missing_windows(config, [call.rule.window for call in calls]):
         raise ModelError(obstacle)
     rotary, kinds = decoder.rotary_emb, getattr(config, "layer_types", None)
     by_kind = isinstance(getattr(rotary, "rope_type", None), dict)
@@ -268,25 +331,23 @@ def _listen(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    odd = [name for name in ("s_aux", "position_bias", "head_mask", "cache") if kwargs.get(name) is not None]
-    if odd or not kwargs.get("is_causal", getattr(module, "is_causal", True)) or key.shape[-1] != value.shape[-1]:
-        raise ModelError(f"attention with {', '.join(odd) or 'another mask or other values than Llama'}")
-    dim = query.shape[-1]
-    _heard.get()[int(module.layer_idx)] = AttentionForm(
-        query.shape[1], key.shape[1], dim, dim**-0.5 if scaling is None else float(scaling), sliding_window, softcap
-    )
-    return torch.zeros_like(query).transpose(1, 2), None
+    rule = rule_of(module, query, scaling, kwargs)
+    form = AttentionForm(query.shape[1], key.shape[1], query.shape[3], value.shape[3], rule)
+    _heard.get()[int(module.layer_idx)] = form
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
 AttentionInterface.register(_LISTENER, _listen)
 
 
-def _attention_calls(base: Any) -> list[AttentionForm]:
-    """What each layer asks of transformers' attention interface."""
+def listen(base: Any) -> list[AttentionForm]:
+    """What each layer asks of transformers' attention interface: the model is run once, on one token.
+
+    Raises:
+        ModelError: some layers do not use it, or ask for more than is computed here.
+    """
     before, heard = base.config._attn_implementation, dict[int, AttentionForm]()
     token, one = _heard.set(heard), torch.zeros(1, 1, dtype=torch.long, device=base.device)
     try:
@@ -296,6 +357,6 @@ def _attention_calls(base: Any) -> list[AttentionForm]:
     finally:
         base.config._attn_implementation = before
         _heard.reset(token)
-    if sorted(heard) != list(range(len(base.model.layers))):
+    if not heard or sorted(heard) != list(range(len(heard))):
         raise ModelError(f"only layers {sorted(heard)} use the attention interface")
     return [heard[i] for i in sorted(heard)]

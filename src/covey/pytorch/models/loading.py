@@ -34,15 +34,15 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    ProcessorMixin,
     modeling_gguf_pytorch_utils,
 )
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from covey.errors import ModelError
-from covey.pytorch.models.dequantise import quantised_layers
-from covey.pytorch.models.quantised import adopt, quantise, require_package
-from covey.pytorch.models.senses import refuse_senses, require_tokenizer
+from covey.pytorch.models.quantised import adopt, quantise, quantised_layers, require_package
 
 PACKAGE_PREFIX = "pkg:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -470,3 +470,30 @@ def transformer(model: PreTrainedModel) -> nn.Module:
     if inner is model:
         raise ModelError(f"{type(model).__name__}: has no separate transformer under its output head; use a causal LM")
     return inner
+
+
+_SENSES = ("vision_config", "audio_config", "thinker_config", "vq_config")
+
+
+def refuse_senses(config: Mapping[str, Any], source: str) -> None:
+    """Raise `ModelError` for the configuration of a model of pictures or sound.
+
+    Those pass that transformers loads for text alone, except Mllama, whose text attends to pictures.
+    """
+    kind, senses = str(config.get("model_type")), {name for name in _SENSES if config.get(name)}
+    by_itself = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (config.get("auto_map") or ())
+    if senses and (kind == "mllama" or not by_itself):
+        what = "an audio" if senses == {"audio_config"} else "a vision"
+        raise ModelError(
+            f"{source}: {what} model ({(config.get('architectures') or [kind])[0]}); none of these is loaded here yet, "
+            "for text neither; use a language model"
+        )
+
+
+def require_tokenizer(tokenizer: Any, name: str) -> None:
+    """Raise `ModelError` for a processor, which holds a tokenizer and is none; `name` is the argument's."""
+    if isinstance(tokenizer, ProcessorMixin):
+        raise ModelError(
+            f"{name}={type(tokenizer).__name__}: a processor of pictures or sound, which no model takes in here; pass "
+            "processor.tokenizer"
+        )

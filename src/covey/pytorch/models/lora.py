@@ -3,13 +3,12 @@
 Adapters are PEFT's in every respect (names, config, files), so anything that reads PEFT adapters reads ours.
 Only the forward of plain LoRA linear layers is replaced, because PEFT's makes avoidable copies:
 
-    PEFT     out = base(x) + B(A(x)) * scaling        three [M, out] buffers; with a bfloat16 base and float32
-    adapters a
-                                                     float32 copy of x is kept for each layer
-    here     out = base(x); out += scaling * (x A') B'     in place; small A and B are cast instead of the
-    large x
+    PEFT     out = base(x) + B(A(x)) * scaling           three [M, out] buffers; with a bfloat16 base and float32
+                                                         adapters a float32 copy of x is kept for each layer
+    here     out = base(x); out += scaling * (x A') B'   in place; small A and B are cast instead of the large x
 
-Saved adapters are read by `covey.adapters`.
+Saved adapters are read by `covey.adapters`. Dropout is off everywhere but in adapters, whose own is switched on while
+training alone.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from covey.adapters import PEFT_PREFIX, Adapter, Array, check_fits, read_adapter_folder
@@ -360,3 +360,28 @@ def _tensor(array: Array) -> Tensor:
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set | frozenset) else str(value)
+
+
+def dropout_obstacle(model: nn.Module) -> str | None:
+    """Why the adapters' dropout forbids to share tokens, if there is any."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and ".lora_dropout." in name and module.p > 0:
+            return f"lora_dropout={module.p} draws a mask for each token of each sequence; set it to 0 to share tokens"
+    return None
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Set every dropout but LoRA's to 0, since checkpointed layers run in training mode."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and ".lora_dropout." not in name:
+            module.p = 0.0
+        elif isinstance(module, GradientCheckpointingLayer):
+            for attribute in (
+                "dropout",
+                "hidden_dropout",
+                "activation_dropout",
+                "attention_dropout",
+                "resid_dropout",
+            ):
+                if isinstance(getattr(module, attribute, None), float):
+                    setattr(module, attribute, 0.0)

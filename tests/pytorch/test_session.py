@@ -5,23 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_helpers import prompts
+from engine_helpers import finish, prompts
 from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model
 
 from covey.errors import GenerationError
-from covey.pytorch.engine import Engine, Session
+from covey.pytorch.engine import Engine
 from covey.types import Completion, Request, SamplingSettings
 
 SETTINGS = SamplingSettings(temperature=0.8, max_tokens=7, eos_token_ids=(2, 7, 30))
-
-
-def turn(session: Session) -> dict[int, Completion]:
-    """Run until every turn is over."""
-    found = {}
-    while session.busy:
-        for row in session.advance():
-            found[id(row)] = session.completion(row)
-    return found
 
 
 def expected(model: torch.nn.Module, before: list[int], completion: Completion, temperature: float) -> np.ndarray:
@@ -42,7 +33,7 @@ def test_every_turn_has_the_plain_models_logprobs(family: str) -> None:
     rows = [session.start(Request(first[i % 2], (i,)), keep=True) for i in range(6)]
     histories = [first[i % 2].tolist() for i in range(6)]
     for number in range(3):
-        answers = turn(session)
+        answers = finish(session)
         for i, row in enumerate(rows):
             completion = answers[id(row)]
             np.testing.assert_allclose(completion.logprobs, expected(model, histories[i], completion, 0.8), atol=2e-4)
@@ -52,7 +43,7 @@ def test_every_turn_has_the_plain_models_logprobs(family: str) -> None:
             said = rng.integers(3, VOCAB_SIZE, 1 + (i + number) % 5)
             session.extend(row, said, (i, number))
             histories[i] += said.tolist()
-    assert len(turn(session)) == 6
+    assert len(finish(session)) == 6
     for row in rows:
         session.drop(row)
     assert not session.busy
@@ -108,12 +99,12 @@ def test_plain_completions_and_conversations_in_one_batch() -> None:
     alone = [c.token_ids.tolist() for c in engine([Request(ids, (i,)) for i in range(4)], SETTINGS, policy_version=0)]
     session = engine.session(SETTINGS, policy_version=0, rows=4, own_tokens=40, prompt_lengths=[9])
     rows = [session.start(Request(ids, (i,)), keep=i % 2 == 0) for i in range(4)]
-    answers = turn(session)
+    answers = finish(session)
     assert [answers[id(row)].token_ids.tolist() for row in rows] == alone
     session.extend(rows[0], np.array([5]), (9,))
     with pytest.raises(GenerationError, match="it must be parked"):
         session.extend(rows[1], np.array([5]), (9,))
-    assert list(turn(session)) == [id(rows[0])]
+    assert list(finish(session)) == [id(rows[0])]
     stats = engine.last_stats
     assert stats.prefill_tokens == 9 + 2  # the prompt once, the turn's last token and what was said
     assert stats.peak_batch == 4
@@ -124,9 +115,9 @@ def test_a_prompt_that_comes_again_while_it_is_in_use() -> None:
     (ids,) = prompts((9,))
     session = engine.session(SETTINGS, policy_version=0, rows=3, own_tokens=40, prompt_lengths=[9])
     first = session.start(Request(ids, (0,)), keep=True)
-    turn(session)
+    finish(session)
     second = session.start(Request(ids, (0,)), keep=True)
-    (completion,) = turn(session).values()
+    (completion,) = finish(session).values()
     assert second.own == first.own == completion.token_ids.tolist()
     stats = engine.last_stats
     assert (stats.prefill_tokens, stats.reused_tokens, stats.reused_prompts) == (9, 9, 1)
@@ -140,18 +131,18 @@ def test_room() -> None:
         SamplingSettings(max_tokens=7), policy_version=0, rows=1, own_tokens=20, prompt_lengths=[9]
     )
     row = session.start(Request(ids), keep=True)
-    turn(session)
+    finish(session)
     assert session.room_for_turn(row, 3) == 7
     assert session.room_for_turn(row, 10) == 3
     assert session.room_for_turn(row, 13) == 0
     with pytest.raises(GenerationError, match="leave room"):
         session.extend(row, np.arange(3, 16), (1,))
     session.extend(row, np.arange(3, 13), (1,))
-    (completion,) = turn(session).values()
+    (completion,) = finish(session).values()
     assert (len(completion.token_ids), completion.finish_reason) == (3, "length")
     session.drop(row)
     session.start(Request(prompts((39,))[0]))  # longer than what was said at first: nothing is reserved
-    (completion,) = turn(session).values()
+    (completion,) = finish(session).values()
     assert (len(completion.token_ids), completion.finish_reason) == (1, "length")
 
 
@@ -162,10 +153,10 @@ def test_a_prompt_that_the_memory_does_not_hold() -> None:
     assert session.has_room_for(30)
     assert not session.has_room_for(31)
     session.start(Request(prompts((30,))[0]))
-    assert len(turn(session)) == 1
+    assert len(finish(session)) == 1
     session.start(Request(prompts((31,))[0]))
     with pytest.raises(GenerationError, match=r"31 tokens does not fit the memory beside the slots, 30 tokens"):
-        turn(session)
+        finish(session)
 
 
 def test_a_cache_too_small_for_one_conversation() -> None:
@@ -185,7 +176,7 @@ def test_a_choice_among_sequences(temperature: float) -> None:
     settings = SamplingSettings(temperature=temperature, max_tokens=7, eos_token_ids=(2,))
     session = engine.session(settings, policy_version=0, rows=40, own_tokens=30, prompt_lengths=[9])
     rows = [session.start(Request(ids, (i,), choices if i else None), keep=True) for i in range(40)]
-    answers = turn(session)
+    answers = finish(session)
     logits = _logits(model, ids.tolist())
     temperature = temperature or 1.0
     first = (logits / temperature)[[5, 9]].log_softmax(-1)
@@ -203,7 +194,7 @@ def test_a_choice_among_sequences(temperature: float) -> None:
         share = np.mean([tokens[0] == 5 for tokens in said])
         assert abs(share - float(first[0].exp())) < 0.3
     session.extend(rows[1], np.array([4]), (99,), ((7, 2),))
-    (completion,) = turn(session).values()
+    (completion,) = finish(session).values()
     assert completion.token_ids.tolist() == [7, 2]
 
 
@@ -214,7 +205,7 @@ def test_tokens_without_an_alternative_need_no_forward_pass() -> None:
     settings = SamplingSettings(temperature=0.0, max_tokens=7, eos_token_ids=(2,))
     session = engine.session(settings, policy_version=0, rows=4, own_tokens=40, prompt_lengths=[9])
     row = session.start(Request(ids, (0,), ((5, 6, 7, 8), (9, 6, 7, 8))), keep=True)  # no end of sequence: none needed
-    (completion,) = turn(session).values()
+    (completion,) = finish(session).values()
     assert completion.token_ids[1:].tolist() == [6, 7, 8]
     assert completion.logprobs[1:].tolist() == [0.0, 0.0, 0.0]
     assert completion.support is not None
@@ -222,14 +213,14 @@ def test_tokens_without_an_alternative_need_no_forward_pass() -> None:
     assert (completion.finish_reason, session.stats().decode_steps) == ("stop", 0)
     # what was not computed then is computed with what is said next
     session.extend(row, np.array([4, 3]), (1,))
-    (answer,) = turn(session).values()
+    (answer,) = finish(session).values()
     whole = [*ids.tolist(), *completion.token_ids.tolist(), 4, 3]
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         assert _logits(model, whole).log_softmax(-1)[token].item() == pytest.approx(logprob, abs=1e-4)
         whole.append(token)
     # a sequence longer than the turn may be is cut
     session.extend(row, np.array([4]), (2,), (tuple(range(10, 30)),))
-    (answer,) = turn(session).values()
+    (answer,) = finish(session).values()
     assert (answer.token_ids.tolist(), answer.finish_reason) == (list(range(10, 17)), "length")
 
 
@@ -265,10 +256,10 @@ def test_conversations_that_do_not_all_fit_are_not_all_computed_again() -> None:
         session = engine.session(SETTINGS, policy_version=0, rows=12, own_tokens=300, prompt_lengths=[40] * 12)
         rows = [session.start(Request(words.integers(4, VOCAB_SIZE, 40), (i,)), keep=True) for i in range(12)]
         for number in range(7):
-            turn(session)
+            finish(session)
             for row in rows:
                 session.extend(row, words.integers(4, VOCAB_SIZE, 30), (number,))
-        turn(session)
+        finish(session)
         assert session.stats().cache_bytes <= kv_cache_bytes
         return session.stats().prefill_tokens
 

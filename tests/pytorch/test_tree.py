@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import plain_logprobs, prompts
+from engine_helpers import finish, generated, plain_logprobs, prompts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -21,34 +21,13 @@ from covey.pytorch.engine.cache import KVCache, block_capacity
 from covey.pytorch.engine.merge import weights_of
 from covey.pytorch.engine.runner import Step
 from covey.rollout.turns import Row
-from covey.types import Completion, IntArray, Request, SamplingSettings
+from covey.types import IntArray, Request, SamplingSettings
 
 MODELS = ("llama", "gemma2", "gpt2")  # fast; with windows and soft caps; general
 BYTES = {"llama": 256, "gemma2": 256, "gpt2": 512}
 """Of keys and values of a token in float32."""
 GREEDY = SamplingSettings(temperature=0.0, max_tokens=6)
 SAMPLED = SamplingSettings(temperature=0.8, max_tokens=6)
-
-
-def generated(model: Any, ids: IntArray, count: int = 6) -> list[int]:
-    """What transformers' own `generate` says."""
-    found = model.generate(
-        torch.from_numpy(ids)[None],
-        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=count,
-        eos_token_id=None,
-    )
-    return found[0, len(ids) :].tolist()
-
-
-def finish(session: Session) -> dict[int, Completion]:
-    """Run until every turn is over."""
-    found = {}
-    while session.busy:
-        for row in session.advance():
-            found[id(row)] = session.completion(row)
-    return found
 
 
 def session_of(engine: Engine, settings: SamplingSettings = GREEDY, **options: Any) -> Session:

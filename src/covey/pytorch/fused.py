@@ -35,8 +35,9 @@ DoRA, trained embeddings, full fine-tuning) goes through the model's own code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -44,12 +45,213 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from covey.errors import ModelError
-from covey.pytorch.attention.tree_attention import layer_backward, layer_forward
-from covey.pytorch.attention.tree_layout import Tokens, TreeLayout
-from covey.pytorch.fused.norm import HeadNorms, Norm
-from covey.pytorch.fused.projection import Adapters, Projection
-from covey.pytorch.models.form import LayerForm, NormForm, read_form
-from covey.pytorch.models.rotary import Rotary, Turn
+from covey.pytorch.attention import tree_attention
+from covey.pytorch.attention.tree_layout import TreeLayout
+from covey.pytorch.models.form import LayerForm, NormForm, Rotary, Turn, read_form
+from covey.pytorch.models.lora import LeanLoraLinear
+from covey.pytorch.products import add_product, linear, product
+from covey.rollout.packing import Pack
+from covey.rollout.walking import Piece
+
+
+class Norm:
+    """One of a model's RMS norms, over the last dimension."""
+
+    def __init__(self, form: NormForm, owner: nn.Module) -> None:
+        self._eps, self._offset = form.eps, form.offset
+        module: Any = owner.get_submodule(form.name)
+        self._weight: Tensor = module.weight.detach()
+
+    def weight(self) -> Tensor:
+        """What it multiplies with; in float32 or wider where 1 is added, as transformers computes it."""
+        if not self._offset:
+            return self._weight
+        return self._weight.to(torch.promote_types(self._weight.dtype, torch.float32)) + self._offset
+
+    def scale(self, x: Tensor) -> Tensor:
+        """`1 / rms(x)` over the last dimension, kept, at least in float32."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+        scale: Tensor = norm.square_().div_(x.shape[-1]).add_(self._eps).rsqrt_()
+        return scale
+
+    def apply(self, x: Tensor, scale: Tensor, weight: Tensor | None = None) -> Tensor:
+        """`weight * x / rms(x)` of `x` `[..., dim]`, rounded where transformers rounds."""
+        weight = self.weight() if weight is None else weight
+        normed = x * scale
+        if weight.dtype != normed.dtype:
+            normed = normed.to(x.dtype)
+        return normed.mul_(weight).to(x.dtype)
+
+    def gradient(self, grad: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The gradient of `x`, in the dtype of `scale`, from `grad`, that of the output, which may be overwritten.
+
+        With g = grad * weight and s = 1 / rms(x): `s g - s^3 x mean(g x)`.
+        """
+        g = grad.to(scale.dtype).mul_(self.weight() if weight is None else weight)
+        factor = (g * x).sum(-1, keepdim=True).mul_(scale**3).div_(x.shape[-1])
+        return g.mul_(scale).addcmul_(x.to(scale.dtype), factor, value=-1)
+
+
+class HeadNorms:
+    """The norms of a layer's queries and keys, `[M, heads + kv_heads, dim]`: of each head, or of all heads together."""
+
+    def __init__(self, form: LayerForm, layer: nn.Module) -> None:
+        assert form.head_norms is not None
+        self._counts = [form.attention.heads, form.attention.kv_heads]
+        self._norms = [Norm(norm, layer) for norm in form.head_norms]
+        self._whole = form.whole_heads
+
+    def apply(self, x: Tensor) -> Tensor:
+        """The queries and keys normed."""
+        return self._of_each(lambda norm, part, weight: norm.apply(part, norm.scale(part), weight), x)
+
+    def gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of `x` from that of what `apply` made of it."""
+        return self._of_each(lambda norm, x, weight, grad: norm.gradient(grad, x, norm.scale(x), weight), x, grad)
+
+    def _of_each(self, function: Callable[..., Tensor], x: Tensor, *more: Tensor) -> Tensor:
+        if not self._whole:  # the two in one go
+            weights = [n.weight().expand(count, -1) for n, count in zip(self._norms, self._counts, strict=True)]
+            return function(self._norms[0], x, torch.cat(weights), *more)
+        parts = zip(*(torch.split(tensor, self._counts, dim=1) for tensor in (x, *more)), strict=True)
+        found = []
+        for norm, (part, *others) in zip(self._norms, parts, strict=True):
+            flat = function(norm, part.flatten(1), None, *(other.flatten(1) for other in others))
+            found.append(flat.view(part.shape))
+        return torch.cat(found, dim=1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Adapter:
+    """One layer's adapter: `scaling * B A` on the outputs `columns`."""
+
+    columns: slice
+    rank: int
+    b: Tensor  # [out, r]
+    scaling: float
+    dtypes: tuple[torch.dtype, torch.dtype]  # of the parameters A and B
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """The adapters of a projection during one pass, in its layers' dtype.
+
+    The tensors are detached when the pass begins, so that a later exchange of data does not reach its backward.
+    """
+
+    a: Tensor  # [sum r, in]
+    parts: list[_Adapter]
+
+    def split(self, low: Tensor) -> list[Tensor]:
+        """`x A'` `[M, sum r]` of all adapters -> `[M, r]` of each."""
+        return list(torch.split(low, [part.rank for part in self.parts], dim=1))
+
+
+class Projection:
+    """Frozen linear layers that read the same input as one matrix product, with their LoRA adapters beside it.
+
+    `x` `[M, in]` -> `[M, out]`, where `out` joins the outputs of all layers in their order. The layers' weights become
+    views of one matrix, so no memory is added and their owner keeps them. Nothing is kept for the backward but `x A'`,
+    `[M, r]` a layer; the caller keeps or recomputes `x`.
+
+    Raises:
+        ModelError: a layer is of another kind.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = list(layers)
+        bases = [_base(layer) for layer in layers]
+        biases = [base.bias for base in bases if base.bias is not None]
+        if biases and len(biases) < len(bases):
+            raise ModelError("some of the joined layers have a bias and some have none")
+        self.parameters = [p for layer in layers for p in _adapter_parameters(layer)]
+        starts = [0]
+        for base in bases:
+            starts.append(starts[-1] + base.out_features)
+        self._columns = [slice(start, stop) for start, stop in pairwise(starts)]
+        self._bases = bases
+
+    def join(self) -> None:
+        """Make the layers' weights views of one matrix. Until this is called nothing has been changed."""
+        self._weight = self._bases[0].weight.detach()
+        self._bias = None if self._bases[0].bias is None else self._bases[0].bias.detach()
+        if len(self._bases) == 1:
+            return
+        self._weight = torch.cat([base.weight.detach() for base in self._bases])
+        if self._bias is not None:
+            self._bias = torch.cat([base.bias.detach() for base in self._bases])
+        for base, columns in zip(self._bases, self._columns, strict=True):
+            base.weight.data = self._weight[columns]
+            if self._bias is not None:
+                base.bias.data = self._bias[columns]
+
+    def can_run(self) -> bool:
+        """Whether every layer is now exactly `base + scaling * B A`, or its base alone."""
+        return all(_is_plain(layer) for layer in self._layers)
+
+    def adapters(self) -> Adapters | None:
+        """The adapters that are switched on, None where there are none."""
+        dtype, rows, parts = self._weight.dtype, [], []
+        for layer, columns in zip(self._layers, self._columns, strict=True):
+            if isinstance(layer, LeanLoraLinear) and not layer.disable_adapters:
+                name = layer.active_adapters[0]
+                a, b = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach()
+                rows.append(a.to(dtype))
+                parts.append(_Adapter(columns, len(a), b.to(dtype), layer.scaling[name], (a.dtype, b.dtype)))
+        return Adapters(torch.cat(rows), parts) if parts else None
+
+    def forward(self, x: Tensor, adapters: Adapters | None) -> tuple[Tensor, Tensor | None]:
+        """The outputs `[M, out]`, and `x A'` of all adapters side by side."""
+        y = linear(x, self._weight, self._bias)
+        if adapters is None:
+            return y, None
+        low = linear(x, adapters.a)
+        for adapter, part in zip(adapters.parts, adapters.split(low), strict=True):
+            add_product(y[:, adapter.columns], part, adapter.b.T, adapter.scaling)
+        return y, low
+
+    def backward(
+        self, grad: Tensor, x: Tensor, low: Tensor | None, adapters: Adapters | None, *, needs_input: bool = True
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """From `grad` `[M, out]` the gradient of `x`, if it is needed, and those of `parameters` in their order."""
+        grad_x = product(grad, self._weight) if needs_input else None
+        if adapters is None or low is None:
+            return grad_x, []
+        grad_low = torch.empty_like(low)
+        grads_b = []
+        for adapter, part, into in zip(adapters.parts, adapters.split(low), adapters.split(grad_low), strict=True):
+            mine = grad[:, adapter.columns]
+            torch.mul(product(mine, adapter.b), adapter.scaling, out=into)  # l = c d(y) B
+            # d(B), as ((x A^T)^T d(y))^T and not d(y)^T (x A^T): half the time for wide layers
+            grads_b.append(product(part.T, mine).T.contiguous().mul_(adapter.scaling).to(adapter.dtypes[1]))
+        if grad_x is not None:
+            add_product(grad_x, grad_low, adapters.a)  # d(x) = d(y) W + l A
+        grads_a = torch.split(product(grad_low.T, x), [adapter.rank for adapter in adapters.parts])
+        grads: list[Tensor] = []
+        for adapter, grad_a, grad_b in zip(adapters.parts, grads_a, grads_b, strict=True):
+            grads += [grad_a.to(adapter.dtypes[0]), grad_b]
+        return grad_x, grads
+
+
+def _base(layer: Any) -> nn.Linear:
+    base = layer.base_layer if isinstance(layer, LeanLoraLinear) else layer
+    if type(base) is not nn.Linear:
+        raise ModelError(f"a layer of type {type(layer).__name__}")
+    return base
+
+
+def _adapter_parameters(layer: Any) -> list[nn.Parameter]:
+    if not isinstance(layer, LeanLoraLinear):
+        return []
+    if len(layer.active_adapters) != 1:
+        raise ModelError(f"{len(layer.active_adapters)} adapters at once")
+    name = layer.active_adapters[0]
+    return [layer.lora_A[name].weight, layer.lora_B[name].weight]
+
+
+def _is_plain(layer: Any) -> bool:
+    return not isinstance(layer, LeanLoraLinear) or layer.disable_adapters or layer.plain_adapter() is not None
 
 
 class FusedDecoder:
@@ -86,7 +288,7 @@ class FusedDecoder:
         """Whether the model, as it is now, is what these layers compute."""
         return all(layer.can_run() for layer in self._layers)
 
-    def hidden(self, pack: Tokens, layout: TreeLayout | None = None) -> Tensor:
+    def hidden(self, pack: Pack | Piece, layout: TreeLayout | None = None) -> Tensor:
         """The hidden states `[U, d]` after the last norm that predict the pack's targets."""
         layout = layout or TreeLayout.of(pack.branches, self._device)
         return cast(Tensor, cast(Any, _Decode).apply(self, pack, layout, torch.is_grad_enabled(), *self.parameters))
@@ -170,7 +372,7 @@ class _Layer:
         if qk is not turned:
             turned.copy_(qk)
         kept.qkv = qkv
-        attended, kept.lse = layer_forward(context.layout, self._number, *self._split(qkv), **attention.rule)
+        attended, kept.lse = tree_attention.forward(context.layout, self._number, *self._split(qkv), attention.rule)
         kept.attended = attended.flatten(1)
         out, kept.out_low = self._out.forward(kept.attended, kept.out_adapters)
         kept.middle, kept.attention_out = self._added(kept.x, out, self._attention_norm)
@@ -218,15 +420,16 @@ class _Layer:
         grad_attended, out_grads = self._out.backward(grad_out, kept.attended, kept.out_low, kept.out_adapters)
         assert grad_attended is not None
         grad_qkv = torch.empty_like(kept.qkv)
-        layer_backward(
+        by_heads = (len(grad_attended), attention.heads, attention.dim)
+        tree_attention.backward(
             context.layout,
             self._number,
-            grad_attended.view(len(grad_attended), attention.heads, attention.dim),
+            grad_attended.view(by_heads),
             *self._split(kept.qkv),
-            kept.attended.view(len(grad_attended), attention.heads, attention.dim),
+            kept.attended.view(by_heads),
             kept.lse,
-            **attention.rule,
-            into=self._split(grad_qkv),
+            attention.rule,
+            self._split(grad_qkv),
         )
         turned = self._turned(grad_qkv)
         grad_qk: Tensor = turned
@@ -280,7 +483,7 @@ class _Decode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, decoder: FusedDecoder, pack: Tokens, layout: TreeLayout, keep: bool, *parameters: Tensor
+        ctx: Any, decoder: FusedDecoder, pack: Pack | Piece, layout: TreeLayout, keep: bool, *parameters: Tensor
     ) -> Tensor:
         device = decoder._device
         x = decoder._embedding(_to(pack.token_ids, device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from tiny_models import VOCAB_SIZE, tiny_model
 from transformers import PreTrainedModel
 
+from covey.pytorch.engine import Session
 from covey.types import Completion, IntArray, Request
 
 LENGTHS = (3, 11, 40)
@@ -53,7 +55,7 @@ def plain_logits(model: torch.nn.Module, request: Request, completion: Completio
     """`[T, V]` logits of the plain model for each token of the completion."""
     ids = np.concatenate([request.token_ids, completion.token_ids])
     logits: torch.Tensor = model(
-        input_ids=torch.from_numpy(ids)[None], attention_mask=torch.ones(1, len(ids), dtype=torch.long)
+        input_ids=torch.from_numpy(ids)[None], attention_mask=torch.ones(1, len(ids), dtype=torch.long), use_cache=False
     ).logits[0]
     return logits[len(request.token_ids) - 1 : -1]
 
@@ -64,3 +66,24 @@ def plain_logprobs(
     """`[T]` log-probabilities of the completion's tokens over the whole vocabulary."""
     logprobs = (plain_logits(model, request, completion) / temperature).log_softmax(-1)
     return logprobs.gather(1, torch.from_numpy(completion.token_ids)[:, None])[:, 0].numpy()
+
+
+def generated(model: Any, ids: IntArray, count: int = 6) -> list[int]:
+    """The tokens that transformers' own `generate` chooses with its own cache."""
+    found = model.generate(
+        torch.from_numpy(ids)[None],
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=count,
+        eos_token_id=None,
+    )
+    return found[0, len(ids) :].tolist()
+
+
+def finish(session: Session) -> dict[int, Completion]:
+    """Run until every turn is over."""
+    found = {}
+    while session.busy:
+        for row in session.advance():
+            found[id(row)] = session.completion(row)
+    return found

@@ -1,22 +1,29 @@
-"""Writes a model as one GGUF file, which llama.cpp, Ollama, LM Studio and Covey itself read.
+"""A trained policy as one model: base and adapter merged, checked, and written as a Hugging Face folder or as one GGUF
+file, which llama.cpp, Ollama, LM Studio and Covey itself read.
 
-Llama, Qwen2 and Qwen3 with plain rotary positions, and byte-level BPE tokenizers whose way of splitting text llama.cpp
-has under a name. Anything else is refused: a file that is read differently from what was trained is worse than none.
-The names are those of llama.cpp's `convert_hf_to_gguf.py`, which also converts the models that are refused here.
+As GGUF: Llama, Qwen2 and Qwen3 with plain rotary positions, and byte-level BPE tokenizers whose way of splitting text
+llama.cpp has under a name. Anything else is refused: a file that is read differently from what was trained is worse
+than none. The names are those of llama.cpp's `convert_hf_to_gguf.py`, which also converts the models that are refused
+here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from covey.errors import ModelError
-from covey.pytorch.models.loading import LoadedModel
+from covey.files import save_tokenizer
+from covey.pytorch.models.loading import LoadedModel, load_model
+from covey.pytorch.models.lora import attach_adapter
+from covey.pytorch.rounding import unexplained
 
 _ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -25,6 +32,59 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_LETTERS + r"\p{N}{1,3}" + _REST: "llama-bpe", _LETTERS + r"\p{N}" + _REST: "qwen2"}
 """llama.cpp's names of the regular expressions that cut a text into words."""
 _INSTEAD = "export a Hugging Face folder, and try llama.cpp's convert_hf_to_gguf.py on it"
+
+
+def load_merged(
+    base: str,
+    adapter: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """A base model with an adapter merged into its weights, in float32 on the CPU.
+
+    Raises:
+        ModelError: it cannot be loaded, or the merged model computes something else, as it does where an adapter was
+            trained on an output head that is tied to the embedding.
+    """
+    loaded = load_model(base, tokenizer, dtype="float32", device="cpu", trust_remote_code=trust_remote_code)
+    model: Any = loaded.model
+    if adapter is not None:
+        together = attach_adapter(model, adapter)
+        wanted = _probe(together, loaded.eos_token_ids)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of tied layers: what comes of it is measured
+            model = together.merge_and_unload()
+        problem = unexplained(_probe(model, loaded.eos_token_ids), wanted, wanted)
+        if problem:
+            raise ModelError(
+                f"{adapter}: merged into {base} it is not the policy that the two together are ({problem}); was it "
+                "trained on tied embeddings? Export the adapter alone"
+            )
+    ends = list(loaded.eos_token_ids)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
+    return LoadedModel(model, loaded.tokenizer, loaded.source, loaded.eos_token_ids)
+
+
+def save_model(loaded: LoadedModel, folder: str | Path, dtype: str = "float32") -> None:
+    """Write a model, which is cast in place, and its tokenizer as a Hugging Face folder."""
+    model: Any = loaded.model.to(getattr(torch, dtype))
+    model.save_pretrained(str(folder))
+    save_tokenizer(loaded.tokenizer, folder)
+    for file in Path(folder).glob("*.safetensors"):
+        file.chmod((Path(folder) / "config.json").stat().st_mode)  # safetensors lets nobody but the owner read
+
+
+@torch.no_grad()
+def _probe(model: nn.Module, tokens: tuple[int, ...]) -> torch.Tensor:
+    """`[T, V]` log-probabilities after a few tokens of any kind."""
+    ids = torch.tensor([[*range(5, 17), *tokens]])
+    found: torch.Tensor = model(input_ids=ids).logits[0].float().log_softmax(-1)
+    return found
+
+
+# ---------------------------------------------------------------------- GGUF
 
 
 def write_gguf(loaded: LoadedModel, path: str | Path, dtype: str = "float16", name: str = "") -> None:

@@ -1,22 +1,45 @@
-"""The table of docs/memory.md is what the formulas say of models of seven sizes.
+"""The tables of docs/memory.md and docs/models.md: what the formulas say of models of seven sizes, and what the code
+does with a tiny model of each family.
 
-COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_memory_page.py      # writes it
+COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py      # writes them
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tiny_models import EVERY_FAMILY, tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, Qwen2Config
 
 from covey.config import GRPOConfig
+from covey.pytorch import Policy
+from covey.pytorch.engine import Engine
 from covey.pytorch.footprint import Shape, build_empty
 from covey.training.checkup import Recipe, dtype_of
 
-PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def drawn(rows: list[list[str]], left: int = 99) -> str:
+    """A table of Markdown; columns from `left` on are numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rules = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
+    lines = []
+    for row in [rows[0], rules, *rows[1:]]:
+        texts = (
+            f"{text:{'<' if i < left else '>'}{width}}" for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("| " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------- memory.md
+
 DEVICES = (12, 24, 48, 80, 141)
 
 
@@ -34,7 +57,7 @@ def llama(hidden: int, inner: int, layers: int, heads: int) -> Any:
     return LlamaConfig(**sizes, **kept, max_position_embeddings=131072)
 
 
-MODELS = {
+SIZES = {
     "0.5B (Qwen2.5-0.5B)": qwen(896, 4864, 24, 14, 2),
     "1.5B (Qwen2.5-1.5B)": qwen(1536, 8960, 28, 12, 2),
     "3B (Qwen2.5-3B)": qwen(2048, 11008, 36, 16, 2),
@@ -67,9 +90,9 @@ def cells(name: str, shapes: dict[bool, Shape], way: str) -> list[str]:
     return [name, way, *(f"{tokens:,}" if tokens >= 128 else "-" for tokens in rounded)]
 
 
-def table() -> str:
+def what_fits() -> str:
     rows = [["model", "trained", *(f"{size} GB" for size in DEVICES)]]
-    for name, config in MODELS.items():
+    for name, config in SIZES.items():
         shapes = {
             use_peft: Shape.of(
                 build_empty(config, dtype_of(GRPOConfig(use_peft=use_peft)), **({"r": 16} if use_peft else {}))
@@ -77,24 +100,56 @@ def table() -> str:
             for use_peft in (True, False)
         }
         rows += [cells(name, shapes, way) for way in WAYS]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rules = ["-" * width if i < 2 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    lines = []
-    for row in [rows[0], rules, *rows[1:]]:
-        texts = [
-            f"{text:{width}}" if i < 2 else f"{text:>{width}}"
-            for i, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("| " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+    return drawn(rows, left=2)
 
 
-def test_the_page_says_what_fits() -> None:
-    if not PAGE.is_file():
+# ---------------------------------------------------------------------- models.md
+
+MODELS = {
+    "llama": "Llama 2 and 3, SmolLM2, TinyLlama",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral 7B",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 270M and 1B",
+    "phi3": "Phi-3 4k, Phi-4",
+    "phi3_long": "Phi-3 128k, Phi-4-mini",
+    "granite": "Granite 3",
+    "smollm3": "SmolLM3",
+    "olmo2": "OLMo-2",
+    "glm": "GLM-4 9B of 2024",
+    "glm4": "GLM-4 0414",
+    "qwen3_moe": "Qwen3 30B-A3B and 235B-A22B",
+    "gpt_oss": "GPT-OSS",
+    "gpt2": "GPT-2",
+}
+
+
+def trainer(policy: Policy) -> str:
+    if policy.prefix_sharing_obstacle is not None:
+        return "own code, padded"
+    return "own code, shared" if policy.fused_obstacle is not None else "fused layers"
+
+
+def row(family: str) -> list[str]:
+    policy = Policy.load(tiny_model(family), tiny_tokenizer(), lora_r=4)
+    engine = Engine(policy.model, dtype=torch.float32)
+    return [MODELS[family], f"`{type(tiny_model(family)).__name__}`", trainer(policy), engine.runner]
+
+
+def what_serves() -> str:
+    rows = [["models", "class in transformers", "trainer", "sampler"], *map(row, EVERY_FAMILY)]
+    return drawn(rows)
+
+
+@pytest.mark.parametrize(("page", "table"), [("memory.md", what_fits), ("models.md", what_serves)])
+def test_a_page_says_what_is_so(page: str, table: Callable[[], str]) -> None:
+    path = DOCS / page
+    if not path.is_file():
         pytest.skip("not run from a source tree")
-    before, _, rest = PAGE.read_text().partition(" -->\n")
-    assert "test_memory_page.py" in before
+    before, _, rest = path.read_text().partition(" -->\n")
+    assert "test_pages.py" in before
     wanted = f"{before} -->\n\n{table()}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
     if os.environ.get("COVEY_WRITE_DOCS"):
-        PAGE.write_text(wanted)
-    assert PAGE.read_text() == wanted, "write it anew: COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_memory_page.py"
+        path.write_text(wanted)
+    assert path.read_text() == wanted, "write it anew: COVEY_WRITE_DOCS=1 pytest tests/pytorch/test_pages.py"

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import adapted, plain_logprobs
+from engine_helpers import adapted, finish, plain_logprobs
 from peft import LoraConfig
-from test_session import turn
 from tiny_models import VOCAB_SIZE, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -153,7 +152,7 @@ def test_turns(both: tuple[Any, VLLMEngine]) -> None:
     rows = [session.start(request, keep=True) for request in requests()]
     histories = [list(ids) for ids in PROMPTS]
     for number in range(3):
-        answers = turn(session)
+        answers = finish(session)
         for row, history in zip(rows, histories, strict=True):
             completion = answers[id(row)]
             check(model, [Request(np.array(history), (0,))], [completion])
@@ -163,7 +162,7 @@ def test_turns(both: tuple[Any, VLLMEngine]) -> None:
             said = np.array([11, 12, 13][: 1 + (place + number) % 3])
             session.extend(row, said, (place, number))
             history += said.tolist()
-    assert len(turn(session)) == 3
+    assert len(finish(session)) == 3
     for row in rows:
         session.drop(row)
     assert not session.busy
