@@ -21,8 +21,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'covey[ray]
 
 import ray
 from ray.cluster_utils import Cluster
-from run_cases import COUNTED, events, learned
-from test_one_process import data, run
+from runs import COUNTED, data, ended_well, events, learned
+from runs import covey as command
 from tiny_models import tiny_model, tiny_tokenizer
 
 from command import Command
@@ -173,7 +173,8 @@ def test_agents_play_on_actors(settings: dict[str, Any], cluster: Cluster, tmp_p
 def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_folder: Path, tmp_path: Path) -> None:
     """A Ray of its own on this machine; resumed without Ray."""
     settings = ("distributed.groups_per_unit=1", "schedule.max_steps=60", "evaluation.eval_steps=0")
-    run("train", str(recipe_folder), f"run.output_dir={tmp_path / 'whole'}", "distributed.samplers=0", *settings)
+    where = f"run.output_dir={tmp_path / 'whole'}"
+    ended_well(command("train", recipe_folder, where, "distributed.samplers=0", *settings))
     folder = tmp_path / "run"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = subprocess.Popen(
@@ -203,7 +204,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_fold
     while (left := {pid for pid in family if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    run("resume", str(folder), "distributed.samplers=0", *settings)
+    ended_well(command("resume", folder, "distributed.samplers=0", *settings))
     assert learned(folder, without=COUNTED) == learned(tmp_path / "whole", without=COUNTED)
 
 
@@ -272,7 +273,7 @@ def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeyp
     monkeypatch.setattr(ray_cluster, "facts_here", here)
 
     def without_covey() -> Any:
-        def probe(names: list[str], model: str, vllm_python: str | None) -> tuple[dict[str, str], float, str]:
+        def probe(names: list[str], model: str) -> tuple[dict[str, str], float, str]:
             return own, time.time(), "ImportError: no"
 
         own = ray_cluster.installed()

@@ -1,4 +1,4 @@
-"""Rewards and worlds in Ray actors, on two simulated nodes: what the run learns is what one process learns."""
+"""Rewards in Ray actors, on two simulated nodes: what the run learns is what one process learns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'covey[ray]
 
 import ray
 from ray.cluster_utils import Cluster
-from run_cases import events, learned
-from test_one_process import data
+from runs import data, events, learned
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.distributed.ray_workers import RayRewards
-from covey.errors import ConfigError
+from covey.distributed import ray_workers
+from covey.errors import ConfigError, RewardError
 
 pytestmark = [
     pytest.mark.ray,
@@ -76,7 +75,6 @@ def test_workers_score_as_this_process(train: Callable[..., GRPOTrainer]) -> Non
     assert results(there) == results(alone)
     steps = [record for record in there.state.log_history if "loss" in record]
     assert all(record["seen"] == 1.0 and record["reward_workers/restarts"] == 0 for record in steps)
-    assert "time/reward_workers_waiting" in steps[0]
 
 
 def test_with_samplers_and_by_name(
@@ -98,23 +96,34 @@ def test_with_samplers_and_by_name(
 
 def test_a_kill_and_a_hang_change_nothing(train: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
     alone = train("alone")
-    score, calls = RayRewards.score, {"n": 0}
+    ask, calls = ray_workers._Worker.ask, {"n": 0}
 
-    def score_(member: RayRewards, *arguments: Any) -> Any:
-        calls["n"] += 1
-        if calls["n"] in (2, 9):
-            os.kill(member.pid, signal.SIGSTOP)  # it cannot answer
-        if calls["n"] == 2:
-            threading.Timer(0.3, os.kill, (member.pid, signal.SIGKILL)).start()
-        return score(member, *arguments)
+    def ask_(worker: Any, call: Any, piece: int | None = None) -> None:
+        calls["n"] += piece is not None
+        if piece is not None and calls["n"] in (2, 9):
+            os.kill(worker.about["pid"], signal.SIGSTOP)  # it cannot answer
+            if calls["n"] == 2:
+                threading.Timer(0.3, os.kill, (worker.about["pid"], signal.SIGKILL)).start()
+        ask(worker, call, piece)
 
-    monkeypatch.setattr(RayRewards, "score", score_)
+    monkeypatch.setattr(ray_workers._Worker, "ask", ask_)
     there = train("there", reward_workers=2, timeout_seconds=8.0, reward_timeout=2.0)
     assert results(there) == results(alone)
     told = events(there.args.run.output_dir, "reward worker")
     assert len(told) == 2
     assert "failed while scoring" in told[0]
     assert "silent for 8 s" in told[1]
+    assert sum(record.get("reward_workers/restarts", 0) for record in there.state.log_history) == 2
+
+
+def test_rows_that_three_workers_end_at(train: Callable[..., GRPOTrainer]) -> None:
+    def deadly(completions: list[Any], **columns: Any) -> list[float]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return [0.0 for _ in completions]
+
+    with pytest.raises(RewardError, match=r"3 reward workers failed one after another while they scored .*of the rows"):
+        train("deadly", data() | {"reward_funcs": deadly}, reward_workers=2)
+    assert not ray.is_initialized()
 
 
 def refused(make: Callable[[], Any], message: str) -> None:

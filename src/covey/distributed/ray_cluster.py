@@ -21,30 +21,27 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.head import reach
-from covey.distributed.machines import (
-    Facts,
-    check_mixture,
-    check_models,
-    check_vllm,
-    clock_ahead,
-    clock_warnings,
-    facts_here,
-    mixtures,
-)
-from covey.distributed.members import MemberError
-from covey.distributed.preflight import (
+from covey.distributed.guards import (
     PACKAGES,
     PROCESS_BYTES,
+    Facts,
     Node,
     check_alike,
     check_learners,
     check_memory,
+    check_mixture,
+    check_models,
     check_room,
+    clock_ahead,
+    clock_warnings,
+    facts_here,
     gpus_of_learner,
     gpus_of_sampler,
     installed,
+    mixtures,
+    reach,
 )
+from covey.distributed.members import MemberError
 from covey.errors import ConfigError, CoveyError
 from covey.processes import total_memory
 
@@ -192,7 +189,7 @@ def nodes_there() -> list[Node]:
     return found
 
 
-def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None = None) -> list[Node]:
+def with_facts(nodes: Sequence[Node], model: str) -> list[Node]:
     """The nodes that run a task, with what is installed there and what they are.
 
     Raises:
@@ -203,7 +200,7 @@ def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None =
     began = time.time()
     asked = {
         node.name: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(
-            list(PACKAGES), model, vllm_python
+            list(PACKAGES), model
         )
         for node in nodes
         if node.name != here
@@ -239,7 +236,7 @@ def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None =
 def _make_probe() -> Any:
     """A function that is sent by value, so that it runs where Covey is missing."""
 
-    def probe(names: Sequence[str], model: str, vllm_python: str | None) -> tuple[dict[str, str], float, Any]:
+    def probe(names: Sequence[str], model: str) -> tuple[dict[str, str], float, Any]:
         import platform
         import time
         from importlib import metadata
@@ -251,9 +248,9 @@ def _make_probe() -> Any:
             except metadata.PackageNotFoundError:
                 found[name] = ""
         try:
-            from covey.distributed.machines import facts_here
+            from covey.distributed.guards import facts_here
 
-            return found, clock, facts_here(model, vllm_python) if model else {}
+            return found, clock, facts_here(model)
         except Exception as error:  # whatever an import can do there
             return found, clock, f"{type(error).__name__}: {error}"
 
@@ -278,20 +275,14 @@ def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[s
             check_room(nodes, samplers, CPUS, of_sampler)
 
     check_places()
-    by_vllm = samplers > 0 and config.distributed.sampler_kind == "vllm"
-    vllm_python = (config.distributed.vllm_python or "") if by_vllm else None
-    nodes = with_facts(nodes, model, vllm_python)
+    nodes = with_facts(nodes, model)
     check_places()
     said = check_alike(nodes, installed(), CPUS, gpus, allow_mixture=allowed)
-    own = Facts(**facts_here(model, vllm_python))
+    own = Facts(**facts_here(model))
     others = {f"Ray node {node.name}": node.facts for node in nodes if node.facts is not None}
     check_models(model, own, others)
     with_gpus = {name: facts for name, facts in others.items() if facts.gpus or not gpus}
     said += check_mixture(mixtures(own, with_gpus, gpus=gpus > 0), allowed=allowed)
-    if by_vllm:
-        placed = [node for node in nodes if node.cpus >= CPUS and node.gpus >= of_sampler]
-        sampling = {f"Ray node {node.name}": own if node.name == here else node.facts for node in placed}
-        said += check_mixture(check_vllm({name: facts for name, facts in sampling.items() if facts}), allowed=allowed)
     if not gpus:
         check_memory(nodes, learners + samplers, CPUS, own.model_bytes + PROCESS_BYTES)
     counts = {"learners": learners, "samplers": samplers}

@@ -29,8 +29,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.head import Head
-from covey.distributed.preflight import gpus_of_learner
+from covey.distributed.guards import Head, gpus_of_learner
 from covey.distributed.ranks import RankLostError
 from covey.distributed.ray_cluster import CPUS, check_cluster, join, nodes_there, translated
 from covey.errors import ClusterLostError, ConfigError, CoveyError

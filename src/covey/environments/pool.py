@@ -172,34 +172,6 @@ class EnvironmentPool:
             raise EpisodeError(f"expert_action returned {action!a:.80}; return an action as text, or None")
         return action
 
-    def prepare(self) -> None:
-        """Import and prepare the world, which the first episode does otherwise.
-
-        Raises:
-            ConfigError: it cannot be.
-        """
-        self._template.start()
-
-    def answer(self, place: int, message: dict[str, Any], what: str) -> Found:
-        """Ask and wait for the answer; different places may be asked from different threads.
-
-        Args:
-            place: which one; nothing else is asked of it meanwhile.
-            message: `{"task": ..., "seed": ...}` or `{"action": ...}`.
-            what: "reset" or "step", whose time limit holds.
-        """
-        asked = self._places[place]
-        try:
-            asked.send(message, what, self._limits[what])
-        except (OSError, ValueError, TypeError) as error:
-            asked.stop()
-            return EpisodeError(f"the environment could not be asked: {error}")
-        while asked.channel is not None and _ready([asked.channel.fileno()], asked.deadline - time.monotonic()):
-            found = asked.receive()
-            if found is not None:
-                return found
-        return asked.give_up()
-
     def close(self) -> None:
         """End every process, and let environments give back what they hold; those that are needed again start anew."""
         self._early = []

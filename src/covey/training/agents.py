@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.start import make_worlds
 from covey.environments.base import World
+from covey.environments.pool import EnvironmentPool
 from covey.environments.registry import get_world
 from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
@@ -107,7 +107,9 @@ def make_collector(
     else:
         words = " ".join(filter(None, (words, _HOW_TO_ACT.get(chosen.action_format)))) or None
     template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
-    pool = make_worlds(config, world)
+    pool = EnvironmentPool(
+        world, chosen.parallel_episodes, reset_seconds=chosen.reset_seconds, step_seconds=chosen.step_seconds
+    )
     limits = {
         "max_turns": chosen.max_turns or world.max_turns,
         "max_conversation_tokens": min(chosen.max_conversation_tokens, engine.context_length),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.preflight import PROCESS_BYTES
+from covey.distributed.guards import PROCESS_BYTES
 from covey.processes import total_memory
 from covey.pytorch.footprint import Choices, Shape, activation_bytes
 from covey.pytorch.models.dequantise import held_bytes, num_parameters, quantised_layers

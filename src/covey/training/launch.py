@@ -21,13 +21,12 @@ from covey import signals
 from covey.backend import adamw_options
 from covey.config.whole import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
-from covey.distributed.memory import MemoryNote
-from covey.distributed.ranks import NoMemoryError, RankLostError, Ranks, TornError
+from covey.distributed.ranks import NoMemoryError, RankLostError, Ranks, TornError, check_ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
-from covey.distributed.roll_call import check_ranks
 from covey.distributed.sharded import LeadingPolicy
 from covey.distributed.sharded_learner import (
     LeadingShardedLearner,
+    MemoryNote,
     ShardedLearner,
     ShardedPacks,
     ShardedRankSampler,
@@ -135,7 +134,7 @@ class RanksBackend:
         if not isinstance(engine, Engine):
             raise ConfigError(
                 f"sampling.engine={config.sampling.engine!r}: ranks that train together sample with Covey's engine; "
-                "set it to covey, or distributed.samplers=1 with distributed.sampler_kind=vllm"
+                "set it to covey, or let vLLM sample behind a URL (server.upload_adapters_to_server)"
             )
         return (ShardedRankSampler if own is not policy else RankSampler)(engine, policy, self._ranks)
 
