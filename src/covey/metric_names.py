@@ -131,7 +131,6 @@ tools/failure_frequency | fraction | tool calls that raised, named no tool or co
 samplers/reissued_units | units | units that were asked for again since a sampler failed, since the step before; only
     with distributed.samplers or several servers, as all of samplers/
 samplers/restarts | samplers | that were replaced, since the step before
-reward_workers/restarts | workers | that failed, since the step before; only with distributed.reward_workers
 staleness/mean | optimiser steps | age of a group, by which the weights that sampled it are older than those that this
     step began with, mean over groups; only with schedule.max_staleness above 0, as all of staleness/
 staleness/max | optimiser steps | the oldest group's age

@@ -70,7 +70,6 @@ class Fleet:
     """
 
     runner = "fleet"
-    noun = "sampler"
 
     def __init__(
         self,
@@ -144,12 +143,7 @@ class Fleet:
         policy_version: int,
         progress: Progress | None = None,
     ) -> list[Completion]:
-        """Sample one completion for each request, in order; see `covey.types.Generator`.
-
-        Raises:
-            GenerationError: other weights were published, three members failed at the same unit, or none is left.
-            CoveyError: as the members raise it.
-        """
+        """Sample one completion for each request, in order; see `covey.types.Generator`."""
         self._check(policy_version)
         units = make_units(requests, self._unit_size)
         jobs = [Job(unit.requests, settings, policy_version) for unit in units]

@@ -146,11 +146,7 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 
 
 def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
-    """Refuse machines that have another model under the same name, or cannot read it.
-
-    Raises:
-        ConfigError: naming the machine.
-    """
+    """Refuse machines that have another model under the same name, or cannot read it."""
     for name, facts in others.items():
         if facts.model_problem:
             raise ConfigError(
@@ -182,11 +178,7 @@ def mixtures(own: Facts, others: Mapping[str, Facts], *, gpus: bool, name_of_own
 
 
 def check_mixture(differences: Sequence[str], *, allowed: bool) -> list[str]:
-    """Refuse machines whose numbers differ, unless the run allows it; then what is to be said.
-
-    Raises:
-        ConfigError: with all differences.
-    """
+    """Refuse machines whose numbers differ, unless the run allows it; then what is to be said."""
     if differences and not allowed:
         raise ConfigError(
             f"{'; '.join(differences[:4])}{'; ...' if len(differences) > 4 else ''}: what is computed would depend on "
@@ -247,11 +239,7 @@ def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
 def check_alike(
     nodes: Sequence[Node], own: Mapping[str, str], cpus: float, gpus: float, *, allow_mixture: bool = False
 ) -> list[str]:
-    """Refuse machines whose numbers would differ.
-
-    Raises:
-        ConfigError: a node on which a sampler may be placed has another version of something, or another kind of GPU.
-    """
+    """Refuse machines whose numbers would differ."""
     differences = []
     used = [node for node in nodes if _fits(node, cpus, gpus)]
     for node in used:
@@ -272,11 +260,7 @@ def check_alike(
 
 
 def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
-    """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word.
-
-    Raises:
-        ConfigError: there is no room; it says for how many there is.
-    """
+    """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word."""
     room = sum(_fits(node, cpus, gpus) for node in nodes)
     if room >= samplers:
         return
@@ -287,11 +271,7 @@ def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -
 
 
 def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes: int) -> None:
-    """Refuse more samplers than there is memory for, on nodes without GPUs; each holds the model at the least.
-
-    Raises:
-        ConfigError: it says how many there are, and what they need.
-    """
+    """Refuse more samplers than there is memory for, on nodes without GPUs; each holds the model at the least."""
     room = sum(min(_fits(node, cpus, 0), int(min(node.memory // max(model_bytes, 1), 1e6))) for node in nodes)
     if room < samplers:
         held = sum(node.memory for node in nodes)
@@ -302,11 +282,7 @@ def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes:
 
 
 def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], samplers: Sequence[float]) -> None:
-    """Refuse learners, and samplers beside them, that the cluster has no room for; Ray would wait for it.
-
-    Raises:
-        ConfigError: there is no room; it says what there is and what is needed.
-    """
+    """Refuse learners, and samplers beside them, that the cluster has no room for; Ray would wait for it."""
     number, cpus, gpus = learners
     needed = [number * own + samplers[0] * other for own, other in zip(learners[1:], samplers[1:], strict=True)]
     held = [sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)]
@@ -328,11 +304,7 @@ def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], 
 
 
 def check_store(nodes: Sequence[Node], size: int) -> None:
-    """Refuse object stores that are too small for the weights that samplers are given.
-
-    Raises:
-        ConfigError: naming the node.
-    """
+    """Refuse object stores that are too small for the weights that samplers are given."""
     for node in nodes:
         if node.store_bytes < STORED_ADAPTERS * size:
             raise ConfigError(

@@ -53,9 +53,6 @@ class Ranks:
     def __init__(self, rank: int = 0, world: int = 1, timeout_seconds: float = 600.0) -> None:
         """Join the others, which the environment tells of (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on, as torchrun
         sets them).
-
-        Raises:
-            ModelError: they did not all come in time.
         """
         self.rank, self.world = rank, world
         self._timeout = timeout_seconds
@@ -242,13 +239,7 @@ def _plain(error: BaseException) -> str:
 
 
 def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:
-    """Refuse ranks whose numbers would differ, and try one sum; every rank calls this and raises the same.
-
-    Raises:
-        ConfigError: they have other versions, another model, or differ in what numbers depend on.
-        ModelError: the sum is wrong.
-        RankLostError: a rank did not answer.
-    """
+    """Refuse ranks whose numbers would differ, and try one sum; every rank calls this and raises the same."""
     own = (installed(), {**facts_here(config.model.model), "threads": torch.get_num_threads()}, whereabouts())
     told: list[Any] = ranks.gather(own)
     (versions, first, where), others = told[0], told[1:]

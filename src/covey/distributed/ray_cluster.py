@@ -258,11 +258,7 @@ def _make_probe() -> Any:
 
 
 def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[str]]:
-    """Refuse a cluster that does not do for what a run places there.
-
-    Raises:
-        ConfigError: they have no room, other versions, another model, or differ in what numbers depend on.
-    """
+    """Refuse a cluster that does not do for what a run places there."""
     nodes, model, allowed = nodes_there(), config.model.model, config.run.allow_mixture
     samplers, of_sampler = config.distributed.samplers or 0, gpus_of_sampler(config, nodes)
     of_learner = gpus_of_learner(config, nodes)

@@ -1,14 +1,9 @@
-"""Reward functions in Ray actors, which hold no model: Ray places them on any machine of the cluster."""
+"""Reward functions in Ray actors, which hold no model: Ray places them on any machine, and replaces those that die."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -22,34 +17,12 @@ from covey.errors import ConfigError, RewardError, ServingError
 
 _NUMBERS = ("python", "covey", "numpy")
 """What must be alike here and there."""
-_LOOK_SECONDS = 0.5
 _MOST_TRIES = 3
 """Rows that as many workers fail at are taken to be what makes them fail."""
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
-    """One actor after another, and the call that it is at: where it is, or the rewards of a piece."""
-
-    number: int
-    actor: Any = None
-    call: Any = None
-    piece: int | None = None
-    since: float = 0.0
-    about: dict[str, Any] | None = None
-    failures: int = 0
-
-    @property
-    def title(self) -> str:
-        where = "" if self.about is None else f" (process {self.about['pid']} on {self.about['host']})"
-        return f"reward worker {self.number + 1}{where}"
-
-    def ask(self, call: Any, piece: int | None = None) -> None:
-        self.call, self.piece, self.since = call, piece, time.monotonic()
-
-
 class RewardActors:
-    """Actors that score pieces; one that dies or falls silent is replaced, and another one has its piece.
+    """Actors that score pieces, started when they are needed.
 
     Raises:
         ConfigError: the cluster cannot be reached, has no room, or other versions or files than this process.
@@ -58,133 +31,83 @@ class RewardActors:
 
     def __init__(self, config: GRPOConfig, rewards: Rewards, timeout_seconds: float) -> None:
         self._config, self._rewards, self._timeout = config, rewards, timeout_seconds
-        self._workers: list[_Worker] = []
+        self._actors: list[Any] = []
         self._own = False
-        self.news: list[str] = []
         self._start()
 
     def _start(self) -> None:
         chosen, count = self._config.distributed, self._config.distributed.reward_workers or 0
         self._own = connect(chosen.ray_address, chosen.actors)
-        self._workers = [_Worker(number) for number in range(count)]
         try:
             await_room(f"distributed.reward_workers={count}", count * CPUS, 0.0)
-            for worker in self._workers:
-                self._replace(worker)
-            for worker in self._workers:
-                try:
-                    self._take(worker, get_result(worker.call, max(self._timeout, START_SECONDS)))
-                except MemberError as error:
-                    raise ServingError(f"{worker.title} cannot be started: {error}") from error
+            host: Any = ray.remote(num_cpus=CPUS, max_restarts=-1, max_task_retries=_MOST_TRIES - 1)(RewardHost)
+            spread = host.options(scheduling_strategy="SPREAD")
+            self._actors = [spread.remote(self._rewards) for _ in range(count)]
+            here = installed()
+            for told in [actor.start.remote() for actor in self._actors]:
+                where, there = get_result(told, max(self._timeout, START_SECONDS))
+                for package in _NUMBERS:
+                    if there[package] != here[package]:
+                        raise ConfigError(
+                            f"distributed.reward_workers: {where} has {package} {there[package]}, this process has "
+                            f"{here[package]}; install the same on every machine"
+                        )
+        except MemberError as error:
+            self.close()
+            raise ServingError(f"a reward worker cannot be started: {error}") from error
         except BaseException:
             self.close()
             raise
 
-    def _replace(self, worker: _Worker) -> None:
-        def node() -> str:  # sent by value: an actor need not import this file, and torch with it
-            import ray
-
-            return str(ray.get_runtime_context().get_node_id())
-
-        host: Any = ray.remote(num_cpus=CPUS, max_restarts=0, scheduling_strategy="SPREAD")(RewardHost)
-        worker.actor, worker.about = host.remote(self._rewards), None
-        worker.ask(worker.actor.start.remote(node))
-
     def score(self, pieces: Sequence[Piece]) -> list[Answer]:
-        """The pieces' rewards.
+        """The pieces' rewards, each from the next free worker.
 
         Raises:
-            RewardError: as a function raised it; or three workers failed at the same rows, or none is left.
+            RewardError: as a function raised it; or workers died, or fell silent, at the same rows again and again.
         """
-        if not self._workers:
+        if not self._actors:
             self._start()
-        waiting, tries = list(range(len(pieces))), Counter[int]()
+        idle, waiting, calls = list(self._actors), list(range(len(pieces))), dict[Any, tuple[int, Any]]()
         found: dict[int, Answer] = {}
-        try:
-            while len(found) < len(pieces):
-                for worker in self._workers:
-                    if worker.call is None and waiting:
-                        number = waiting.pop(0)
-                        worker.ask(worker.actor.score.remote(pieces[number].asked), number)
-                busy = [worker for worker in self._workers if worker.call is not None]
-                ray.wait([worker.call for worker in busy], num_returns=1, timeout=_LOOK_SECONDS)
-                for worker in busy:
-                    number = worker.piece
-                    try:
-                        if (answer := self._look_at(worker)) is not None and number is not None:
-                            found[number] = answer
-                    except MemberError as error:
-                        if number is not None:
-                            tries[number] += 1
-                            waiting.insert(0, number)
-                        self._fail(worker, f"{error}")
-                        if number is not None and tries[number] >= _MOST_TRIES:
-                            rows = ", ".join(sorted({prompt.uid for prompt in pieces[number].asked.prompts}))
-                            raise RewardError(
-                                f"{_MOST_TRIES} reward workers failed one after another while they scored the same "
-                                f"completions, of the rows {rows:.300}; the last one: {error}"
-                            ) from error
-                    except RewardError as error:
-                        raise error if number is None else placed(error, pieces[number].first) from error
-        finally:
-            for worker in self._workers:
-                worker.piece = None  # after an error, what it is doing is nobody's any more
+        silent = 0
+        while len(found) < len(pieces):
+            while idle and waiting:
+                number, actor = waiting.pop(0), idle.pop(0)
+                calls[actor.score.remote(pieces[number].asked)] = number, actor
+            over, _ = ray.wait(list(calls), timeout=self._timeout)
+            silent = 0 if over else silent + 1
+            if silent == _MOST_TRIES:
+                number = min(number for number, _ in calls.values())
+                raise _hopeless(pieces[number], f"silent for {self._timeout:g} s (distributed.timeout_seconds)")
+            for _, actor in () if over else calls.values():  # Ray starts them anew, and asks them again
+                with suppress(Exception):
+                    ray.kill(actor, no_restart=False)
+            for call in over:
+                number, actor = calls.pop(call)
+                try:
+                    found[number] = get_result(call, self._timeout)
+                except RewardError as error:
+                    raise placed(error, pieces[number].first) from error
+                except MemberError as error:
+                    raise _hopeless(pieces[number], f"{error}") from error
+                idle.append(actor)
         return [found[number] for number in range(len(pieces))]
 
-    def _look_at(self, worker: _Worker) -> Answer | None:
-        """The answer to its call, if that is there."""
-        if ray.wait([worker.call], timeout=0)[0]:
-            return self._take(worker, get_result(worker.call, _LOOK_SECONDS))
-        most = self._timeout if worker.about is not None else max(self._timeout, START_SECONDS)
-        if time.monotonic() - worker.since > most:
-            raise MemberError(f"silent for {most:g} s (distributed.timeout_seconds)")
-        return None
-
-    def _take(self, worker: _Worker, answer: Any) -> Answer | None:
-        worker.call = None
-        if worker.about is not None:
-            worker.failures = 0
-            found: Answer = answer
-            return found
-        for package in _NUMBERS:
-            if (there := answer["versions"][package]) != (here := installed()[package]):
-                raise ConfigError(
-                    f"distributed.reward_workers: {answer['host']} has {package} {there}, this process has {here}; "
-                    "install the same on every machine"
-                )
-        worker.about = answer
-        return None
-
-    def _fail(self, worker: _Worker, why: str) -> None:
-        """Replace it, or go on without it."""
-        doing, worker.failures = "starting" if worker.about is None else "scoring", worker.failures + 1
-        after, title = "it is replaced", worker.title
-        self._end(worker)
-        if worker.failures > self._config.distributed.max_restarts:
-            self._workers.remove(worker)
-            left = f"{len(self._workers)} of {self._config.distributed.reward_workers}"
-            after = f"{worker.failures} times in a row: the run goes on with {left}"
-        else:
-            self._replace(worker)
-        self.news.append(f"{title} failed while {doing}: {why[:500]}; {after}")
-        if not self._workers:
-            raise RewardError(f"{title}, the last one, failed while {doing}: {why[:1000]}")
-
-    def _end(self, worker: _Worker) -> None:
-        """Kill the process; one on this machine even if it takes no message any more."""
-        kill(worker.actor)
-        if worker.about is not None and worker.about["node"] == ray.get_runtime_context().get_node_id():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(worker.about["pid"], signal.SIGKILL)
-
     def close(self) -> None:
-        """End the actors; who has connected to the cluster leaves it. They start anew when they are needed."""
-        for worker in self._workers if ray.is_initialized() else ():
-            kill(worker.actor)
-        self._workers = []
+        """End the actors; who has connected to the cluster leaves it."""
+        for actor in self._actors if ray.is_initialized() else ():
+            kill(actor)
         if self._own and ray.is_initialized():
             leave()
-        self._own = False
+        self._actors, self._own = [], False
+
+
+def _hopeless(piece: Piece, why: str) -> RewardError:
+    rows = ", ".join(sorted({prompt.uid for prompt in piece.asked.prompts}))
+    return RewardError(
+        f"{_MOST_TRIES} reward workers failed one after another while they scored the same completions, of the rows "
+        f"{rows:.300}; the last one: {why:.1000}"
+    )
 
 
 def pickled(functions: Sequence[Any]) -> bytes:

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 Warnings = list[tuple[str, int, str]]
 """Loggers' names, levels and messages."""
+Answer = tuple[Scored, Warnings]
+"""What was found in some rows."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,22 @@ def named_rewards(config: GRPOConfig) -> list[Any]:
 
 
 class RewardHost:
-    """What a reward worker runs."""
+    """What a reward worker runs. One that Ray starts in the place of another makes its functions when it is asked."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards
         self._scorer: Scorer | None = None
 
-    def start(self, node: Callable[[], str]) -> dict[str, Any]:
-        """Make the functions; where they are. `node` tells which of the cluster's."""
+    def start(self) -> tuple[str, dict[str, str]]:
+        """Make the functions; the machine's name, and what is installed there."""
         chosen = self._rewards.config.rewards
         self._scorer = Scorer(self._rewards.make(), chosen.reward_weights, timeout=chosen.reward_timeout)
-        return {"pid": os.getpid(), "host": socket.gethostname(), "node": node(), "versions": installed()}
+        return socket.gethostname(), installed()
 
-    def score(self, asked: Asked) -> tuple[Scored, Warnings]:
+    def score(self, asked: Asked) -> Answer:
         """Score some rows; with what was warned of meanwhile."""
+        if self._scorer is None:
+            self.start()
         assert self._scorer is not None
         heard = _Listening()
         logging.getLogger().addHandler(heard)
@@ -120,27 +124,18 @@ class Piece:
     first: int
 
 
-Answer = tuple[Scored, Warnings]
-"""What was found in a piece."""
-
-
 class RewardWorkers:
     """Scoring by pieces; the `elsewhere` of a `covey.rollout.scoring.Scorer`."""
-
-    noun = "reward worker"
 
     def __init__(
         self,
         score: Callable[[Sequence[Piece]], list[Answer]],
         unit_size: int,
-        *,
-        news: list[str] | None = None,
-        closing: Callable[[], None] = lambda: None,
+        close: Callable[[], None] = lambda: None,
     ) -> None:
-        """Who scores pieces, whole groups of at least so many rows; what happens to them is in `news`."""
-        self._score, self._unit_size, self.close = score, unit_size, closing
-        self._news: list[str] = [] if news is None else news
-        self._compared, self._restarts = False, 0
+        """Who scores pieces, which are whole groups of at least so many rows."""
+        self._score, self._unit_size, self.close = score, unit_size, close
+        self._compared = False
 
     @classmethod
     def here(cls, scorer: Scorer, unit_size: int) -> RewardWorkers:
@@ -157,24 +152,8 @@ class RewardWorkers:
 
         return cls(score, unit_size)
 
-    def take_news(self) -> list[str]:
-        """What has happened to workers since the last time, a sentence each."""
-        news = self._news[:]
-        self._news.clear()
-        self._restarts += len(news)
-        return news
-
-    def take_metrics(self) -> dict[str, float]:
-        """Since the last time."""
-        restarts, self._restarts = self._restarts, 0
-        return {"reward_workers/restarts": float(restarts)}
-
     def __call__(self, asked: Asked) -> Scored:
-        """Score rows, whole groups in each piece.
-
-        Raises:
-            RewardError: as a function raised it; or three workers failed at the same rows, or none is left.
-        """
+        """Score rows, whole groups in each piece."""
         asked = replace(asked, trainer_state=_counters(asked.trainer_state))
         ends = [*_starts(asked, self._unit_size), len(asked.episodes)]
         pieces = [Piece(_part(asked, start, end), start) for start, end in pairwise(ends)]

@@ -90,11 +90,7 @@ class ShardedPolicy(Policy):
     in_shards = True
 
     def __init__(self, policy: Policy, ranks: Ranks, parts: int | None = None) -> None:
-        """Shard a policy in place, which is not to be used on its own any more.
-
-        Raises:
-            ModelError: sharded, its loss or gradients are others, or weights that were tied are not.
-        """
+        """Shard a policy in place, which is not to be used on its own any more."""
         policy._fused, policy.fused_obstacle = None, "the weights are sharded"  # they hold joined copies
         expected, tied = Probe.of(policy, 1.0), tied_names(policy.model)
         vars(self).update(vars(policy))
@@ -227,11 +223,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def require_tied(source: str, model: nn.Module, tied: list[list[str]]) -> None:
-    """Refuse a model of which `tied_names` are not one parameter any more.
-
-    Raises:
-        ModelError: naming them.
-    """
+    """Refuse a model of which `tied_names` are not one parameter any more."""
     names = dict(model.named_parameters(remove_duplicate=False))
     for first, *others in tied:
         if any(names[other] is not names[first] for other in others):

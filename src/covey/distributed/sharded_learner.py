@@ -140,11 +140,7 @@ def parts(config: GRPOConfig, needed: int, device: torch.device, ranks: Ranks) -
 
 
 def check_sharded(config: GRPOConfig) -> None:
-    """Refuse what is not served in shards.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Refuse what is not served in shards."""
     algorithm, chosen = config.algorithm, config.model
     exact = algorithm.kl_estimator.startswith("exact") and algorithm.beta > 0
     adapts = chosen.use_peft and chosen.adapter is None and algorithm.reference_update == "none"

@@ -66,7 +66,7 @@ def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
     rewards = Rewards.of(config, b"" if named else pickled([spec.function for spec in scorer.specs]))
     longest = len(scorer.specs) * config.rewards.reward_timeout + _GRACE_SECONDS
     actors = RewardActors(config, rewards, max(chosen.timeout_seconds, longest))
-    scorer.elsewhere = RewardWorkers(actors.score, unit_size, news=actors.news, closing=actors.close)
+    scorer.elsewhere = RewardWorkers(actors.score, unit_size, actors.close)
 
 
 def layout(config: GRPOConfig) -> str:

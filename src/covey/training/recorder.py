@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from covey.config.whole import GRPOConfig
 from covey.distributed.fleet import Fleet
-from covey.distributed.reward_workers import RewardWorkers
 from covey.errors import CheckpointError, CoveyError, ModelError
 from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
@@ -88,8 +87,7 @@ class Recorder:
         self._notes: list[str] = []
         self._failures: set[tuple[str, str]] = set()
         self._sources = source_hashes(run.args)
-        parts = (run.engine, run.data.scorer.elsewhere)
-        self._workers = [each for each in parts if isinstance(each, Fleet | RewardWorkers)]
+        self._fleet = run.engine if isinstance(run.engine, Fleet) else None
         self.evaluated_at = -1
 
     # ------------------------------------------------------------------ life of a run
@@ -215,8 +213,8 @@ class Recorder:
             self._folder.append_answers(state.global_step, answers)
         self._unsaved = True
         self._tell_news()
-        for workers in self._workers:
-            metrics |= workers.take_metrics()
+        if self._fleet is not None:
+            metrics |= self._fleet.take_metrics()
         if self._folder is not None:
             members = self._run.engine.members() if hasattr(self._run.engine, "members") else []
             self._folder.write_samplers(state.global_step, members)
@@ -276,9 +274,8 @@ class Recorder:
         return metrics
 
     def _tell_news(self) -> None:
-        for workers in self._workers:
-            for sentence in workers.take_news():
-                self.event(workers.noun, sentence)
+        for sentence in () if self._fleet is None else self._fleet.take_news():
+            self.event("sampler", sentence)
 
     def _tell_failures(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The first error of each kind that an environment ended an episode with."""
