@@ -30,8 +30,6 @@ STORED_ADAPTERS = 4
 """That the object store must have room for: the one in use, the next one, and those of readers that are late."""
 MIXTURE = ("torch", "numpy")
 """Packages whose versions are part of the numbers alone, and of nothing that processes say to each other."""
-LOUDEST_CLOCK = 5.0
-"""Seconds that clocks may differ without a word."""
 _SMI_SECONDS = 5.0
 CONNECT_SECONDS = 5.0
 _LOST_SECONDS = 20.0
@@ -48,7 +46,6 @@ class Facts:
     model: str = ""
     model_bytes: int = 0
     model_problem: str = ""
-    clock: float = 0.0
     threads: int = 0
 
 
@@ -67,7 +64,7 @@ def installed(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def facts_here(model: str) -> dict[str, Any]:
-    """The fields of this machine's `Facts`, without its clock and threads."""
+    """The fields of this machine's `Facts`, without its threads."""
     gpus, driver = _gpus()
     found: dict[str, Any] = {"gpus": gpus, "driver": driver}
     try:
@@ -145,6 +142,26 @@ def _gpus() -> tuple[tuple[str, ...], str]:
 # ---------------------------------------------------------------------- whether machines are alike
 
 
+def check_versions(who: str, theirs: Mapping[str, str], own: Mapping[str, str], whose: str) -> list[str]:
+    """Refuse other versions of what is part of the numbers, or of what processes say to each other; those that are part
+    of the numbers alone are returned as differences, a sentence each.
+    """
+    differences = []
+    for name in sorted({*own, *theirs}):
+        there, here = theirs.get(name, ""), own.get(name, "")
+        if there == here:
+            continue
+        if there and here and name in MIXTURE:
+            differences.append(f"{who} has {name} {there}, {whose} has {here}")
+            continue
+        has = f"has {name} {there}" if there else f"lacks {name}"
+        raise ConfigError(
+            f"{who} {has}, {whose} has {here or 'none'}: install the same versions everywhere, such as with one "
+            "container image"
+        )
+    return differences
+
+
 def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
     """Refuse machines that have another model under the same name, or cannot read it."""
     for name, facts in others.items():
@@ -187,23 +204,6 @@ def check_mixture(differences: Sequence[str], *, allowed: bool) -> list[str]:
     return [f"machines differ (run.allow_mixture): {difference}" for difference in differences]
 
 
-def clock_warnings(others: Mapping[str, Facts]) -> list[str]:
-    """What is to be said of clocks that differ."""
-    return [
-        f"the clock of {name} is {abs(facts.clock):.0f} s {'ahead' if facts.clock > 0 else 'behind'}: logs are out of "
-        "order, and tokens may be refused; synchronise it (NTP)"
-        for name, facts in others.items()
-        if abs(facts.clock) > LOUDEST_CLOCK
-    ]
-
-
-def clock_ahead(theirs: float, asked: float, answered: float) -> float:
-    """Seconds that a clock was ahead, at the least, given what it said between two readings of our own."""
-    if asked <= theirs <= answered:
-        return 0.0
-    return theirs - answered if theirs > answered else theirs - asked
-
-
 def _named(gpus: Sequence[str]) -> str:
     return " and ".join(sorted(set(gpus))) or "no GPU"
 
@@ -219,10 +219,9 @@ class Node:
     cpus: float
     gpus: float
     store_bytes: float
-    kinds: frozenset[str] = frozenset()
+    memory: float = float("inf")
     versions: Mapping[str, str] | None = None
     facts: Facts | None = None
-    memory: float = float("inf")
 
 
 def gpus_of_sampler(config: GRPOConfig, nodes: Sequence[Node]) -> float:
@@ -236,32 +235,9 @@ def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
     return 1.0 if config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
 
 
-def check_alike(
-    nodes: Sequence[Node], own: Mapping[str, str], cpus: float, gpus: float, *, allow_mixture: bool = False
-) -> list[str]:
-    """Refuse machines whose numbers would differ."""
-    differences = []
-    used = [node for node in nodes if _fits(node, cpus, gpus)]
-    for node in used:
-        for name, version in own.items() if node.versions is not None else ():
-            theirs = (node.versions or {}).get(name, "")
-            if theirs != version and theirs and version and name in MIXTURE:
-                differences.append(f"Ray node {node.name} has {name} {theirs}, this process has {version}")
-            elif theirs != version:
-                what = f"has {name} {theirs}" if theirs else f"lacks {name}"
-                raise ConfigError(
-                    f"Ray node {node.name} {what}, this process has {version or 'none'}: their numbers would differ; "
-                    "install the same versions everywhere, such as with one container image"
-                )
-    kinds = sorted(set().union(*(node.kinds for node in used))) if gpus else []
-    if len(kinds) > 1:
-        differences.append(f"the Ray cluster has GPUs of several kinds ({', '.join(kinds)})")
-    return check_mixture(differences, allowed=allow_mixture)
-
-
 def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
     """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word."""
-    room = sum(_fits(node, cpus, gpus) for node in nodes)
+    room = sum(has_room(node, cpus, gpus) for node in nodes)
     if room >= samplers:
         return
     raise ConfigError(
@@ -272,7 +248,7 @@ def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -
 
 def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes: int) -> None:
     """Refuse more samplers than there is memory for, on nodes without GPUs; each holds the model at the least."""
-    room = sum(min(_fits(node, cpus, 0), int(min(node.memory // max(model_bytes, 1), 1e6))) for node in nodes)
+    room = sum(min(has_room(node, cpus, 0), int(min(node.memory // max(model_bytes, 1), 1e6))) for node in nodes)
     if room < samplers:
         held = sum(node.memory for node in nodes)
         raise ConfigError(
@@ -286,7 +262,7 @@ def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], 
     number, cpus, gpus = learners
     needed = [number * own + samplers[0] * other for own, other in zip(learners[1:], samplers[1:], strict=True)]
     held = [sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)]
-    room = sum(_fits(node, cpus, gpus) for node in nodes)
+    room = sum(has_room(node, cpus, gpus) for node in nodes)
     if room < number or any(have < need for have, need in zip(held, needed, strict=True)):
         beside = f" and samplers={samplers[0]:g}" if samplers[0] else ""
         raise ConfigError(
@@ -295,7 +271,7 @@ def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], 
             f"{held[1]:g} GPUs, with room for {room} learners: {_listed(nodes)}; use fewer, or add machines"
         )
     own = [node for node in nodes if node.name == here]
-    if not any(_fits(node, cpus, gpus) for node in own):
+    if not any(has_room(node, cpus, gpus) for node in own):
         raise ConfigError(
             f"distributed.learners={number:g}: the first learner runs where the command does, and that node has no "
             f"room for {cpus:g} CPU and {gpus:g} GPU: {_listed(own) or here}; start the command on another machine of "
@@ -319,7 +295,7 @@ def _listed(nodes: Sequence[Node]) -> str:
     return there + (", ..." if len(nodes) > 8 else "")
 
 
-def _fits(node: Node, cpus: float, gpus: float) -> int:
+def has_room(node: Node, cpus: float, gpus: float) -> int:
     """Samplers or learners that there is room for on a node."""
     room = [have // need for have, need in ((node.cpus, cpus), (node.gpus, gpus)) if need > 0]
     return int(min(room))

@@ -25,7 +25,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.guards import MIXTURE, Facts, check_mixture, check_models, facts_here, installed, mixtures
+from covey.distributed.guards import (
+    Facts,
+    check_mixture,
+    check_models,
+    check_versions,
+    facts_here,
+    installed,
+    mixtures,
+)
 from covey.distributed.members import START_SECONDS
 from covey.errors import ConfigError, ModelError
 
@@ -246,14 +254,7 @@ def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:
     facts = {f"rank {rank} on {place}": Facts(**found) for rank, (_, found, place) in enumerate(others, 1)}
     differences = []
     for rank, (theirs, _, place) in enumerate(others, 1):
-        for name in sorted({*versions, *theirs}):
-            if versions.get(name) == theirs.get(name):
-                continue
-            has, expected = theirs.get(name) or "none", versions.get(name) or "none"
-            what = f"rank {rank} on {place} has {name} {has}, rank 0 has {expected}"
-            if name not in MIXTURE:
-                raise ConfigError(f"{what}: install the same versions everywhere, such as with one container image")
-            differences.append(what)
+        differences += check_versions(f"rank {rank} on {place}", theirs, versions, "rank 0")
     leader = Facts(**first)
     check_models(config.model.model, leader, {f"rank 0 on {where}": leader, **facts})
     on_gpus = config.model.device != "cpu" and bool(leader.gpus)

@@ -298,8 +298,8 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
         if own:
             leave()
     lines = [
-        f"node {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{' of ' if node.kinds else ''}"
-        f"{', '.join(sorted(node.kinds))}, {node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"
+        f"node {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs, "
+        f"{node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"
         for node in nodes
     ]
     placed = [(learners, "learners", gpus_of_learner)] if learners else []

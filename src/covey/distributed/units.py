@@ -72,26 +72,38 @@ class Workers(Protocol):
     ) -> None: ...
 
 
-class FleetDevice(Device):
-    """A `covey.rollout.turns.Device` that has whole turns sampled."""
+class _Turns(Device):
+    """A `covey.rollout.turns.Device` that has whole turns sampled: first ones, as next ones, wait for `decode`."""
 
-    def __init__(self, workers: Workers, version: int, context_length: int, own_tokens: int, homes: int) -> None:
+    def __init__(self, context_length: int, own_tokens: int, places: int = 1) -> None:
         super().__init__(context_length, own_tokens)
-        self._workers, self._version = workers, version
-        self._waiting: list[list[Row]] = [[] for _ in range(homes)]
-        self._asked: list[tuple[Job, list[Row]]] = []
+        self._waiting: list[list[Row]] = [[] for _ in range(places)]
 
     def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        """First turns wait for their members."""
-        while queue:
-            self._ask(queue.popleft())
+        return self.extend(queue)
+
+    def extend(self, resuming: list[Row] | deque[Row]) -> Iterator[Drawn]:
+        for row in resuming:
+            row.place = self
+            self._waiting[stream_key(row.stream[:-1]) % len(self._waiting)].append(row)
+        resuming.clear()
         return iter(())
 
-    def extend(self, resuming: list[Row]) -> Iterator[Drawn]:
-        """Next turns do as well."""
-        while resuming:
-            self._ask(resuming.pop(0))
-        return iter(())
+    def drop(self, row: Row) -> None:
+        """Nobody waits for its turn any more."""
+        row.place = None
+        for rows in self._waiting:
+            if row in rows:
+                rows.remove(row)
+
+
+class FleetDevice(_Turns):
+    """Turns on a fleet, each at its conversation's member."""
+
+    def __init__(self, workers: Workers, version: int, context_length: int, own_tokens: int, homes: int) -> None:
+        super().__init__(context_length, own_tokens, homes)
+        self._workers, self._version = workers, version
+        self._asked: list[tuple[Job, list[Row]]] = []
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """The turns that are over, after a moment none if there are none."""
@@ -103,17 +115,6 @@ class FleetDevice(Device):
             for row, found in zip(rows, job.result or (), strict=True):
                 if row.place is self:
                     yield _drawn(row, found)
-
-    def drop(self, row: Row) -> None:
-        """Nobody waits for its turn any more."""
-        row.place = None
-        for rows in self._waiting:
-            if row in rows:
-                rows.remove(row)
-
-    def _ask(self, row: Row) -> None:
-        row.place = self
-        self._waiting[stream_key(row.stream[:-1]) % len(self._waiting)].append(row)
 
     def _jobs_of(self, home: int) -> list[Job]:
         """All turns that wait for a member which has nothing of ours to do; one job for each way of drawing."""
@@ -134,8 +135,8 @@ Calls = list[tuple[list[Request], SamplingSettings]]
 """Requests that are sampled in one call each, alone."""
 
 
-class RoundDevice(Device):
-    """A `covey.rollout.turns.Device` that has whole turns sampled, in rounds: all that wait, and then worlds answer.
+class RoundDevice(_Turns):
+    """Turns in rounds: all that wait are sampled, and then worlds answer.
 
     What is sampled beside a turn is settled by random streams: the present turns of the conversations of its unit. So
     the numbers are those of any number of samplers, and do not depend on how fast worlds are.
@@ -148,24 +149,11 @@ class RoundDevice(Device):
     ) -> None:
         super().__init__(context_length, own_tokens)
         self._sample, self._unit_size = sample, unit_size
-        self._waiting: list[Row] = []
         self._numbers: dict[tuple[int, ...], int] = {}
-
-    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
-        """First turns wait for the round."""
-        return self.extend(queue)
-
-    def extend(self, resuming: list[Row] | deque[Row]) -> Iterator[Drawn]:
-        """Next turns do as well."""
-        for row in resuming:
-            row.place = self
-        self._waiting += resuming
-        resuming.clear()
-        return iter(())
 
     def decode(self, waiting: int) -> Iterator[Drawn]:
         """A round: every turn that waits, to its end."""
-        rows, self._waiting = sorted(self._waiting, key=lambda row: row.stream), []
+        rows, self._waiting = sorted(self._waiting[0], key=lambda row: row.stream), [[]]
         alike: dict[tuple[int, SamplingSettings], list[Row]] = {}
         for row in rows:
             number = self._numbers.setdefault(row.stream[:-1], len(self._numbers))
@@ -174,12 +162,6 @@ class RoundDevice(Device):
         for some, found in zip(alike.values(), self._sample(calls), strict=True):
             for row, completion in zip(some, found, strict=True):
                 yield _drawn(row, completion)
-
-    def drop(self, row: Row) -> None:
-        """Nobody waits for its turn any more."""
-        row.place = None
-        if row in self._waiting:
-            self._waiting.remove(row)
 
 
 def _settings_of(row: Row) -> SamplingSettings:
