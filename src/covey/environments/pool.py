@@ -30,8 +30,7 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import frames
 
 _START_SECONDS = 120.0
-FEWEST_RESETS_AT_ONCE = 8
-RESETS_AT_ONCE = max(FEWEST_RESETS_AT_ONCE, os.cpu_count() or 1)
+RESETS_AT_ONCE = max(8, os.cpu_count() or 1)
 _SERVE = "import sys; from covey.environments.worker import serve_template; serve_template(int(sys.argv[1]))"
 
 Found = Observation | Outcome | EpisodeError

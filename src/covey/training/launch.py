@@ -287,6 +287,7 @@ def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], 
         return None
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # see `covey.distributed.start`
     try:
+        from covey.distributed.ray_cluster import join
         from covey.distributed.ray_launch import RayRanks
     except ModuleNotFoundError as error:
         if error.name != "ray":
@@ -297,7 +298,7 @@ def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], 
             f"distributed.ray_address={address!r:.200}: Ray is not installed; run pip install 'covey[ray]', or "
             "leave it out"
         ) from error
-    return RayRanks.connected(config, arguments, run, say)
+    return RayRanks(config, arguments, run, say) if join(address) else None
 
 
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:
