@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 SOURCES := pyproject.toml constraints.txt
 RUN ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: demo test test-browser screenshots test-ray test-worlds test-vllm wheel site docs check lint bench gpu gpu-wheels clean
+.PHONY: demo test test-all test-changed test-browser screenshots test-ray test-worlds test-vllm wheel site docs check lint bench gpu gpu-wheels clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
@@ -35,10 +35,21 @@ $(VENV)/.dev: $(SOURCES) $(VENV)/.demo
 demo: $(VENV)/.demo
 	$(BIN)/covey train recipes/arithmetic run.output_dir=$(RUN)
 
-# Two files at a time, with one thread each, those that start processes first; the jail's tests have time limits and want the machine for themselves.
+# Two files at a time, with one thread each, those that start processes first; the jail's tests have time limits and
+# want the machine for themselves. tests/what_runs.py says what runs when.
+TWO := PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 25
 test: $(VENV)/.dev
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ray and not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/rewards
+	COVEY_TEST_BUDGET=$(or $(COVEY_TEST_BUDGET),2) $(TWO) -m "not ray and not slow" --ignore tests/rewards
 	$(BIN)/python -m pytest -m "not slow" tests/rewards
+
+# Exit status 5: no test is slow in what changed.
+test-changed: $(VENV)/.dev
+	@changed="$$($(BIN)/python tests/what_runs.py $(BASE))"; echo "slow tests of: $${changed:-nothing, no room changed}"; \
+		if [ -n "$$changed" ]; then $(TWO) -m "slow and not ray" $$changed || [ $$? = 5 ]; fi
+
+test-all: $(VENV)/.dev
+	$(TWO) -m "not ray" --ignore tests/rewards
+	$(BIN)/python -m pytest tests/rewards
 
 # `covey watch` in a real browser, with Chromium from the system (COVEY_CHROMIUM names another one); `make test` has it too.
 test-browser: $(VENV)/.dev
@@ -98,7 +109,7 @@ site: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/zensical serve
 
-check: lint test
+check: lint test test-changed
 
 # TRL is compared with, not depended on: it has an environment of its own. An hour and a half on two cores.
 .venv-trl/.done: constraints.txt

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from command import Command
+from what_runs import BUDGETS, room_of
 
 # Tiny models gain nothing from a second thread, and threads that wait for each other on a busy machine cost minutes.
 torch.set_num_threads(1)
@@ -23,11 +26,41 @@ def few_vowels(completions, **columns):
 '''
 
 
+REPOSITORY = Path(__file__).parents[1]
+SECONDS: Counter[str] = Counter()
+"""Test file -> seconds of its tests."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Rooms whose files are slow come first, so that no worker ends long after the other."""
     slow = ("distributed", "serving", "jax", "browser")
-    here = Path(__file__).parent
-    items.sort(key=lambda item: item.path.relative_to(here).parts[0] not in slow)
+    items.sort(key=lambda item: item.path.parent.name not in slow)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if not os.environ.get("PYTEST_XDIST_WORKER"):  # the process that collects from all
+        SECONDS[report.location[0]] += report.duration
+
+
+def over_budget(factor: float) -> dict[str, float]:
+    """Room -> seconds, where these are more than `factor` times its budget."""
+    rooms: Counter[str] = Counter()
+    for path, seconds in SECONDS.items():
+        rooms[room_of(path)] += seconds
+    return {room: seconds for room, seconds in rooms.items() if seconds > factor * BUDGETS[room]}
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the seconds of each file. With COVEY_TEST_BUDGET=1 (2: on a machine half as fast) a room over its budget
+    fails.
+    """
+    if factor := float(os.environ.get("COVEY_TEST_BUDGET") or 0):
+        kept = REPOSITORY / "build" / "test_seconds.txt"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text("".join(f"{seconds:8.1f} {path}\n" for path, seconds in SECONDS.most_common()))
+        for room, seconds in over_budget(factor).items():
+            print(f"\ntests/{room}: {seconds:.0f} s, over {factor:g} times its budget of {BUDGETS[room]} s")
+            session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")
