@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,14 @@ from runs import (
 )
 from tiny_models import tiny_model
 
-from covey import GRPOConfig
+from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import sharded_learner
 from covey.distributed.ranks import Ranks
 from covey.distributed.sharded_learner import parts, training_bytes
 from covey.errors import CheckpointError, ConfigError, ModelError
 from covey.files import folder_problem
 from covey.pytorch.models.slices import ModelFiles, NotSlicedError, replace_parameters
+from covey.training import launch
 from covey.training.checkpoint import list_checkpoints, load_checkpoint
 from covey.training.launch import RanksBackend
 
@@ -464,3 +466,52 @@ def test_one_command_halves_packs_too_and_says_when_that_is_no_help(recipe_folde
     assert process.returncode == 2, printed
     assert "all are started again with packs of at most 64 tokens" in printed
     assert "tokens_per_micro_batch=64: set a smaller" in " ".join(printed[printed.rindex("covey: ") :].split())
+
+
+# ---------------------------------------------------------------------- refused before anything starts
+
+
+def lengths(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_several_learners_need_a_launcher(settings: dict[str, Any]) -> None:
+    rows = [{"prompt": "say one: "}]
+    with pytest.raises(ConfigError, match=r"distributed\.learners=3: this is one process; .*--nproc-per-node 3"):
+        GRPOTrainer(reward_funcs=lengths, args=GRPOConfig(**settings, learners=3), train_dataset=rows)
+
+
+def test_learners_and_torchrun_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match=r"distributed\.learners=2: torchrun has started 1"):
+        launch.run(GRPOConfig(learners=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="MASTER_ADDR='': torchrun sets them"):
+        launch.run(GRPOConfig())
+    monkeypatch.setenv("WORLD_SIZE", "one")
+    with pytest.raises(ConfigError, match="WORLD_SIZE='one'"):
+        launch.run(GRPOConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"backend": "jax"}, "several ranks train with pytorch"), ({"max_staleness": 1}, "nothing is sampled ahead")],
+)
+def test_what_ranks_cannot_do(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RanksBackend(Ranks()).check(GRPOConfig(**(settings | changes)))
+
+
+def test_it_is_refused_before_ranks_are_started(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(ConfigError, match="several ranks train with pytorch"):
+        launch.start_ranks(GRPOConfig(**settings, learners=2, backend="jax"), ["train"])
+
+
+def test_an_optimiser_of_ones_own_is_refused(settings: dict[str, Any]) -> None:
+    backend = RanksBackend(Ranks())
+    rows = [{"prompt": "say one: "}, {"prompt": "say two: "}]
+    trainer = GRPOTrainer(reward_funcs=lengths, args=GRPOConfig(**settings), train_dataset=rows, backend=backend)
+    with pytest.raises(ConfigError, match="in one process only"):
+        trainer.learner.use_optimizer(None)

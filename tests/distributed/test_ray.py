@@ -1,4 +1,4 @@
-"""Samplers in Ray actors, on three simulated nodes of one CPU: what the run learns is what one process learns.
+"""Samplers and rewards in Ray actors, on three simulated nodes of one CPU: a run learns what one process learns.
 
 A cluster takes half a minute to start on a busy machine; the module has one.
 """
@@ -30,7 +30,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import fleet as fleet_module
 from covey.distributed import ray_cluster
 from covey.distributed.ray_members import RayMember
-from covey.errors import ConfigError, GenerationError
+from covey.errors import ConfigError, GenerationError, RewardError
 
 pytestmark = [
     pytest.mark.ray,
@@ -58,24 +58,24 @@ def cluster() -> Iterator[Cluster]:
 def on_ray(by_units: dict[str, Any], cluster: Cluster) -> Callable[..., GRPOTrainer]:
     """Makes trainers whose run folders are beside each other."""
 
-    def make(name: str, samplers: int, **changes: Any) -> GRPOTrainer:
+    def make(name: str, samplers: int | None = None, given: Any = None, **changes: Any) -> GRPOTrainer:
         where = {"output_dir": f"{by_units['output_dir']}-{name}", "ray_address": cluster.address}
-        return GRPOTrainer(args=GRPOConfig(**(by_units | where | {"samplers": samplers} | changes)), **data())
+        args = GRPOConfig(**(by_units | where | {"samplers": samplers} | changes))
+        return GRPOTrainer(args=args, **(data() if given is None else given))
 
     return make
 
 
 def trained(trainer: GRPOTrainer, *, without: tuple[str, ...] = ()) -> tuple[list[str], bytes]:
     trainer.train()
+    assert not ray.is_initialized()  # nothing outlives the run
     return learned(trainer.args.run.output_dir, without=without)
 
 
 def test_one_two_and_three_samplers_are_one_process(on_ray: Callable[..., GRPOTrainer]) -> None:
     alone = trained(on_ray("alone", 0))
     for samplers in (1, 2, 3):
-        trainer = on_ray(f"with-{samplers}", samplers)
-        assert trained(trainer) == alone
-        assert not ray.is_initialized()  # nothing outlives the run
+        assert trained(on_ray(f"with-{samplers}", samplers)) == alone
 
 
 @pytest.mark.parametrize("changes", [{"use_peft": False}, {"max_staleness": 1}], ids=str)
@@ -219,6 +219,68 @@ def alive(pid: int) -> bool:
         return False
 
 
+# ---------------------------------------------------------------------- rewards
+
+
+def test_workers_score_as_this_process(on_ray: Callable[..., GRPOTrainer]) -> None:
+    """Functions of a file, and those that only this program knows: a closure that nothing can import."""
+    bonus = 0.25
+
+    def here(completions: list[Any], trainer_state: Any, log_metric: Any, **columns: Any) -> list[float]:
+        log_metric("seen", float(len(completions) > 0))
+        return [bonus * trainer_state.global_step + len(str(c)) % 3 for c in completions]
+
+    mine = data() | {"reward_funcs": [here, data()["reward_funcs"]]}
+    there = on_ray("there", given=mine, reward_workers=2)
+    assert trained(there) == trained(on_ray("alone", given=mine))
+    steps = [record for record in there.state.log_history if "loss" in record]
+    assert all(record["seen"] == 1.0 for record in steps)
+
+
+def test_workers_beside_samplers_and_rewards_by_name(
+    on_ray: Callable[..., GRPOTrainer], recipe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers import the user's file themselves."""
+    monkeypatch.chdir(recipe_folder)
+    named = {
+        "functions": ("rewards.py:few_vowels",),
+        "dataset": str(recipe_folder / "train.jsonl"),
+        "max_steps": 2,
+    }
+    there = on_ray("there", 1, {}, reward_workers=2, **named)
+    assert trained(there, without=("samplers/",)) == trained(on_ray("alone", 0, {}, **named), without=("samplers/",))
+
+
+def test_a_kill_and_a_hang_of_workers_change_nothing(on_ray: Callable[..., GRPOTrainer], tmp_path: Path) -> None:
+    def score(completions: list[Any], trainer_state: Any, **columns: Any) -> list[float]:
+        for step, number in ((1, signal.SIGKILL), (3, signal.SIGSTOP)):
+            path = tmp_path / f"{step}"
+            if trainer_state.global_step == step and not path.exists():
+                path.touch()
+                os.kill(os.getpid(), number)
+        return [len(str(c)) % 3 + trainer_state.global_step for c in completions]
+
+    for step in (1, 3):
+        (tmp_path / f"{step}").touch()
+    mine = data() | {"reward_funcs": score}
+    alone = trained(on_ray("alone", given=mine))
+    for step in (1, 3):
+        (tmp_path / f"{step}").unlink()
+    assert trained(on_ray("there", given=mine, reward_workers=2, timeout_seconds=8.0, reward_timeout=2.0)) == alone
+    assert (tmp_path / "1").exists()
+    assert (tmp_path / "3").exists()
+
+
+def test_rows_that_three_workers_end_at(on_ray: Callable[..., GRPOTrainer]) -> None:
+    def deadly(completions: list[Any], **columns: Any) -> list[float]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return [0.0 for _ in completions]
+
+    with pytest.raises(RewardError, match=r"3 reward workers failed one after another while they scored .*of the rows"):
+        on_ray("deadly", given=data() | {"reward_funcs": deadly}, reward_workers=2).train()
+    assert not ray.is_initialized()
+
+
 # ---------------------------------------------------------------------- refused before training
 
 
@@ -243,6 +305,21 @@ def test_bad_clusters_are_one_error(on_ray: Callable[..., GRPOTrainer], monkeypa
     refused(lambda: on_ray("mixed", 1), r"Ray node \w+ has peft [\d.]+, this process has 0.1")
     monkeypatch.setattr(ray_cluster, "installed", lambda: own | {"nothing": "1"})
     refused(lambda: on_ray("missing", 1), r"Ray node \w+ lacks nothing, this process has 1")
+
+
+def test_workers_that_cannot_be(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    def locked(completions: list[Any]) -> list[float]:
+        with lock:
+            return [0.0 for _ in completions]
+
+    refused(
+        lambda: on_ray("locked", given=data() | {"reward_funcs": locked}, reward_workers=1),
+        r"the reward function .*locked.* cannot be sent to another process .*name it in rewards.functions",
+    )
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 1.0)
+    refused(lambda: on_ray("many", reward_workers=5), r"distributed.reward_workers=5: needs 5 CPU, 3 are free")
 
 
 def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:

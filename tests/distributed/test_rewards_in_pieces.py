@@ -1,4 +1,4 @@
-"""Scoring by pieces gives what scoring in one call gives. (In Ray actors: test_ray_workers.py.)"""
+"""Scoring by pieces gives what scoring in one call gives. (In Ray actors: test_ray.py.)"""
 
 from __future__ import annotations
 

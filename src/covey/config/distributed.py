@@ -60,7 +60,7 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="How often in a row a sampler, or another worker, is replaced before the run goes on without it, "
+        description="How often in a row a sampler is replaced before the run goes on without it, "
         "and how often covey train starts all learners again when one dies.",
     )
     reward_workers: int | None = Field(
