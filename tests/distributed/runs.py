@@ -101,21 +101,21 @@ def train(
     return torchrun(ranks, *launcher, "-m", "covey", *command, **(environment or {}))
 
 
-def finished(process: subprocess.Popen[str]) -> str:
+def finished(process: subprocess.Popen[str], seconds: float = 400) -> str:
     """What it printed.
 
     It may take as long as a busy machine needs, and is stopped otherwise.
     """
     try:
-        printed, _ = process.communicate(timeout=400)
+        printed, _ = process.communicate(timeout=seconds)
     finally:
         process.kill()
         process.wait()
     return printed
 
 
-def ended_well(process: subprocess.Popen[str]) -> str:
-    printed = finished(process)
+def ended_well(process: subprocess.Popen[str], seconds: float = 400) -> str:
+    printed = finished(process, seconds)
     assert process.returncode == 0, printed[-4000:]
     return printed
 

@@ -434,7 +434,7 @@ def test_killed_at_each_moment_of_a_checkpoint(recipe_folder: Path, one: Path, t
     moments = "1 before its part,1 in its part,0 after its part,0 before the hashes,0 before the name"
     fault = {"FAULT": f"kill {tmp_path} {moments}"}
     process = train(2, recipe_folder, tmp_path / "run", "--max-restarts", "5", environment=fault, **SHARDED)
-    ended_well(process)
+    ended_well(process, seconds=1200)  # six starts
     assert {path.name for path in tmp_path.glob("killed *")} == {f"killed {moment}" for moment in moments.split(",")}
     assert events(tmp_path / "run", "run").count("resumed at step 2") == 5
     assert_near(one, tmp_path / "run")
