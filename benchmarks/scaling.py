@@ -53,7 +53,7 @@ def measure(point: Point, model: str, steps: int) -> dict[str, Any]:
     import torch
 
     from covey.algorithms import make_objective
-    from covey.observe.memory import peak_cuda_bytes, peak_rss_bytes
+    from covey.processes import peak_cuda_bytes, peak_rss_bytes
     from covey.pytorch.engine import Engine
     from covey.pytorch.learner import Learner
     from covey.pytorch.policy import Policy

@@ -30,7 +30,7 @@ from tree_rows import NAMES, Row, Workload, budgets, differences, first, make, m
 
 import covey
 from covey.algorithms import make_objective
-from covey.observe.memory import forget_peak, peak_rss_bytes
+from covey.processes import forget_peak, peak_rss_bytes
 from covey.pytorch.engine import Engine
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy

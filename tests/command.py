@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from covey.cli import app as cli
+from covey.cli import report as cli_report
 from covey.cli import weights as cli_weights
 
 
@@ -16,7 +17,12 @@ class Command:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
         self._capsys = capsys
-        for console in (cli.out, cli.err, cli_weights.err):  # a line is a line, however long the test's folder is named
+        for console in (
+            cli.out,
+            cli.err,
+            cli_report.out,
+            cli_weights.err,
+        ):  # a line is a line, however long the test's folder is named
             monkeypatch.setattr(console, "width", max(console.width, 1000))
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:

@@ -18,7 +18,7 @@ from covey.config import old_names
 def test_help_lists_the_commands(covey: Command) -> None:
     status, out, _ = covey("--help")
     assert status == 0
-    for command in ("train", "resume", "eval", "sample", "config", "curve"):
+    for command in ("train", "resume", "eval", "sample", "config", "report"):
         assert command in out
 
 
@@ -34,7 +34,7 @@ def test_explaining_one_setting(covey: Command) -> None:
     assert "learning_rate" not in out
 
 
-def test_train_eval_sample_curve(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
+def test_train_eval_sample_report(covey: Command, recipe_folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     status, out, err = covey("train", recipe_folder, f"run.output_dir={run}", "schedule.max_steps=2", "eval_steps=0")
     assert status == 0, err
@@ -59,7 +59,7 @@ def test_train_eval_sample_curve(covey: Command, recipe_folder: Path, tmp_path: 
     assert covey(*arguments, "--seed", "1")[1] != first
 
     picture = tmp_path / "both.png"
-    assert covey("curve", run, run, "-o", picture)[0] == 0
+    assert covey("report", run, "-o", picture)[0] == 0
     assert picture.stat().st_size > 5_000
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from command import Command
-from covey.observe.doctor import diagnose
-from covey.observe.findings import findings
+from covey.observe.doctor import diagnose, findings
 from covey.observe.run_folder import RunFolder
 
 GOOD = {"reward_std": 0.3, "frac_reward_zero_std": 0.1, "grad_norm": 0.5, "loss": 0.1, "completions/mean_length": 9.0}

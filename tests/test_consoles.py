@@ -59,7 +59,7 @@ def test_a_wide_screen_gives_each_column_what_it_asks_for() -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `covey questions` and `covey completions` read, in a folder with a space in its name."""
+    """What `covey report` reads, in a folder with a space in its name."""
     folder = tmp_path_factory.mktemp("a folder") / "rün 1"
     with RunFolder.create(folder) as run:
         run.write_config(GRPOConfig(output_dir=str(folder)).to_toml())
@@ -70,10 +70,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", [80, 60])
 def test_questions_on_a_narrow_screen(run: Path, width: int, covey: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from covey.cli import app as cli
+    from covey.cli import report
 
-    monkeypatch.setattr(cli.out, "width", width)
-    _, out, _ = covey("questions", run)
+    monkeypatch.setattr(report.out, "width", width)
+    _, out, _ = covey("report", run)
     assert all(word in out for word in ("hardest", "visits", "right", "first", "last", "question", "größe-17", "25 %"))
     assert max(map(len, out.splitlines())) <= width
 
@@ -82,7 +82,7 @@ def test_questions_on_a_narrow_screen(run: Path, width: int, covey: Command, mon
     "locale", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
 )
 def test_an_ascii_console_shows_a_question_mark(run: Path, locale: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "covey", "questions", str(run)]
+    command = [sys.executable, "-m", "covey", "report", str(run)]
     done = subprocess.run(command, env={**os.environ, **locale, "COLUMNS": "80"}, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     assert b"gr??e-17" in done.stdout.replace(b"gr???", b"gr??")

@@ -18,13 +18,12 @@ import pytest
 from transformers.utils.chat_parsing import parse_response
 
 from covey.algorithms.masks import create_sampling_mask, has_choice_letter, is_repetitive
-from covey.cli.app import _last_message
-from covey.cli.completions import shown_text
+from covey.cli.report import shown_text
 from covey.environments.actions import parse_action
 from covey.environments.house import House
+from covey.observe.choices import Answered, choice_html, choice_report
 from covey.observe.completions import messages
 from covey.observe.console import visible
-from covey.observe.html import page, table, tag
 from covey.rewards import exact_match, extract, format_reward, json_reward, numeric_match, prompt_text, tags_reward
 from covey.rewards.extract import MAX_JSON, completion_text, read_json
 from covey.rewards.formats import json_text
@@ -39,8 +38,7 @@ from covey.tasks.arithmetic import CHOICES, Arithmetic, read_answer
 from covey.tasks.gsm8k import GSM8K, is_correct_answer, reference_answer
 from covey.tasks.usmle import USMLERewardModel, compute_reward, extract_answer, extract_answer_literal
 from covey.trl import rewards
-from covey.trl.toolcalls import UNREADABLE, calls_in, read_call
-from covey.trl.toolchat import ToolChat
+from covey.trl.toolchat import UNREADABLE, ToolChat, calls_in, read_call
 from covey.trl.tools import Call, Calls, Order, tool_schema
 from covey.watch.tables import _turns
 
@@ -275,9 +273,13 @@ def readers() -> Iterator[Mapping[str, Callable[[str], Any]]]:
         "a prompt on the page": messages,
         "a conversation on the page": lambda text: messages(json.dumps([{"role": "user", "content": text}])),
         "a play on the page": _turns,
-        "a page": lambda text: page(text, tag("p", text), table([text], [[text]])),
+        "a page": lambda text: choice_html(
+            choice_report(
+                [{"question": text, "options": {"A": text}, "answer": "A"}], Answered(text, [text], [None], ["A"])
+            ),
+            text,
+        ),
         "the console": lambda text: (visible(text, 1_000), shown_text(text, 1_000)),
-        "a sample on the console": _last_message,
         "chat": chat,
     }
     yield found

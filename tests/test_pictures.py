@@ -23,7 +23,7 @@ from covey.serving.chat import chat_text
 from covey.serving.neutral import RequestError
 from covey.tasks import build_prompts, load_rows
 from covey.trl import GRPOConfig, GRPOTrainer
-from covey.trl.reward_models import with_models
+from covey.trl.loading import with_models
 from fakes import FakeTokenizer
 
 PICTURE = Image.new("RGB", (2, 2))

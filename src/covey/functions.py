@@ -22,6 +22,25 @@ from typing import Any, TypeVar
 from covey.errors import ConfigError, CoveyError, raised_at
 
 
+def when_used(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """A `__getattr__` for a package whose names are imported when they are first used.
+
+    Args:
+        package: its name.
+        homes: module -> the names, with blanks between them, that the package has from it.
+    """
+    modules = {name: module for module, names in homes.items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        found = getattr(importlib.import_module(modules[name]), name)
+        setattr(sys.modules[package], name, found)
+        return found
+
+    return get
+
+
 def load_function(name: str) -> Callable[..., Any]:
     """Import the function or verifier that `name` names; see `load_object`.
 
@@ -168,8 +187,10 @@ _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Made]]) -> tuple[str, Any, str]:
+def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Made] | str]) -> tuple[str, Any, str]:
     """What `name` begins with, the factory of that name or the object of a `FILE.py:NAME`, and the options after it.
+
+    A factory that is told by `MODULE:NAME` is imported now.
 
     Raises:
         ConfigError: there is no such thing.
@@ -181,11 +202,12 @@ def find_factory(kind: str, name: str, factories: Mapping[str, Callable[..., Mad
         return base, load_object(base, kind), listed
     if base not in factories:
         raise ConfigError(f"{kind}={base!r}: no such {kind}; {_nearest(base, sorted(factories))}")
-    return base, factories[base], listed
+    found = factories[base]
+    return base, load_object(found, kind) if isinstance(found, str) else found, listed
 
 
 def make_named(
-    kind: str, name: str, factories: Mapping[str, Callable[..., Made]], needs: type[Any], **options: Any
+    kind: str, name: str, factories: Mapping[str, Callable[..., Made] | str], needs: type[Any], **options: Any
 ) -> Made:
     """Call the factory that `name` names.
 

@@ -14,8 +14,8 @@ from typing import Any
 from covey.serving.connections import ConnectionLimits
 from covey.serving.listening import listen, uvicorn_server
 from covey.watch.app import create_app
-from covey.watch.reader import TableReader
 from covey.watch.run import WatchedRun
+from covey.watch.tables import TableReader
 
 TOKEN = "page-token"
 FLAGS = [

@@ -183,6 +183,7 @@ def test_every_view_shows_a_run(short_run: Path, visit: Any, serve: Any) -> None
     picture(page, "settings")
 
 
+@pytest.mark.slow
 def test_agents_episodes_are_compared_turn_by_turn(agents_run: Path, visit: Any, serve: Any) -> None:
     rows = RunFolder.read(agents_run).read_completions(4)
     address = serve(agents_run)
@@ -235,6 +236,7 @@ def _credit(row: dict[str, Any]) -> float:
     return sum(abs(turn["advantage"]) for turn in json.loads(row["play"]))
 
 
+@pytest.mark.slow
 def test_curves_can_be_turned_every_way(
     short_run: Path, agents_run: Path, visit: Any, serve: Any, tmp_path: Path
 ) -> None:
@@ -264,6 +266,7 @@ def test_curves_can_be_turned_every_way(
     assert page.page.get_by_text("house: config.toml").count() == 0
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_run_that_trains(recipe_folder: Path, visit: Any, serve: Any, tmp_path: Path) -> None:
     changes = (f"run.output_dir={tmp_path}/live", "schedule.max_steps=2000", "evaluation.eval_steps=0")
     command = [sys.executable, "-m", "covey", "train", str(recipe_folder / "recipe.toml"), *changes]
@@ -292,6 +295,7 @@ def test_the_page_follows_a_run_that_trains(recipe_folder: Path, visit: Any, ser
             process.kill()
 
 
+@pytest.mark.slow
 def test_a_long_run_opens_quickly_and_can_be_searched(visit: Any, serve: Any, tmp_path: Path) -> None:
     run = make_large_run(tmp_path / "long")
     address = serve(run.path)
@@ -367,6 +371,7 @@ def _walk_hostile(page: Visit) -> None:
     assert "<script>" in page.page.locator(".tokens span").first.inner_text()
 
 
+@pytest.mark.slow
 def test_a_file_to_send_needs_nobody(short_run: Path, agents_run: Path, visit: Any, tmp_path: Path) -> None:
     path = tmp_path / "sent.html"
     export_runs([WatchedRun(short_run), WatchedRun(agents_run)], path)
@@ -400,7 +405,7 @@ def test_a_file_to_send_needs_nobody(short_run: Path, agents_run: Path, visit: A
     _walk_hostile(visit(hostile.as_uri()))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_screen_readers_find_their_way(short_run: Path, agents_run: Path, visit: Any, serve: Any, scheme: str) -> None:
     address = serve(short_run, agents_run)
     page = visit(f"{address}#token={TOKEN}", color_scheme=scheme, bypass_csp=True)  # axe is put into the page

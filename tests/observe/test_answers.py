@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from covey.observe.answer_report import choice_html, write_choice_report
-from covey.observe.answer_statistics import (
+from covey.observe.choices import (
     Answered,
     accuracy_by_length,
     accuracy_by_topic,
+    choice_html,
     choice_report,
     letter_prior,
     likelihood,
     rotation_consistency,
+    write_choice_report,
 )
 
 LETTERS = ["A", "B", "C", "D"]
@@ -130,7 +131,8 @@ def test_the_page_escapes_what_models_write(tmp_path: Path) -> None:
     assert "<script>" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "Test &amp; report" in page
-    assert "data:image/png;base64," in page
+    assert "not measured" in page
+    assert "<td>4-4</td><td>1</td>" in page  # words of a question, by length
     assert json.loads(as_json.read_text())["model"]["accuracy"]["share"] == 0.5
     assert "not measured" not in choice_html(choice_report(rows("AB"), one), "x")
 

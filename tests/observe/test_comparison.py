@@ -1,4 +1,4 @@
-"""`covey compare`: what differs between runs, what they reached, and the paired test on the same questions."""
+"""`covey report`: what differs between runs, what they reached, and the paired test on the same questions."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from covey import GRPOTrainer
 from covey.config import GRPOConfig
 from covey.errors import DataError
 from covey.observe.comparison import (
+    Answer,
+    Answers,
     ComparedRun,
     accuracy_of,
-    chosen_evaluation,
+    answers_of,
     differing_settings,
-    equal_point,
+    equal_step,
     metric_values,
     pair,
-    read_answers,
 )
+from covey.observe.completions import read_table
 from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 
 
-def steps(count: int, seconds: float = 30.0, tokens: int = 100) -> list[dict[str, Any]]:
+def steps(count: int) -> list[dict[str, Any]]:
     """A run whose reward at step n is n, evaluated before and every second step."""
-    lines: list[dict[str, Any]] = [{"step": 0, "eval/accuracy": 0.0, "eval/seconds": 60.0}]
+    lines: list[dict[str, Any]] = [{"step": 0, "eval/accuracy": 0.0}]
     for step in range(1, count + 1):
-        lines.append({"step": step, "reward": float(step), "step_time": seconds, "num_tokens": tokens * step})
+        lines.append({"step": step, "reward": float(step)})
         if step % 2 == 0:
-            lines.append({"step": step, "eval/accuracy": step / 100, "eval/seconds": 60.0})
+            lines.append({"step": step, "eval/accuracy": step / 100})
     return lines
 
 
@@ -44,22 +46,15 @@ def test_settings_that_differ() -> None:
     assert differing_settings([one, ComparedRun("c", [], {})])["run.seed"] == [1, None]
 
 
-def test_metrics_at_an_equal_point_worked_by_hand() -> None:
-    slow, quick = ComparedRun("slow", steps(4, seconds=60.0, tokens=1000)), ComparedRun("quick", steps(20))
-    assert equal_point([slow, quick], "step") == 4
-    # The 4 rewards of `slow` are 1, 2, 3, 4; of `quick` the last 10 are 11 to 20.
-    assert metric_values(slow, "reward", "step", 4) == {"final": 2.5, "best": 2.5, "best_step": 4, "equal": 2.5}
-    assert metric_values(quick, "reward", "step", 4) == {"final": 15.5, "best": 15.5, "best_step": 20, "equal": 2.5}
-    assert metric_values(quick, "eval/accuracy", "step", 5)["equal"] == 0.04
-    # 4 steps of a minute and three evaluations of one: 7 minutes. `quick` is there after 8 steps: 1 + 8 / 2 + 3 = 8 is
-    # beyond, 7 steps take 1 + 3.5 + 3 = 7.5, 6 steps and their evaluation 7.
-    assert equal_point([slow, quick], "minutes") == 7.0
-    assert metric_values(quick, "eval/accuracy", "minutes", 7.0)["equal"] == 0.06
-    assert metric_values(quick, "reward", "minutes", 7.0)["equal"] == 3.5
-    assert equal_point([slow, quick], "tokens") == 2000
-    assert metric_values(slow, "reward", "tokens", 2000)["equal"] == 1.5
-    assert metric_values(slow, "kl", "step", 4) == {"final": None, "best": None, "best_step": None, "equal": None}
-    assert equal_point([slow, ComparedRun("new", [])], "step") is None
+def test_metrics_at_an_equal_step_worked_by_hand() -> None:
+    short, long = ComparedRun("short", steps(4)), ComparedRun("long", steps(20))
+    assert equal_step([short, long]) == 4
+    # The 4 rewards of `short` are 1, 2, 3, 4; of `long` the last 10 are 11 to 20.
+    assert metric_values(short, "reward", 4) == {"final": 2.5, "best": 2.5, "best_step": 4, "equal": 2.5}
+    assert metric_values(long, "reward", 4) == {"final": 15.5, "best": 15.5, "best_step": 20, "equal": 2.5}
+    assert metric_values(long, "eval/accuracy", 5)["equal"] == 0.04
+    assert metric_values(short, "kl", 4) == {"final": None, "best": None, "best_step": None, "equal": None}
+    assert equal_step([short, ComparedRun("new", [])]) is None
 
 
 def row(uid: str, right: bool | None, text: str | None = None, **others: Any) -> dict[str, Any]:
@@ -70,9 +65,11 @@ def row(uid: str, right: bool | None, text: str | None = None, **others: Any) ->
     return {"group": uid, "uid": uid, "prompt": prompt, "completion": "?", "reward": reward, "correct": right} | others
 
 
-def table(path: Path, *rows: dict[str, Any], **options: Any) -> Any:
+def table(path: Path, *rows: dict[str, Any], **options: Any) -> Answers:
     write_table(path, rows)
-    return read_answers(5, path, **options)
+    told = answers_of(read_table(path), **options)
+    by_uid = {uid: Answer(*answer) for uid, answer in told.pop("by_uid").items()}
+    return Answers(5, path, by_uid=by_uid, **told)
 
 
 def test_pairs_worked_by_hand(tmp_path: Path) -> None:
@@ -99,7 +96,6 @@ def test_pairs_worked_by_hand(tmp_path: Path) -> None:
     half = 1.959964 * ((7 / 12 - 9 / 144) / 12) ** 0.5
     assert found.difference.low == pytest.approx(0.25 - half, abs=1e-6)
     assert found.difference.high == pytest.approx(0.25 + half, abs=1e-6)
-    assert pair(before, after, by_uid=True).lost == ["q0", "worded"]
     assert accuracy_of(before) is not None
     assert accuracy_of(before)["count"] == 4  # type: ignore[index]
 
@@ -123,16 +119,6 @@ def test_rewards_and_several_answers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"only one of them says which answers are right"):
         pair(scores, judged)
     assert table(tmp_path / "c", row("q0", True), rewards=True).judged is False
-
-
-def test_evaluations_by_name() -> None:
-    run = ComparedRun("a", steps(6), evaluations={step: Path(str(step)) for step in (0, 2, 4)})
-    for which, step in (("first", 0), ("last", 4), ("2", 2), ("best", 4), ("equal", 2)):
-        assert chosen_evaluation(run, which, "step", 3.0) == step
-    with pytest.raises(DataError, match="at step 3; it has 0, 2, 4"):
-        chosen_evaluation(run, "3", "step", None)
-    with pytest.raises(DataError, match=r"log_completions=true"):
-        chosen_evaluation(ComparedRun("b", []), "last", "step", None)
 
 
 # ---------------------------------------------------------------------- the command
@@ -159,7 +145,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> lis
 
 def test_real_runs(trained: list[Path], covey: Command, tmp_path: Path) -> None:
     picture, file = tmp_path / "curves.png", tmp_path / "compared.json"
-    status, out, err = covey("compare", *trained, "-o", picture, "--json", file, "--questions", "4")
+    status, out, err = covey("report", *trained, "-o", picture, "-o", file, "-n", "4")
     assert (status, err) == (0, "")
     assert picture.stat().st_size > 5_000
     found = json.loads(file.read_text())
@@ -179,7 +165,7 @@ def test_real_runs(trained: list[Path], covey: Command, tmp_path: Path) -> None:
     assert "b against a on 4 questions that both were asked" in out
     assert "parts of it that no file holds may differ too" in out  # the reward function is in memory
 
-    status, out, err = covey("compare", trained[0], "--json", file)
+    status, out, err = covey("report", trained[0], "-o", file)
     assert (status, err) == (0, "")
     alone = json.loads(file.read_text())
     assert [entry["step"] for entry in alone["held_out"]] == [0, 3]
@@ -195,7 +181,7 @@ def test_a_copied_run_of_another_version(trained: list[Path], covey: Command, tm
         for line in RunFolder.read(trained[0]).read_metrics():
             writer.append_metrics(line.pop("step"), line)
     file = tmp_path / "compared.json"
-    status, out, err = covey("compare", trained[0], tmp_path / "old", "--json", file)
+    status, out, err = covey("report", trained[0], tmp_path / "old", "-o", file)
     assert (status, err) == (0, "")
     assert json.loads(file.read_text())["settings"] == {"optim.old_setting": [None, "[red]x"]}
     assert "[red]x" in out
@@ -210,12 +196,13 @@ def test_runs_that_cannot_be_compared(trained: list[Path], covey: Command, tmp_p
         ((trained[0], link), "are one folder; give each run once"),
         ((tmp_path / "new",), "nothing is recorded yet"),
         ((tmp_path,), "holds no run"),
-        ((*trained, "--at", "hours"), "--at='hours': metrics are compared at equal step, tokens or minutes"),
-        ((*trained, "--metric", "rewards/short"), "no run has it; did you mean rewards/short/mean?"),
-        ((*trained, "--eval", "soon"), "--eval='soon': no evaluation"),
-        ((*trained, "--eval", "2"), "a has no table of an evaluation at step 2; it has 0, 3"),
+        ((*trained, "--eval", "soon"), "--eval='soon': no step"),
+        ((*trained, "--eval", "2"), "the run has no table of it; there are 2, from 0 to 3, the nearest 0 and 3"),
+        ((*trained, "-o", tmp_path / "a.html"), "a page is --html FILE"),
+        ((trained[0], "--worst", "-o", tmp_path / "a.png"), "with completions only .jsonl is written"),
+        ((*trained, "--worst"), "completions of one run are read; give one run"),
     ):
-        status, _, err = covey("compare", *arguments)
+        status, _, err = covey("report", *arguments)
         assert status == 2
         assert message in " ".join(err.split())
 
@@ -227,11 +214,11 @@ def test_other_questions_are_said(trained: list[Path], covey: Command, tmp_path:
         with RunFolder.create(runs[-1]) as writer:
             writer.append_metrics(0, {"eval/accuracy": 1.0})
             writer.write_evaluation(0, [row(str(number), True, text) for number, text in enumerate(texts)])
-    status, out, err = covey("compare", *runs)
+    status, out, err = covey("report", *runs)
     assert (status, err) == (0, "")
     assert "x has no config.toml, so its settings are not compared" in out
     assert "are equal" not in out
     assert "y against x on 1 questions that both were asked: +0.0 points" in out
-    assert "1 questions have one uid and different texts and are left out; --by-uid takes them as the same" in out
+    assert "1 questions have one uid and different texts and are left out" in out
     assert "z against x: they were asked other questions" in out
     assert "2 comparisons: each p is of its own test" in out

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from covey.cli.reports import group_seeds, run_labels
+from covey.cli.report import run_labels
 from covey.config import GRPOConfig
 from covey.errors import ConfigError, RunFolderError
 from covey.observe import RunFolder, draw_comparison, draw_learning_curve, draw_run
-from covey.observe.curve import mean_and_range, series, smooth
+from covey.observe.comparison import ComparedRun, group_seeds
+from covey.observe.curve import mean_and_range, series, smooth, sparkline
 
 
 def records(seed=0, steps=30):
@@ -54,6 +55,12 @@ def test_smoothing_by_hand():
     assert smooth([]) == []
 
 
+def test_a_curve_as_text_by_hand():
+    assert sparkline([(1, 0.0), (2, 7.0), (3, 3.0), (4, 4.0)]) == "▁█▄▅"
+    assert sparkline([(1, 1.0), (2, 3.0), (3, 9.0), (4, 9.0)], 2) == "▁█"  # means 2 and 9
+    assert (sparkline([(1, 5.0)]), sparkline([])) == ("▁", "")
+
+
 def test_mean_and_range_at_shared_steps():
     seeds = [[(1, 0.0), (2, 1.0)], [(1, 1.0), (2, 2.0), (3, 9.0)], []]
     assert mean_and_range(seeds) == [(1, 0.5, 0.0, 1.0), (2, 1.5, 1.0, 2.0)]
@@ -93,18 +100,21 @@ def test_a_picture_that_cannot_be_written_is_a_run_folder_error(tmp_path):
         draw_learning_curve(records(), tmp_path / "missing" / "a.png")
 
 
-def settings_of(*, seed, **changes):
-    return GRPOConfig(f"runs/{seed}", seed=seed, **changes).to_dict()
+def run_of(label, *, seed, **changes):
+    sections = GRPOConfig(f"runs/{seed}", seed=seed, **changes).to_dict()
+    settings = {f"{name}.{field}": value for name, fields in sections.items() for field, value in fields.items()}
+    return ComparedRun(label, [{"step": seed}], settings)
 
 
 def test_only_runs_that_differ_in_their_seed_are_seeds():
-    fast = [settings_of(seed=seed, learning_rate=1e-3) for seed in (1, 2)]
-    slow = [settings_of(seed=seed) for seed in (1, 2)]
-    assert group_seeds([fast[0], slow[0], fast[1], slow[1]], "abcd") == [[0, 2], [1, 3]]
-    with pytest.raises(ConfigError, match=r"b and a are no seeds of one experiment: optim\.learning_rate is 1e-05 and"):
-        group_seeds([fast[0], slow[1]], "ab")
-    with pytest.raises(ConfigError, match=r"a and b do not differ in run\.seed"):
-        group_seeds([fast[0], fast[0]], "ab")
+    fast = [run_of("ab"[n], seed=n, learning_rate=1e-3) for n in (0, 1)]
+    slow = [run_of("cd"[n], seed=n) for n in (0, 1)]
+    grouped = {"a + b": [[{"step": 0}], [{"step": 1}]], "c + d": [[{"step": 0}], [{"step": 1}]]}
+    assert group_seeds([fast[0], slow[0], fast[1], slow[1]]) == grouped
+    with pytest.raises(ConfigError, match=r"d and a are no seeds of one experiment: optim\.learning_rate is 1e-05 and"):
+        group_seeds([fast[0], slow[1]])
+    with pytest.raises(ConfigError, match=r"a and a do not differ in run\.seed"):
+        group_seeds([fast[0], fast[0]])
 
 
 def test_each_run_has_a_name_of_its_own(tmp_path):

@@ -14,12 +14,12 @@ def printed_by(code):
 
 
 def test_the_peak_rises_by_what_is_touched_stays_and_is_not_inherited():
-    child = "from covey.observe.memory import peak_rss_bytes as peak; print(peak())"
+    child = "from covey.processes import peak_rss_bytes as peak; print(peak())"
     before, risen, after, inherited = map(
         int,
         printed_by(
             "import subprocess, sys\n"
-            "from covey.observe.memory import peak_rss_bytes as peak\n"
+            "from covey.processes import peak_rss_bytes as peak\n"
             "before = peak(); block = bytearray(b'x') * 200_000_000; risen = peak(); del block\n"
             f"child = subprocess.run([sys.executable, '-c', {child!r}], capture_output=True, text=True)\n"
             "print(before, risen, peak(), child.stdout)"
@@ -34,7 +34,7 @@ def test_a_peak_can_be_forgotten():
     before, risen, after, held = map(
         int,
         printed_by(
-            "from covey.observe.memory import forget_peak, peak_rss_bytes as peak\n"
+            "from covey.processes import forget_peak, peak_rss_bytes as peak\n"
             "before = peak(); block = bytearray(b'x') * 200_000_000; del block\n"
             "risen = peak(); assert forget_peak(); print(before, risen, peak(), "
             "int(open('/proc/self/statm').read().split()[1]) * __import__('resource').getpagesize())"

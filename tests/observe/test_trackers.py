@@ -19,17 +19,12 @@ from covey import GRPOTrainer
 from covey.config import GRPOConfig
 from covey.observe import RunFolder, make_observers
 from covey.observe.observers import Observers
-from covey.observe.sending import Rarer, Sender, bounded_table, bounded_text
-from covey.observe.trackers import MLflowTracker, _Tracker
-
-CURVE = b"\x89PNG"
+from covey.observe.trackers import MLflowTracker, Sender, _Tracker, bounded_table, bounded_text, is_due
 
 
-def tell_a_run(observers: Observers, folder: RunFolder | None = None) -> None:
+def tell_a_run(observers: Observers) -> None:
     observers.on_run_start({"optim": {"learning_rate": 0.1}}, {"name": "demo", "run_id": "abc", "start_step": 0})
     observers.on_eval(0, {"eval/accuracy": 0.25})
-    if folder is not None:
-        folder.curve_path.write_bytes(CURVE)
     for step in (1, 2):
         observers.on_step(step, {"reward": step / 10, "kl": float("nan"), "note": "text"})
         rows = [{"group": 0, "sample": n, "prompt": "p", "completion": "c" * 2000, "reward": 1.0} for n in range(5)]
@@ -44,7 +39,6 @@ class FakeRun(ModuleType):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.calls: list[Any] = []
-        self.Image = lambda path: ("image", Path(path).read_bytes())
         self.Table = lambda columns, data, allow_mixed_types: (columns, data)
 
     def init(self, **options: Any) -> None:
@@ -62,7 +56,7 @@ def test_run_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     fake = FakeRun(name)
     monkeypatch.setitem(sys.modules, name, fake)
     with RunFolder.create(tmp_path / "my-run") as run:
-        tell_a_run(make_observers([name, name], run, console=False, report_completions=2), run)
+        tell_a_run(make_observers([name, name], run, console=False, report_completions=2))
     options, *rest = fake.calls
     assert (options["name"], options["config"]) == ("my-run", {"optim": {"learning_rate": 0.1}})
     assert options["resume"] == "allow"
@@ -71,13 +65,13 @@ def test_run_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
     sent = {"completions": (columns, [[0, n, "p", "c" * 1000 + " [...]", 1.0] for n in range(2)])}
     heads = ["step", "kind", "message"]
     assert rest == [
+        (0, {"events": (heads, [[0, "run", "started"]])}),
         (0, {"eval/accuracy": 0.25}),
-        (1, {"learning_curve": ("image", CURVE)}),
-        (1, {"events": (heads, [[0, "run", "started"]])}),
         (1, {"reward": 0.1}),
         (1, sent),
         (2, {"reward": 0.2}),
         (2, sent),
+        (2, {"events": (heads, [[0, "run", "started"], [2, "diagnosis", "all is well"]])}),
         (2, {"events": (heads, [[0, "run", "started"], [2, "diagnosis", "all is well"], [2, "run", "finished"]])}),
         "finish",
     ]
@@ -104,22 +98,16 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def add_scalar(self, tag: str, value: float, step: int) -> None:
             calls.append((tag, value, step))
 
-        def add_image(self, tag: str, image: Any, step: int, dataformats: str) -> None:
-            calls.append((tag, image.shape, step, dataformats))
-
         def close(self) -> None:
             calls.append("close")
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    from matplotlib.image import imsave
-
     with RunFolder.create(tmp_path) as run:
         observers = make_observers("tensorboard", run, console=False, logging_steps=2, report_completions=1)
         observers.on_run_start({}, {"start_step": 3})
         for step in (4, 5):
             observers.on_step(step, {"reward": 0.5, "kl": None})
             observers.on_completions(step, [{"completion": "# no\nheading", "reward": 1.0}, {"completion": "second"}])
-        imsave(run.curve_path, [[[1.0, 0.0, 0.0, 1.0]] * 3] * 2)
         observers.on_run_end("failed")
     assert calls == [
         (str(tmp_path / "tensorboard"), 4),
@@ -127,7 +115,6 @@ def test_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("reward", 0.5, 4),
         ("completions", "    completion: # no\n    heading\n    reward: 1.0", 4),
         ("event/run", "    failed", 5),
-        ("learning_curve", (2, 3, 3), 5, "HWC"),
         "close",
     ]
 
@@ -169,7 +156,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with RunFolder.create(tmp_path / "run") as run:
-        tell_a_run(make_observers("mlflow", run, console=False, report_completions=1), run)
+        tell_a_run(make_observers("mlflow", run, console=False, report_completions=1))
         first, fake.calls = fake.calls, []
         again = make_observers("mlflow", run, console=False)
         again.on_run_start({}, {"run_id": "abc", "start_step": 2})
@@ -178,7 +165,6 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [call[0] for call in first]
     assert first[names.index("log_batch")] == ("log_batch", "r1", [("optim.learning_rate", "0.1")])
     assert ("log_batch", "r1", [("eval/accuracy", 0.25, 0)]) in first
-    assert ("log_artifact", "r1", str(run.curve_path)) in first
     (text, path) = next(call[2:] for call in first if call[0] == "log_text" and "completions" in call[3])
     assert path == "completions/step_000001.json"
     assert len(json.loads(text)["data"]) == 1
@@ -206,7 +192,7 @@ def test_a_tracker_that_fails_is_one_warning(
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with RunFolder.create(tmp_path / "run") as run, caplog.at_level(logging.WARNING, logger="covey.observe"):
         observers = make_observers("wandb", run, console=False)
-        tell_a_run(observers, run)
+        tell_a_run(observers)
         assert [type(each).__name__ for each in observers] == ["RunFolderWriter"]
         assert [line["step"] for line in run.read_metrics()] == [0, 1, 2]
         said = [event["message"] for event in run.read_events() if event["kind"] == "observer"]
@@ -223,7 +209,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_run(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(_Tracker, "patience", 0.2)
     started = time.monotonic()
     with RunFolder.create(tmp_path / "run") as run:
-        tell_a_run(make_observers("trackio", run, console=False), run)
+        tell_a_run(make_observers("trackio", run, console=False))
         (said,) = [event["message"] for event in run.read_events() if event["kind"] == "observer"]
     release.set()
     assert time.monotonic() - started < 30
@@ -277,13 +263,11 @@ def test_too_many_waiting_calls_are_an_error() -> None:
 
 
 def test_long_runs_send_rarely() -> None:
-    due = Rarer()
-    taken = [number for number in range(1, 1001) if due()]
+    taken = [number for number in range(1, 1001) if is_due(number)]
     assert taken[:50] == list(range(1, 51))
     assert taken[50:100] == list(range(52, 152, 2))
     assert taken[100:103] == [152, 156, 160]
-    due = Rarer()
-    assert sum(due() for _ in range(1_000_000)) < 750
+    assert sum(map(is_due, range(1, 1_000_001))) < 750
 
 
 def test_tables_are_bounded() -> None:
@@ -305,7 +289,7 @@ def test_events_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "mlflow", FakeMLflow())
     tracker = MLflowTracker(tmp_path, "run")
     told: list[Any] = []
-    monkeypatch.setattr(tracker, "_send_event", lambda *entry: told.append(entry[:3]))
+    monkeypatch.setattr(tracker, "_send_events", lambda every: told.append(every[-1]))
     for number in range(600):
         tracker.on_event("note", f"{number} " + "z" * 5000)
     tracker._sender.close()

@@ -22,20 +22,22 @@ import pytest
 from command import Command
 from covey import GRPOTrainer
 from covey.config import GRPOConfig
-from covey.errors import RunFolderError
-from covey.observe import completions
-from covey.observe.records import write_table
 from covey.observe.run_folder import RunFolder
 from covey.serving.connections import ConnectionLimits
 from covey.serving.listening import listen, uvicorn_server
-from covey.watch import export, following, reader, tables
+from covey.watch import export, tables
+from covey.watch import run as watching
 from covey.watch.app import create_app
-from covey.watch.following import follow
-from covey.watch.run import WatchedRun
+from covey.watch.run import WatchedRun, follow
+from covey.watch.tables import TableReader
 
 TOKEN = "page-token"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202egnp\ud800"
 PAGE = Path(tables.__file__).parent / "page"
+
+
+READER = TableReader()
+"""Its processes start once for all tests here."""
 
 
 class Page:
@@ -44,7 +46,9 @@ class Page:
     def __init__(self, *folders: Path) -> None:
         listening = listen("127.0.0.1", 0)
         listening.listen(16)
-        self.server = uvicorn_server(create_app([WatchedRun(each) for each in folders], TOKEN), ConnectionLimits())
+        self.server = uvicorn_server(
+            create_app([WatchedRun(each, READER) for each in folders], TOKEN), ConnectionLimits()
+        )
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]})
         self.thread.start()
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=20)
@@ -190,7 +194,7 @@ def test_search_and_filters_choose_completions(tmp_path: Path, open_page: Any) -
     assert page.ask("0/completions", step=1, offset=1)["groups"][0]["uid"] == "b"
 
 
-def test_the_page_and_the_command_find_what_a_conversation_says(tmp_path: Path, open_page: Any, covey: Command) -> None:
+def test_the_page_finds_what_a_conversation_says(tmp_path: Path, open_page: Any) -> None:
     """Not the JSON that it is stored as, in which letters have other names."""
     row = {"group": 0, "uid": "a", "prompt": [{"role": "user", "content": 'Où "est"\nla gare?'}], "completion": "ici"}
     with RunFolder.create(tmp_path / "run") as run:
@@ -200,8 +204,6 @@ def test_the_page_and_the_command_find_what_a_conversation_says(tmp_path: Path, 
     assert hit["excerpt"] == 'Où "est"\nla gare?'
     for query in ({"search": "content"}, {"reward_from": 1.1}, {"length_to": 2}):
         assert page.ask("0/search", **query)["hits"] == []
-    assert covey("completions", str(run.path), "--search", 'OÙ "EST"')[0] == 0
-    assert covey("completions", str(run.path), "--search", "content")[0] != 0
 
 
 def test_evaluations_are_compared_question_by_question(tmp_path: Path, open_page: Any) -> None:
@@ -296,31 +298,21 @@ def test_damaged_lines_and_tables_are_left_out_and_said(tmp_path: Path, open_pag
         assert page.get(path).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "config",
-    ["x = " + "9" * 5000, "[model]\nmodel = 0x" + "f" * 9000, "a." * 20_000 + "b = 1", "[schedule]\nmax_steps = nan"],
-)
-def test_settings_that_no_run_writes_are_shown_as_text(tmp_path: Path, open_page: Any, config: str) -> None:
-    with RunFolder.create(tmp_path / "run") as run:
-        run.config_path.write_text(config)
-    (about,) = open_page(run.path).ask("runs")
-    assert (about["config"], about["model"], about["max_steps"]) == (config, "", None)
-
-
-@pytest.mark.parametrize("number", ["1e299", "1" + "0" * 400, "-1e308", "1e308"])
-def test_the_doctor_bears_numbers_that_no_run_measures(tmp_path: Path, open_page: Any, number: str) -> None:
+def test_settings_and_numbers_that_no_run_writes(tmp_path: Path, open_page: Any) -> None:
+    """Settings are shown as text; the doctor bears numbers that no run measures."""
+    configs = ["x = " + "9" * 5000, "[model]\nmodel = 0x" + "f" * 9000, "a." * 20_000 + "b = 1",
+               "[schedule]\nmax_steps = nan"]  # fmt: skip
     names = ("reward", "kl", "grad_norm", "entropy", "mask_ratio", "frac_reward_zero_std")
-    with RunFolder.create(tmp_path / "run") as run:
-        lines = [f'{{"step": {n}, ' + ", ".join(f'"{name}": {number}' for name in names) + "}\n" for n in range(60)]
-        run.metrics_path.write_text("".join(lines))
-    assert open_page(run.path).ask("0/doctor")["said"] == []
-
-
-def test_a_table_of_lists_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "step_000001.parquet"
-    pq.write_table(pa.table({"group": [[1], [2]], "reward": [0.0, 1.0]}), path)
-    with pytest.raises(RunFolderError, match="'group' holds lists"):
-        completions.read_table(path)
+    numbers = ("1e299", "1" + "0" * 400, "-1e308", "1e308")
+    for index, (config, number) in enumerate(zip(configs, numbers, strict=True)):
+        with RunFolder.create(tmp_path / str(index)) as run:
+            run.config_path.write_text(config)
+            lines = [f'{{"step": {n}, ' + ", ".join(f'"{name}": {number}' for name in names) + "}\n" for n in range(60)]
+            run.metrics_path.write_text("".join(lines))
+    page = open_page(*(tmp_path / str(index) for index in range(4)))
+    for index, about in enumerate(page.ask("runs")):
+        assert (about["config"], about["model"], about["max_steps"]) == (configs[index], "", None)
+        assert page.ask(f"{index}/doctor")["said"] == []
 
 
 def test_a_run_that_is_deleted_takes_no_other_from_the_page(tmp_path: Path, open_page: Any) -> None:
@@ -334,7 +326,7 @@ def test_a_run_that_is_deleted_takes_no_other_from_the_page(tmp_path: Path, open
 
 
 def test_a_long_file_comes_in_pieces_and_an_endless_line_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "PIECE", 1000)
+    monkeypatch.setattr(watching, "PIECE", 1000)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(300)) + "x" * 5000 + '\n{"step": 300}\n')
     steps, end, mark, more, damaged, most = [], 0, "", True, 0, 0
@@ -347,16 +339,6 @@ def test_a_long_file_comes_in_pieces_and_an_endless_line_ends(tmp_path: Path, mo
     assert most <= 1000
     assert damaged > 0
     assert end == path.stat().st_size
-
-
-def test_what_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "step_000001.parquet"
-    write_table(path, [{"group": 0, "completion": "a" * 1_000_000, "reward": 0.0}] * 50)
-    assert path.stat().st_size < 100_000
-    assert len(completions.read_table(path)) == 50
-    monkeypatch.setattr(completions, "MOST_ROWS", 49)
-    with pytest.raises(RunFolderError, match="50 rows"):
-        completions.read_table(path)
 
 
 def test_hostile_completions_are_text_and_long_ones_are_cut(tmp_path: Path, open_page: Any) -> None:
@@ -429,22 +411,24 @@ def test_several_runs_and_a_copy(finished: Path, tmp_path: Path, open_page: Any)
     assert sorted((path, path.stat().st_mtime_ns) for path in copy.rglob("*")) == before  # it only reads
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ('{"step": 3, "samplers": [{"name": "a", "version": 2, "units": 4, "failed": 0, "left": false}]}', [(2, 4)]),
-        ('{"samplers": [{"name": {}, "version": null, "units": 1e400}, 5, {"version": true, "units": "9"}]}', [(), ()]),
-        ('{"samplers": 5}', []),
-        ("[[[[", []),
-        ("[" * 100_000, []),
-    ],
-    ids=["right", "odd", "number", "cut", "deep"],
-)
-def test_who_samples_is_told(tmp_path: Path, open_page: Any, content: str, told: list[tuple[int, ...]]) -> None:
-    with RunFolder.create(tmp_path / "run"):
-        (tmp_path / "run" / "samplers.json").write_text(content)
-    found = open_page(tmp_path / "run").ask("0/tables")["samplers"]
-    assert [tuple(one[name] for name in ("version", "units") if name in one) for one in found] == told
+def test_who_samples_is_told(tmp_path: Path, open_page: Any) -> None:
+    sampler = '{"name": "a", "version": 2, "units": 4, "failed": 0, "left": false}'
+    odd = '{"samplers": [{"name": {}, "version": null, "units": 1e400}, 5, {"version": true, "units": "9"}]}'
+    cases: dict[str, list[tuple[int, ...]]] = {
+        f'{{"step": 3, "samplers": [{sampler}]}}': [(2, 4)],
+        odd: [(), ()],
+        '{"samplers": 5}': [],
+        "[[[[": [],
+        "[" * 100_000: [],
+    }
+    folders = [tmp_path / str(index) for index in range(len(cases))]
+    for folder, content in zip(folders, cases, strict=True):
+        with RunFolder.create(folder):
+            (folder / "samplers.json").write_text(content)
+    page = open_page(*folders)
+    for index, told in enumerate(cases.values()):
+        found = page.ask(f"{index}/tables")["samplers"]
+        assert [tuple(one[name] for name in ("version", "units") if name in one) for one in found] == told
 
 
 def test_the_command_says_what_is_wrong(covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,9 +503,9 @@ def test_all_steps_are_searched_the_newest_first(
     assert page.get("/api/0/search", reward_from="nan").status_code == 422
 
     # without time to look on, each portion is one table; together they find the same
-    monkeypatch.setattr(reader, "SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(tables, "SEARCH_SECONDS", 0.0)
     watched, steps, before = WatchedRun(run.path), [], None
-    monkeypatch.setattr(watched._reader, "ask", lambda what, path, *rest: reader.ANSWERS[what](path, *rest))
+    monkeypatch.setattr(watched._reader, "ask", lambda what, path, *rest: tables.ANSWERS[what](path, *rest))
     while (part := watched.search("step", {"search": "apples"}, 0, 99, before))["looked"]:
         assert part["looked"] == 1
         steps += [hit["step"] for hit in part["hits"]]
@@ -550,7 +534,7 @@ def test_a_file_to_send_is_whole_and_bounded(
     finished: Path, covey: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "sent.html"
-    status, printed, _ = covey("report", finished, "-o", path)
+    status, printed, _ = covey("report", finished, "--html", path)
     assert status == 0
     assert "MB" in printed
     text = path.read_text()
@@ -565,11 +549,11 @@ def test_a_file_to_send_is_whole_and_bounded(
     assert found["0/tables"]["ledger"] == [2, 4]
 
     monkeypatch.setattr(export, "MOST_BYTES", 30_000)
-    left_out = export.export_runs([WatchedRun(finished)], path)
+    left_out = export.export_runs([WatchedRun(finished, READER)], path)
     assert any("tables of completions" in sentence for sentence in left_out)
     assert len(_archive(path.read_text())) < 60_000
     for name, words in (("sent.pdf", "ends in .html"), ("no/such/folder.html", "does not exist")):
-        status, _, said = covey("report", finished, "-o", tmp_path / name)
+        status, _, said = covey("report", finished, "--html", tmp_path / name)
         assert status == 2
         assert words in said
 

@@ -15,7 +15,7 @@ from covey.rewards.formats import has_tags, json_reward
 from covey.rewards.jail.programs import extract_code, same_output
 from covey.tasks.arithmetic import read_answer
 from covey.tasks.usmle import extract_answer, extract_answer_literal
-from covey.trl.toolcalls import calls_in
+from covey.trl.toolchat import calls_in
 
 ACTIONS = ["go", "go to the red door"]
 UNIQUE = json_reward({"type": "array", "uniqueItems": True})

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from covey.cli.reports import kind_shares, percent, print_kinds
+from covey.cli.results import kind_shares, percent, print_kinds
 from covey.observe import ConsoleProgress, describe_metric
 from covey.rollout.collect import Rollout
 from covey.training.evaluate import Evaluation, accuracy_by_kind

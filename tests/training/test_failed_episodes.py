@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from covey import GRPOConfig, GRPOTrainer
-from covey.cli.reports import print_difference, print_left_out
+from covey.cli.results import print_difference, print_left_out
 from covey.errors import ConfigError
 from covey.observe.run_folder import RunFolder
 from covey.rollout.agents import PlayStats

@@ -19,7 +19,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.distributed.ranks import Ranks
 from covey.errors import CheckpointError, ConfigError, CoveyError, RunFolderError
 from covey.files import publishing
-from covey.observe.lock import FolderLock
+from covey.observe.run_folder import FolderLock
 from covey.training.launch import RanksBackend
 from covey.training.replay import Report, replay
 

@@ -10,26 +10,15 @@ import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl_runs import ROWS, unique_letters
+from trl_runs import SMALL as SMALL_RUN
 
 from command import Command
 from covey.errors import HubError
 from covey.trl import GRPOConfig, GRPOTrainer
 from fake_hub import TOKEN, FakeHub, fake_hub
 
-ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.01,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def unique_letters(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
+SMALL = SMALL_RUN | {"learning_rate": 0.01, "max_steps": 1}
 
 
 def make(model: Path, output: Path, peft: bool = False, **options: Any) -> GRPOTrainer:

@@ -11,35 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
+from trl_runs import ROWS, unique_letters
+from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import CheckpointError
 from covey.trl import GRPOConfig, GRPOTrainer
 
-ROWS = [{"prompt": text} for text in ["Flat is", "Simple is better", "Now is", "Errors"]]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 4,
-    "max_steps": 3,
-    "save_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def unique_letters(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+SMALL = SMALL_RUN | {"max_completion_length": 4, "save_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +124,7 @@ class Killed(BaseException):
     """Nothing runs after it, no cleaning up either."""
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_of_saving(
     taken: Any, folder: Path, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

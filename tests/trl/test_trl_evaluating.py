@@ -9,28 +9,17 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
+from trl_runs import SMALL as SMALL_RUN
+from trl_runs import unique_letters
 
 from covey.errors import ConfigError, DataError
 from covey.trl import GRPOConfig, GRPOTrainer
 
 TRAINING = [{"prompt": text} for text in ["Flat is", "Simple is better", "Now is", "Errors"]]
 HELD_OUT = [{"prompt": text} for text in ["Sparse is", "Readability", "Complex"]]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "per_device_eval_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 3,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+SMALL = SMALL_RUN | {"per_device_eval_batch_size": 3}
 EVERY_STEP: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
 BEST: dict[str, Any] = {**EVERY_STEP, "save_steps": 1, "load_best_model_at_end": True}
-
-
-def unique_letters(completions: list[str], **columns: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
 
 
 def constant(completions: list[str], **columns: Any) -> list[float]:
@@ -45,14 +34,6 @@ class Stream:
 
     def __iter__(self) -> Any:
         return iter(self.rows)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -104,6 +85,11 @@ def test_early_stopping_by_the_default_metric(make: Any) -> None:
     trainer = make(better, HELD_OUT, callbacks=[EarlyStoppingCallback(1)], **BEST)
     assert trainer.train().global_step == 3
     assert trainer.state.best_global_step == 3
+    by_name = {"metric_for_best_model": "eval_reward", "max_steps": 9, "save_total_limit": 1}
+    trainer = make(constant, HELD_OUT, callbacks=[EarlyStoppingCallback(2)], **(BEST | by_name))
+    assert trainer.train().global_step == 3
+    kept = Path(trainer.args.output_dir) / "checkpoint-1"
+    assert (trainer.state.best_model_checkpoint, kept.is_dir()) == (str(kept), True)
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "eval_f1", "eval_rewards/other/mean"])

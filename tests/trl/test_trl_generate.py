@@ -9,29 +9,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tiny_models import END_ID, PAD_ID, tiny_model, tiny_tokenizer
+from tiny_models import END_ID, PAD_ID
+from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import ConfigError, GenerationError
 from covey.trl import GRPOConfig, GRPOTrainer
 
 ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is")]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.05,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 2,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+SMALL = SMALL_RUN | {"learning_rate": 0.05, "max_steps": 2}
 
 
 class Seen:
@@ -86,6 +71,7 @@ def test_the_engine_samples_where_nothing_was_replaced(folder: Path, tmp_path: P
         trainer.train()
 
 
+@pytest.mark.slow
 def test_options_of_generate(folder: Path, tmp_path: Path) -> None:
     """A prohibitive penalty leaves no token twice, which shows that it is applied; without one some come again."""
 

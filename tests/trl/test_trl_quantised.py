@@ -10,6 +10,8 @@ import torch
 from peft import LoraConfig
 from tiny_models import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPTQConfig, TorchAoConfig
+from trl_runs import ROWS
+from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import ConfigError, ModelError
 from covey.pytorch.models.dequantise import quantised_layers
@@ -18,16 +20,7 @@ from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, get_quantization_con
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("torchao")
 
-ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 2,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+SMALL = SMALL_RUN | {"max_steps": 2}
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 

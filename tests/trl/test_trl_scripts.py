@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import tiny_model, tiny_tokenizer
+from trl_runs import ROWS, made, unique_letters
+from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import ConfigError
 from covey.trl import (
@@ -26,34 +27,12 @@ from covey.trl import (
     TrlParser,
     get_dataset,
 )
+from covey.trl.arguments import warned
 from covey.trl.experimental.openenv import generate_rollout_completions
-from covey.trl.fields import warned
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import settings
 
-ROWS = [{"prompt": text} for text in ("Flat is", "Simple is better", "Now is", "Errors")]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def unique_letters(completions: list[Any], **rest: Any) -> list[float]:
-    return [float(len(set(completion))) for completion in completions]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+SMALL = SMALL_RUN | {"max_steps": 2, "logging_steps": 1}
 
 
 def test_a_batch_below_one_group_is_raised_to_one() -> None:
@@ -213,9 +192,10 @@ def test_the_parser_passes_over_what_no_dataclass_knows(tmp_path: Path) -> None:
 def test_model_options_of_open_r1_load_the_model(folder: Path, tmp_path: Path) -> None:
     """Flash attention, which is not installed here, is no reason to stop: attention is Covey's own."""
     options = {"revision": "main", "attn_implementation": "flash_attention_2", "use_cache": False, "device_map": None}
-    args = GRPOConfig(str(tmp_path), **SMALL, model_init_kwargs=options | {"torch_dtype": torch.bfloat16})
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
-    assert next(trainer.model.parameters()).dtype == torch.float32
+    for dtype in (torch.bfloat16, "bfloat16"):
+        given = {"model_init_kwargs": options | {"torch_dtype": dtype}, "lr_scheduler_type": "constant_with_warmup"}
+        trainer = made(folder, tmp_path, **given)
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
 class _Answer:
@@ -248,7 +228,7 @@ def test_the_server_says_what_it_is(body: dict[str, Any] | None, kind: str, monk
 
 
 def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.fields.vllm_is_installed", lambda: False)
+    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: False)
     monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: False)
     args = GRPOConfig("out", use_vllm=True, vllm_mode="colocate")
     (said,) = warned(args)
@@ -258,7 +238,7 @@ def test_vllm_in_this_process_is_said_to_be_none_where_it_is_not_installed(monke
 
 
 def test_vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("covey.trl.fields.vllm_is_installed", lambda: True)
+    monkeypatch.setattr("covey.trl.arguments.vllm_is_installed", lambda: True)
     monkeypatch.setattr("covey.trl.translate.vllm_is_installed", lambda: True)
 
     def asked(**more: Any) -> Any:

@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import END_ID, tiny_model, tiny_tokenizer
+from trl_runs import SMALL as SMALL_RUN
 
 from covey.errors import GenerationError
 from covey.pytorch.engine import device as engine_device
 from covey.pytorch.engine.sampling import Draw
 from covey.rollout.turns import Row
 from covey.trl import GRPOConfig, GRPOTrainer
-from covey.trl.toolcalls import calls_in
-from covey.trl.toolchat import ToolChat
+from covey.trl.toolchat import ToolChat, calls_in
 from covey.trl.tools import Call, tool_schema
 
 TEMPLATE = (
@@ -35,15 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ROWS = [{"prompt": [{"role": "user", "content": text}], "secret": n} for n, text in enumerate(["Add", "Sum", "Plus"])]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.01,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 200,
-    "max_steps": 1,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+SMALL = SMALL_RUN | {"learning_rate": 0.01, "max_completion_length": 200, "max_steps": 1}
 Script = Callable[[int, int], str]
 """(sample, turn) -> what is said in that turn."""
 

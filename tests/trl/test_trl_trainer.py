@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -11,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import tiny_model, tiny_tokenizer
+from tiny_models import tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    EarlyStoppingCallback,
     HfArgumentParser,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -24,45 +25,24 @@ from transformers import (
     TrainerCallback,
 )
 from transformers.trainer_utils import get_last_checkpoint
+from trl_runs import ROWS, SMALL, made, unique_letters
 
+import covey.trl
 from covey.errors import ConfigError
 from covey.trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
-from covey.trl.fields import FORMER, MEANINGS
+from covey.trl.arguments import FORMER, MEANINGS, table
 from covey.trl.rewards import (
     accuracy_reward,
     get_soft_overlong_punishment,
     reasoning_accuracy_reward,
     think_format_reward,
 )
-from covey.trl.table import table
 
-ROWS = [{"prompt": text, "number": n} for n, text in enumerate(["Flat is", "Simple is better", "Now is", "Errors"])]
 CHATS = [{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
-SMALL: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "per_device_train_batch_size": 3,
-    "num_generations": 3,
-    "max_completion_length": 8,
-    "max_steps": 3,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
-
-
-def unique_letters(completions: list[Any], **columns: Any) -> list[float]:
-    return [float(len(set(c if isinstance(c, str) else c[0]["content"]))) for c in completions]
 
 
 async def lengths(completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -86,42 +66,29 @@ def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
     return {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
 
 
+MORE_OPTIONS: list[dict[str, Any]] = [
+    {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "top_p": 0.9, "top_k": 10, "min_p": 0.01},
+    {"num_iterations": 2, "importance_sampling_level": "sequence"},
+    {"steps_per_generation": 2, "max_steps": 4, "off_policy_mask_threshold": 0.5},
+    {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 5},
+    {"num_generations": 6, "gradient_accumulation_steps": 2, "top_entropy_quantile": 0.2},
+    {"entropy_coef": 0.01, "use_adaptive_entropy": True, "dataloader_num_workers": 2, "shuffle_dataset": False},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
+    {"multi_objective_aggregation": "normalize_then_sum", "generation_kwargs": {"do_sample": True, "top_k": 5}},
+]
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"loss_type": "bnpo"},
-        {"loss_type": "grpo", "gradient_accumulation_steps": 2},
-        {"loss_type": "dr_grpo"},
-        {"loss_type": "cispo", "epsilon_high": 5.0},
-        {"loss_type": "sapo"},
-        {"loss_type": "vespo"},
-        {"beta": 0.1},
-        {"beta": 0.1, "use_bias_correction_kl": False},
-        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
-        {"num_iterations": 2},
-        {"num_iterations": 2, "importance_sampling_level": "sequence"},
-        {"steps_per_generation": 2, "max_steps": 4},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 5},
-        {"num_generations": 6, "gradient_accumulation_steps": 2},
-        {"off_policy_mask_threshold": 0.5},
-        {"top_entropy_quantile": 0.2},
-        {"entropy_coef": 0.01},
-        {"entropy_coef": 0.01, "use_adaptive_entropy": True},
-        {"delta": 2.0},
-        {"top_p": 0.9, "top_k": 10, "min_p": 0.01},
-        {"multi_objective_aggregation": "normalize_then_sum"},
-        {"scale_rewards": False},
-        {"scale_rewards": "batch"},
-        {"scale_rewards": True},
-        {"cast_lm_head_to_fp32": True},
-        {"bf16": True},
-        {"fp16": True},
-        {"gradient_checkpointing": False},
-        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.01}},
-        {"warmup_steps": 0.5},
-        {"dataloader_num_workers": 2, "shuffle_dataset": False},
-        {"generation_kwargs": {"do_sample": True, "top_k": 5}},
+        {"loss_type": "bnpo", "scale_rewards": False, "bf16": True},
+        {"loss_type": "grpo", "gradient_accumulation_steps": 2, "beta": 0.1, "use_bias_correction_kl": False},
+        {"loss_type": "dr_grpo", "delta": 2.0, "scale_rewards": "batch", "gradient_checkpointing": False},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2},
+        {"loss_type": "sapo", "entropy_coef": 0.01, "scale_rewards": True, "cast_lm_head_to_fp32": True},
+        {"loss_type": "vespo", "fp16": True, "warmup_steps": 0.5},
+        *(pytest.param(options, marks=pytest.mark.slow) for options in MORE_OPTIONS),
     ],
     ids=str,
 )
@@ -158,8 +125,7 @@ def test_a_generation_is_trained_on_in_several_optimiser_steps(folder: Path, tmp
 
 
 def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path: Path) -> None:
-    args = GRPOConfig(str(tmp_path), **(SMALL | {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"}))
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+    trainer = made(folder, tmp_path, unique_letters, ROWS, max_steps=-1, num_train_epochs=2, logging_strategy="epoch")
     assert trainer.train().global_step == 8
     assert [record["epoch"] for record in trainer.state.log_history] == [1.0, 2.0, 2.0]
 
@@ -167,8 +133,10 @@ def test_without_max_steps_epochs_count_whole_generations(folder: Path, tmp_path
 def test_the_cap_of_cispo_is_trls(folder: Path, tmp_path: Path) -> None:
     """Where no upper range is given, TRL caps at `epsilon`; Covey's own default is 5."""
     for given, cap in (({}, 0.2), ({"epsilon": 0.3}, 0.3), ({"epsilon_high": 4.0}, 4.0)):
-        args = GRPOConfig(str(tmp_path), **SMALL, loss_type="cispo", **given)
-        assert GRPOTrainer(str(folder), unique_letters, args, ROWS).run.args.algorithm.epsilon_max == cap
+        assert (
+            made(folder, tmp_path, unique_letters, ROWS, loss_type="cispo", **given).run.args.algorithm.epsilon_max
+            == cap
+        )
 
 
 def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
@@ -181,8 +149,7 @@ def test_a_mean_is_of_what_was_judged(folder: Path, tmp_path: Path) -> None:
     def never(completions: list[Any], **columns: Any) -> list[None]:
         return [None for _ in completions]
 
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(str(folder), [unique_letters, now_and_then, never], args, ROWS)
+    trainer = made(folder, tmp_path, [unique_letters, now_and_then, never], ROWS)
     trainer.train()
     last = trainer.state.log_history[-1]
     assert (last["rewards/now_and_then/mean"], last["rewards/never/mean"]) == (1.5, None)
@@ -206,7 +173,7 @@ def test_reward_models(folder: Path, reward_folder: Path, tmp_path: Path) -> Non
 
 
 def test_conversations(folder: Path, tmp_path: Path) -> None:
-    trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), CHATS)
+    trainer = made(folder, tmp_path, unique_letters, CHATS)
     trainer.train()
     (texts,) = trainer.generate([CHATS[0]["prompt"]], num_generations=2)
     assert len(texts) == 2
@@ -217,8 +184,7 @@ def test_lora(wrapped: bool, folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     lora = LoraConfig(target_modules=["q_proj", "v_proj"])
     model, config = (get_peft_model(model, lora), None) if wrapped else (model, lora)
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(model, unique_letters, args, ROWS, peft_config=config)
+    trainer = made(model, tmp_path, unique_letters, ROWS, peft_config=config)
     assert isinstance(trainer.model, PeftModel)
     before = weights(trainer)
     trainer.train()
@@ -234,8 +200,7 @@ class TestRecords:
     """Logs, evaluations and callbacks, as transformers' users expect them."""
 
     def test_log_history(self, folder: Path, tmp_path: Path) -> None:
-        args = GRPOConfig(str(tmp_path), **(SMALL | {"logging_steps": 2, "max_steps": 5, "logging_first_step": True}))
-        trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        trainer = made(folder, tmp_path, unique_letters, ROWS, logging_steps=2, max_steps=5, logging_first_step=True)
         trainer.train()
         assert [record["step"] for record in trainer.state.log_history] == [1, 2, 4, 5]
         for name in ("loss", "reward", "reward_std", "learning_rate", "completions/mean_length", "epoch"):
@@ -244,36 +209,11 @@ class TestRecords:
 
     def test_evaluations(self, folder: Path, tmp_path: Path) -> None:
         options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "eval_on_start": True}
-        args = GRPOConfig(str(tmp_path), **(SMALL | options | {"max_steps": 4}))
-        trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, ROWS[:2])
+        trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:2], **(options | {"max_steps": 4}))
         trainer.train()
         assert [r["step"] for r in trainer.state.log_history if "eval_reward" in r] == [0, 2, 4]
         found = trainer.evaluate({"first": ROWS[:1], "second": ROWS[1:]})
         assert {"eval_first_reward", "eval_second_reward"} <= found.keys()
-
-    def test_named_evaluation_sets(self, folder: Path, tmp_path: Path) -> None:
-        options = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3, "max_steps": 2}
-        trainer = GRPOTrainer(
-            str(folder),
-            unique_letters,
-            GRPOConfig(str(tmp_path), **(SMALL | options)),
-            ROWS,
-            {"easy": ROWS[:1], "hard": ROWS[1:]},
-        )
-        trainer.train()
-        names = {name for record in trainer.state.log_history for name in record}
-        assert {"eval_easy_reward", "eval_hard_reward"} <= names
-
-    def test_early_stopping(self, folder: Path, tmp_path: Path) -> None:
-        def constant(completions: list[Any], **columns: Any) -> list[float]:
-            return [0.5] * len(completions)
-
-        options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "max_steps": 9}
-        best = {"metric_for_best_model": "eval_reward", "load_best_model_at_end": True, "save_steps": 1}
-        args = GRPOConfig(str(tmp_path), **(SMALL | options | best))
-        stopping = EarlyStoppingCallback(early_stopping_patience=2)
-        trainer = GRPOTrainer(str(folder), constant, args, ROWS, ROWS[:1], callbacks=[stopping])
-        assert trainer.train().global_step == 3
 
     def test_callbacks(self, folder: Path, tmp_path: Path) -> None:
         seen: list[str] = []
@@ -316,7 +256,7 @@ class TestRecords:
             steps.append(trainer_state.global_step)
             return [float(n) for n, _ in enumerate(completions)]
 
-        GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), ROWS).train()
+        made(folder, tmp_path, reward, ROWS).train()
         assert steps == [0, 1, 2]
 
 
@@ -334,18 +274,17 @@ class TestFolders:
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 control.should_training_stop = state.global_step == 3
 
-        args = GRPOConfig(str(tmp_path / "b"), **options)
-        GRPOTrainer(str(folder), unique_letters, args, ROWS, callbacks=[Stop]).train()
+        made(folder, tmp_path / "b", unique_letters, ROWS, callbacks=[Stop], **options).train()
         assert get_last_checkpoint(tmp_path / "b") == str(tmp_path / "b" / "checkpoint-3")
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "checkpoint-2")
         assert read.config.model_type == "llama"
-        resumed = GRPOTrainer(str(folder), unique_letters, args, ROWS)
+        resumed = made(folder, tmp_path / "b", **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-2"))
         assert resumed.state.global_step == 4
         for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
             assert torch.equal(one, other), name
         with pytest.raises(RuntimeError, match="no checkpoint"):
-            GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path / "c"), **SMALL), ROWS).train(True)
+            made(folder, tmp_path / "c").train(True)
 
     @pytest.mark.parametrize("strategy", ["steps", "no"])
     def test_what_a_stopped_run_says_of_resuming_holds(self, strategy: str, folder: Path, tmp_path: Path) -> None:
@@ -368,23 +307,22 @@ class TestFolders:
         assert json.loads((tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
     def test_a_limit_of_checkpoints(self, folder: Path, tmp_path: Path) -> None:
-        args = GRPOConfig(str(tmp_path), **(SMALL | {"save_steps": 1, "save_total_limit": 2, "max_steps": 4}))
-        GRPOTrainer(str(folder), unique_letters, args, ROWS).train()
+        made(folder, tmp_path, unique_letters, ROWS, save_steps=1, save_total_limit=2, max_steps=4).train()
         assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
 
     def test_training_again(self, folder: Path, tmp_path: Path) -> None:
         """A second `train`, and a cell that is run again, begin a new run; nothing of the first one is lost."""
-        trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        trainer = made(folder, tmp_path)
         trainer.train()
         before = weights(trainer)
         assert trainer.train().global_step == 3
         assert changed(trainer, before)
-        again = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        again = made(folder, tmp_path)
         again.train()
         assert {path.name for path in tmp_path.glob("covey*")} == {"covey", "covey-1", "covey-2"}
 
     def test_saving(self, folder: Path, tmp_path: Path) -> None:
-        trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **SMALL), ROWS)
+        trainer = made(folder, tmp_path)
         metrics = trainer.train().metrics
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
@@ -418,8 +356,7 @@ def test_an_optimiser_of_ones_own(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    args = GRPOConfig(str(tmp_path), **SMALL)
-    trainer = GRPOTrainer(model, unique_letters, args, ROWS, optimizers=(optimizer, schedule))
+    trainer = made(model, tmp_path, unique_letters, ROWS, optimizers=(optimizer, schedule))
     before = weights(trainer)
     trainer.train()
     assert changed(trainer, before)
@@ -457,7 +394,7 @@ def test_what_is_impossible_is_one_clear_error(
     options: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
+        made(folder, tmp_path, unique_letters, ROWS, **options)
 
 
 def test_what_has_no_effect_is_said_once(folder: Path, tmp_path: Path) -> None:
@@ -550,6 +487,7 @@ def test_a_subclass_adds_to_what_is_logged(folder: Path, tmp_path: Path) -> None
     assert all(record["mine"] > 3 for record in trainer.state.log_history)
 
 
+@pytest.mark.slow
 def test_reruns_leave_no_stale_checkpoints(folder: Path, tmp_path: Path) -> None:
     """An earlier run's checkpoints go aside with it: their counts are not those of the new run."""
     options = SMALL | {"save_steps": 1, "save_total_limit": 2}
@@ -570,28 +508,11 @@ def test_callbacks_may_ask_whatever_the_strategies_say(folder: Path, tmp_path: P
             control.should_save = control.should_evaluate = state.global_step == 2
             return control
 
-    args = GRPOConfig(str(tmp_path), **(SMALL | {"max_steps": 4, "save_strategy": "no"}))
-    trainer = GRPOTrainer(str(folder), unique_letters, args, ROWS, ROWS[:1], callbacks=[Ask()])
+    trainer = made(folder, tmp_path, unique_letters, ROWS, ROWS[:1], callbacks=[Ask()], max_steps=4, save_strategy="no")
     trainer.train()
     assert (tmp_path / "checkpoint-2").is_dir()
     assert [record["step"] for record in trainer.state.log_history if "eval_reward" in record] == [2]
     assert rates == pytest.approx([0.1, 0.075, 0.05, 0.025])
-
-
-def test_the_best_checkpoint_is_named_and_kept(folder: Path, tmp_path: Path) -> None:
-    calls = iter(range(1000))
-
-    def falling(completions: list[Any], **columns: Any) -> list[float]:
-        start = -next(calls)
-        return [start + 0.1 * n for n, _ in enumerate(completions)]
-
-    options = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3, "save_steps": 1}
-    best = {"load_best_model_at_end": True, "save_total_limit": 1, "metric_for_best_model": "eval_reward"}
-    args = GRPOConfig(str(tmp_path), **(SMALL | options | best))
-    trainer = GRPOTrainer(str(folder), falling, args, ROWS, ROWS[:1])
-    trainer.train()
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
-    assert (tmp_path / "checkpoint-1").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -610,22 +531,16 @@ def test_the_best_checkpoint_is_named_and_kept(folder: Path, tmp_path: Path) -> 
 )
 def test_errors_name_what_the_user_wrote(options: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
+        made(folder, tmp_path, unique_letters, ROWS, **options)
 
 
 def test_the_commonest_slip_is_explained(folder: Path, tmp_path: Path) -> None:
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         return [float(len(completion.split())) for completion in completions]
 
-    trainer = GRPOTrainer(str(folder), reward, GRPOConfig(str(tmp_path), **SMALL), CHATS)
+    trainer = made(folder, tmp_path, reward, CHATS)
     with pytest.raises(RuntimeError, match=r'take its text by completion\[0\]\["content"\]'):
         trainer.train()
-
-
-def test_half_precision_is_loaded_as_float32(folder: Path, tmp_path: Path) -> None:
-    options = {"model_init_kwargs": {"torch_dtype": "bfloat16"}, "lr_scheduler_type": "constant_with_warmup"}
-    trainer = GRPOTrainer(str(folder), unique_letters, GRPOConfig(str(tmp_path), **(SMALL | options)), ROWS)
-    assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
 
 
 def test_a_variant_of_adamw_is_said(folder: Path, tmp_path: Path) -> None:
@@ -645,7 +560,23 @@ def test_reward_functions_have_a_time_limit_if_one_is_set(
         seen.append(threading.current_thread() is threading.main_thread())
         return [float(len(each)) for each in completions]
 
-    trainer = GRPOTrainer(str(folder), where, GRPOConfig(str(tmp_path), **SMALL, reward_timeout=limit), ROWS)
+    trainer = made(folder, tmp_path, where, ROWS, reward_timeout=limit)
     trainer.train()
     assert set(seen) == {in_main_thread}
     assert trainer.run.data.scorer.timeout == limit
+
+
+def test_nothing_assigns_to_a_part_of_a_finished_trainer(folder: Path, tmp_path: Path) -> None:
+    """What samples, scores, steps and listens is given to the constructor; no file of the door swaps a part later."""
+    swapped = []
+    for path in Path(covey.trl.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+            called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "vars", "patch")
+            for target in [*targets, *(node.args[:1] if called else ())]:  # type: ignore[attr-defined]
+                text = "" if target is None else ast.unparse(target)
+                if re.match(r"(self\.|trainer\.)?run\b", text) and (called or isinstance(target, ast.Attribute)):
+                    swapped += [f"{path.name}:{node.lineno}: {text}"] if text != "self.run" else []  # type: ignore[attr-defined]
+    assert swapped == []
+    run = made(folder, tmp_path).run
+    assert not {name for name in vars(run) if callable(getattr(type(run), name, None))}  # no method is replaced

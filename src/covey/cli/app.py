@@ -1,5 +1,5 @@
-"""The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `questions`, `compare`, `completions`,
-`replay`, `play`, `imitate`, `export`, `serve`, `watch`, `report`, `config`, `curve`.
+"""The command line: `covey train`, `resume`, `plan`, `doctor`, `eval`, `sample`, `replay`, `play`, `imitate`, `export`,
+`serve`, `watch`, `report`, `config`.
 
 Heavy imports happen inside the commands, so that `covey --help` answers at once. A `CoveyError` is printed as one
 message and ends with exit status 2; anything else is a bug and shows its traceback.
@@ -7,7 +7,6 @@ message and ends with exit status 2; anything else is a bug and shows its traceb
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -20,31 +19,27 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from covey import __version__
-from covey.cli.compare import compare
-from covey.cli.completions import completions
 from covey.cli.doctor import doctor
 from covey.cli.ending import said_by_signals
 from covey.cli.export import export
 from covey.cli.imitate import imitate
 from covey.cli.plan import plan
 from covey.cli.replay import replay
-from covey.cli.reports import (
+from covey.cli.report import report
+from covey.cli.results import (
     PER_KIND,
-    group_seeds,
     print_choices,
     print_difference,
     print_kinds,
     print_left_out,
-    print_questions,
     print_summary,
-    run_labels,
 )
 from covey.cli.serve import serve
-from covey.cli.watch import report, watch
+from covey.cli.watch import watch
 from covey.cli.weights import Overrides, config_for, recipe_file
 from covey.config.old_names import gone_command
 from covey.config.whole import GRPOConfig, render_explain
-from covey.errors import ClusterLostError, ConfigError, CoveyError, DataError
+from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.observe.console import accept_any_text, print_table, say, visible
 
 if TYPE_CHECKING:
@@ -319,33 +314,6 @@ def show_config(
 
 
 @app.command()
-def questions(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
-    number: Annotated[int, typer.Option("-n", "--number", min=0, help="List so many of the hardest.")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="Every question with every visit, as JSON lines.")] = False,
-) -> None:
-    """How each training question was answered over a run: always rightly, never, and which are the hardest."""
-    from covey.observe.run_folder import RunFolder
-    from covey.training.evaluate import questions_of
-
-    folder = RunFolder.read(run)
-    found = questions_of(folder.read_answers())
-    if not found:
-        raise DataError(f"{run}: no questions yet, or nothing says which completions are right")
-    if as_json:
-        for question in found:
-            print(json.dumps({"uid": question.uid, "accuracy": question.accuracy, "visits": question.visits}))
-        return
-    wanted = {question.uid for question in found[:number]}
-    prompts: dict[str, str] = {}
-    for step in reversed(folder.completion_steps()):
-        if wanted <= prompts.keys():
-            break
-        prompts |= {row["uid"]: _last_message(row["prompt"]) for row in folder.read_completions(step)}
-    print_questions(out, found, prompts, number)
-
-
-@app.command()
 def play(
     world: Annotated[str, typer.Argument(help="A world, with options: house, house:rooms=4.")],
     number: Annotated[int, typer.Option("-n", "--number", min=0, help="Which of the held-out tasks.")] = 0,
@@ -367,40 +335,11 @@ def play(
 
 
 app.command()(imitate)
-app.command()(compare)
-app.command()(completions)
 app.command()(export)
 app.command()(serve)
 app.command()(watch)
 app.command()(report)
 app.command()(replay)
-
-
-@app.command()
-def curve(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; each of several is a line of its own.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture to write.")] = Path("learning_curve.png"),
-    title: Annotated[str, typer.Option(help="Title of the picture.")] = "",
-    seeds: Annotated[
-        bool,
-        typer.Option("--seeds", help="Draw runs that differ in their seed only as one line: their mean and range."),
-    ] = False,
-) -> None:
-    """Draw the learning curve of one run, or of several in one picture."""
-    from covey.observe.curve import draw_comparison, draw_learning_curve
-    from covey.observe.run_folder import RunFolder
-
-    folders = [RunFolder.read(run) for run in runs]
-    if len(folders) == 1 and not seeds:
-        draw_learning_curve(folders[0].read_metrics(), output, title=title)
-    else:
-        labels = run_labels(runs)
-        groups = [[index] for index in range(len(runs))]
-        if seeds:
-            groups = group_seeds([GRPOConfig.from_toml(folder.whole_config()).to_dict() for folder in folders], labels)
-        lines = {" + ".join(labels[i] for i in group): [folders[i].read_metrics() for i in group] for group in groups}
-        draw_comparison(lines, output, title=title)
-    out.print(f"wrote {output}", markup=False)
 
 
 def _evaluate_choices(
@@ -414,8 +353,7 @@ def _evaluate_choices(
     folder: Path | None,
 ) -> None:
     """Put the questions to the model, then to the one it is compared with; print, and write the report if asked to."""
-    from covey.observe.answer_report import write_choice_report
-    from covey.observe.answer_statistics import choice_report
+    from covey.observe.choices import choice_report, write_choice_report
     from covey.observe.console import progress_bar
     from covey.training.multiple_choice import answer_choices
 
@@ -466,14 +404,6 @@ def _show(result: Evaluation, number: int) -> None:
         mark = "" if result.correct is None else ("right: " if result.correct[index] else "wrong: ")
         question = prompt.content if isinstance(prompt.content, str) else prompt.content[-1]["content"]
         out.print(f"{question}\n  {mark}{episode.text!r}", markup=False, highlight=False)
-
-
-def _last_message(prompt: str) -> str:
-    """What the user asked: prompts in a run folder are text, or a conversation as JSON."""
-    try:
-        return str(json.loads(prompt)[-1]["content"])
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return prompt
 
 
 def _trainer(config: GRPOConfig) -> GRPOTrainer:

@@ -15,8 +15,7 @@ from covey.cli.weights import Overrides, recipe_file
 from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.observe.console import say, visible
-from covey.observe.doctor import Diagnosis
-from covey.observe.findings import findings
+from covey.observe.doctor import Diagnosis, findings
 from covey.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -94,9 +94,8 @@ def print_forecast(known: Forecast | None, where: str) -> None:
 
 def tell_device_memory(config: GRPOConfig, sizes: Sequence[float], *, as_json: bool = False) -> None:
     """Whether a recipe fits into GPUs of these sizes in GB."""
-    from covey.training.agents import load_world
     from covey.training.device_memory import Recipe, fit
-    from covey.training.setup import load_task, with_defaults
+    from covey.training.setup import load_task, load_world, with_defaults
 
     recipe = Recipe.of(with_defaults(config, load_world(config) or load_task(config)))
     fits = [fit(recipe, size * 1e9) for size in sorted(sizes)]

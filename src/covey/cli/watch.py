@@ -1,4 +1,4 @@
-"""`covey watch`: runs in the browser; `covey report`: the same page as one file."""
+"""`covey watch`: runs in the browser."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def watch(
     from covey.serving.connections import ConnectionLimits
     from covey.serving.listening import listen, uvicorn_server
     from covey.watch.app import create_app
-    from covey.watch.reader import TableReader
     from covey.watch.run import WatchedRun
+    from covey.watch.tables import TableReader
 
     check_token(token or None)
     secret = token or secrets.token_urlsafe(16)
@@ -55,31 +55,3 @@ def watch(
     if not no_browser:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     uvicorn_server(app, ConnectionLimits()).run(sockets=[listening])
-
-
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; they may be running, or copied from elsewhere.")],
-    path: Annotated[Path, typer.Option("--output", "-o", help="The file; one that is there is replaced.")] = Path(
-        "report.html"
-    ),
-) -> None:
-    """Write runs as one HTML file to send: curves, settings, completions, tokens, the doctor. It opens offline.
-
-    Of long runs it has some steps, and says which; it is what covey watch shows.
-    """
-    from covey.watch.export import export_runs
-    from covey.watch.reader import TableReader
-    from covey.watch.run import WatchedRun
-
-    if path.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--output {path}: the file is a page; give it a name that ends in .html")
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--output {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
-    reader = TableReader()
-    try:
-        left_out = export_runs([WatchedRun(run, reader) for run in runs], path)
-    finally:
-        reader.close()
-    say(out, f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-    for sentence in left_out:
-        say(out, sentence)

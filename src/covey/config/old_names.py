@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "compare": "covey report RUN RUN",
+    "completions": "covey report RUN --step last",
+    "curve": "covey report RUN -o FILE.png",
+    "questions": "covey report RUN",
+}
 """Command -> what to type instead, such as `covey doctor RECIPE`."""
 
 _SERVERS = (

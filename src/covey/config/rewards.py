@@ -6,6 +6,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+NO_TIMEOUT = 1e9
+"""Functions are called in the main thread then, where they may use signals."""
+
 
 class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
     """Which rewards there are, their weights, their time limit, and the punishment of overlong answers."""
@@ -28,8 +31,8 @@ class RewardConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_in
     reward_timeout: float = Field(
         default=60.0,
         gt=0,
-        le=1e9,
-        description="Seconds that one call of a reward function may take before the run stops.",
+        le=NO_TIMEOUT,
+        description="Seconds that one call of a reward function may take before the run stops; 1e9 = no limit.",
     )
     soft_overlong_cache: int = Field(
         default=0,

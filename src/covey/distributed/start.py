@@ -6,15 +6,16 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from covey.backend import Backend
 from covey.config.whole import GRPOConfig
-from covey.distributed.fleet import Fleet, Maker
-from covey.distributed.members import LocalMember, done
-from covey.distributed.reward_workers import Rewards, RewardWorkers
 from covey.errors import ConfigError
 from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
+
+if TYPE_CHECKING:  # a run on one machine loads none of it
+    from covey.distributed.fleet import Fleet, Maker
 
 _GRACE_SECONDS = 5.0
 """Beyond its own time limits, that a worker has to say which reward function hangs."""
@@ -34,6 +35,8 @@ def make_sampler(config: GRPOConfig, backend: Backend, policy: TrainedPolicy) ->
         own = backend.make_sampler(config, policy)
         if chosen.samplers is None or getattr(own, "cuts_units", False):
             return own
+        from covey.distributed.members import LocalMember, done
+
         member = LocalMember(own)
         return _fleet(config, [lambda again: done(member)])
     from covey.distributed.servers import connect, make_member
@@ -52,6 +55,8 @@ def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
     chosen, count = config.distributed, config.distributed.reward_workers
     if count is None:
         return
+    from covey.distributed.reward_workers import Rewards, RewardWorkers
+
     if all(spec.whole_batch for spec in scorer.specs):
         raise ConfigError(
             f"distributed.reward_workers={count}: {', '.join(scorer.names)} has whole_batch = True, so that it is "
@@ -132,6 +137,8 @@ def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
 
 
 def _fleet(config: GRPOConfig, makers: list[Maker], closing: Callable[[], None] = lambda: None) -> Fleet:
+    from covey.distributed.fleet import Fleet
+
     chosen = config.distributed
     return Fleet(
         makers,

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from covey.environments.adapters import Gymnasium, OpenEnv
-from covey.environments.alfworld import AlfWorld
 from covey.environments.base import World
-from covey.environments.house import House
-from covey.environments.textworld import TextWorld
 from covey.functions import make_named
 
-_WORLDS: dict[str, Callable[..., World]] = {}
+_WORLDS: dict[str, Callable[..., World] | str] = {
+    "alfworld": "covey.environments.alfworld:AlfWorld",
+    "gymnasium": "covey.environments.adapters:Gymnasium",
+    "house": "covey.environments.house:House",
+    "openenv": "covey.environments.adapters:OpenEnv",
+    "textworld": "covey.environments.textworld:TextWorld",
+}
+"""By name, what makes a world, or where that is found when it is asked for."""
 
 
 def register_world(name: str, factory: Callable[..., World]) -> None:
@@ -37,10 +40,3 @@ def get_world(name: str, **options: Any) -> World:
         ConfigError: no such world, no such option, or a value that the world refuses.
     """
     return make_named("environment", name, _WORLDS, World, **options)
-
-
-register_world("alfworld", AlfWorld)
-register_world("gymnasium", Gymnasium)
-register_world("house", House)
-register_world("openenv", OpenEnv)
-register_world("textworld", TextWorld)

@@ -10,11 +10,13 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Literal
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from covey.files import explained, write_atomically
+from covey.observe.comparison import answers_of
 from covey.observe.records import Record
 from covey.observe.run_folder import RunFolder
 
@@ -183,16 +185,11 @@ def _reward_interval(run: RunFolder, step: int) -> tuple[float | None, float | N
     """Of the mean reward: 1.96 standard errors over problems, whose completions are averaged first."""
     if step not in run.evaluation_steps():
         return None, None
-    problems: dict[str, list[float]] = {}
-    for row in run.read_evaluation(step):
-        if row["reward"] is not None and math.isfinite(row["reward"]):
-            problems.setdefault(str(row["uid"]), []).append(float(row["reward"]))
-    means = [sum(values) / len(values) for values in problems.values()]
+    means = [score for score, _ in answers_of(run.read_evaluation(step), rewards=True)["by_uid"].values()]
     if len(means) < 2:
         return None, None
-    centre = sum(means) / len(means)
-    half = 1.96 * math.sqrt(sum((mean - centre) ** 2 for mean in means) / (len(means) - 1) / len(means))
-    return centre - half, centre + half
+    half = 1.96 * stdev(means) / math.sqrt(len(means))
+    return fmean(means) - half, fmean(means) + half
 
 
 def _results(last: Sequence[Record], data: str) -> list[EvalResult] | None:

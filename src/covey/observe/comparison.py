@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from covey.errors import ConfigError, DataError
-from covey.observe.answer_statistics import share
-from covey.observe.completions import messages, read_keys, read_rows
-from covey.observe.curve import Points, Records, series
-from covey.observe.statistics import PairedDifference, paired_difference
+from covey.observe.completions import messages
+from covey.observe.curve import Records, series
+from covey.observe.statistics import PairedDifference, paired_difference, share
 
-Axis = Literal["step", "tokens", "minutes"]
 Json = dict[str, Any]
 
 MEAN_OF = 10
@@ -51,33 +49,48 @@ def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
 
 
+def group_seeds(runs: Sequence[ComparedRun]) -> dict[str, list[Records]]:
+    """Runs that differ in their seed only, under one label each, as `draw_comparison` takes them.
+
+    Raises:
+        ConfigError: a run is alone with its settings, or two runs of a group have one seed.
+    """
+
+    def differing(one: ComparedRun, other: ComparedRun) -> dict[str, list[Any]]:
+        found = differing_settings([one, other])
+        found.pop("run.seed", None)
+        return found
+
+    groups: list[list[ComparedRun]] = []
+    for run in runs:
+        equal = next((group for group in groups if not differing(group[0], run)), None)
+        groups.append([run]) if equal is None else equal.append(run)
+    for group in groups:
+        own, others = group[0], [run for run in runs if not any(run is each for each in group)]
+        if len(group) == 1 and others:
+            nearest = min(others, key=lambda other: len(differing(other, own)))
+            values = [f"{name} is {a!r:.60} and {b!r:.60}" for name, (a, b) in differing(nearest, own).items()]
+            raise ConfigError(
+                f"--seeds: {nearest.label} and {own.label} are no seeds of one experiment: {'; '.join(values[:8])}; "
+                "leave --seeds out to draw a line for each run"
+            )
+        seeds = [run.settings.get("run.seed") for run in group]
+        if twice := [run.label for run, seed in zip(group, seeds, strict=True) if seeds.count(seed) > 1]:
+            raise ConfigError(f"--seeds: {' and '.join(twice)} do not differ in run.seed; give each seed once")
+    return {" + ".join(run.label for run in group): [run.records for run in group] for group in groups}
+
+
 # ---------------------------------------------------------------------- metrics
 
 
-def progress_of(records: Records, axis: Axis) -> dict[int, float]:
-    """Step -> how far the run was when it was done: steps, tokens (`num_tokens`), or minutes of work.
-
-    Minutes are the sum of `step_time` and `eval/seconds`, so neither a pause nor a resume counts.
-    """
-    found: dict[int, float] = {}
-    seconds, tokens = 0.0, 0.0
-    for record in records:
-        step = record["step"]
-        for name in ("step_time", "eval/seconds"):
-            seconds += _finite(record.get(name)) or 0.0
-        tokens = _finite(record.get("num_tokens")) or tokens
-        found[step] = {"step": float(step), "tokens": tokens, "minutes": seconds / 60}[axis]
-    return found
+def equal_step(runs: Sequence[ComparedRun]) -> int | None:
+    """The last step that all runs reached; None where one has not begun."""
+    ends = [max((record["step"] for record in run.records), default=0) for run in runs]
+    return min(ends) or None
 
 
-def equal_point(runs: Sequence[ComparedRun], axis: Axis) -> float | None:
-    """The furthest that all runs got, in steps, tokens or minutes; None where one has not begun."""
-    ends = [max(progress_of(run.records, axis).values(), default=0.0) for run in runs]
-    return min(ends) if min(ends) > 0 else None
-
-
-def metric_values(run: ComparedRun, name: str, axis: Axis, point: float | None) -> Json:
-    """A metric of one run: `final`, `best` with `best_step` (of what should rise), and `equal`, where all runs got.
+def metric_values(run: ComparedRun, name: str, point: int | None) -> Json:
+    """A metric of one run: `final`, `best` with `best_step` (of what should rise), and `equal`, at the step `point`.
 
     A metric of an evaluation is taken as it was measured. One of training is a mean over the last 10 steps that logged
     it; its best is that of such means. What does not exist is None.
@@ -88,8 +101,7 @@ def metric_values(run: ComparedRun, name: str, axis: Axis, point: float | None) 
             (step, fmean(value for _, value in points[max(0, index + 1 - MEAN_OF) : index + 1]))
             for index, (step, _) in enumerate(points)
         ]
-    at = progress_of(run.records, axis)
-    within = [value for step, value in points if point is not None and at[step] <= point]
+    within = [value for step, value in points if point is not None and step <= point]
     best = max(points, key=lambda entry: entry[1]) if points and _should_rise(name) else None
     return {
         "final": points[-1][1] if points else None,
@@ -104,7 +116,7 @@ def _should_rise(name: str) -> bool:
 
 
 def _finite(value: Any) -> float | None:
-    points: Points = series([{"step": 0, "value": value}], "value")
+    points = series([{"step": 0, "value": value}], "value")
     return points[0][1] if points else None
 
 
@@ -114,12 +126,11 @@ def _finite(value: Any) -> float | None:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What a run answered to one held-out question: the share of its completions that are right, or their mean reward;
-    a short name of the question's text, by which two runs' are compared; and where its first completion is.
+    and a short name of the question's text, by which two runs' are compared.
     """
 
     score: float
     question: str
-    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,64 +144,48 @@ class Answers:
     left_out: int
 
 
-def chosen_evaluation(run: ComparedRun, which: str, axis: Axis, point: float | None) -> int:
-    """The step of the evaluation that `which` names, of those that left a table: a step; `first`, `last`; `best`, by
-    accuracy or else reward; `equal`, the last where all runs got, which is a `point` of the axis.
+def chosen_steps(spec: str, there: list[int], option: str) -> list[int]:
+    """Of the steps that have a table, those that `12`, `10:20`, `10:`, `first`, `last` or `all` names.
 
     Raises:
-        DataError: the run has no table of an evaluation, or none of that one.
-        ConfigError: `which` is none of these.
+        ConfigError: it names none, or is none of these.
     """
-    there = sorted(run.evaluations)
-    if not there:
-        raise DataError(
-            f"{run.label} has no table of an evaluation, so its answers cannot be compared; evaluations need held-out "
-            "prompts, and run.log_completions=true keeps their answers"
+    if spec in ("all", "first", "last"):
+        return there if spec == "all" else [there[0 if spec == "first" else -1]]
+    low, colon, high = spec.partition(":")
+    ends = [text.strip() for text in ((low, high) if colon else (low, low))]
+    if not all((text.isdecimal() and len(text) < 13) or (colon and not text) for text in ends):
+        raise ConfigError(f"{option}={spec!r:.50}: no step; give a number, a range such as 10:20, first, last or all")
+    first, last = int(ends[0] or 0), int(ends[1] or 10**13)
+    chosen = [number for number in there if first <= number <= last]
+    if not chosen:
+        near = sorted(there, key=lambda number: min(abs(number - first), abs(number - last)))[:3]
+        raise ConfigError(
+            f"{option}={spec}: the run has no table of it; there are {len(there)}, from {there[0]} to {there[-1]}, the "
+            f"nearest {' and '.join(str(number) for number in sorted(near))}"
         )
-    if which in ("first", "last"):
-        return there[0 if which == "first" else -1]
-    if which == "best":
-        name = "eval/accuracy" if series(run.records, "eval/accuracy") else "eval/reward"
-        measured = [(value, -step) for step, value in series(run.records, name) if step in run.evaluations]
-        if not measured:
-            raise DataError(f"{run.label}: no evaluation measured {name}; use --eval last")
-        return -max(measured)[1]
-    if which == "equal":
-        at = progress_of(run.records, axis)
-        within = [step for step in there if point is not None and at.get(step, 0.0) <= point]
-        if not within:
-            raise DataError(f"{run.label} has no evaluation as early as the others got; use --eval last")
-        return within[-1]
-    if not which.isdecimal() or len(which) > 12:
-        raise ConfigError(f"--eval={which!r:.50}: no evaluation; give a step, first, last, best or equal")
-    if int(which) not in run.evaluations:
-        steps = ", ".join(str(step) for step in there[-20:])
-        raise DataError(f"{run.label} has no table of an evaluation at step {which}; it has {steps}")
-    return int(which)
+    return chosen
 
 
-def read_answers(step: int, path: Path, *, rewards: bool = False) -> Answers:
-    """An evaluation's answers by question; `rewards`, also where it is known what is right.
-
-    Raises:
-        RunFolderError: it cannot be read.
+def answers_of(rows: Sequence[Mapping[str, Any]], *, rewards: bool = False) -> Json:
+    """The rows of an evaluation by question, as plain values for `Answers`; `rewards`, also where it is known what is
+    right.
     """
-    rows = read_keys(path)
     judged = not rewards and any(isinstance(row.get("correct"), bool) for row in rows)
-    texts = {index: _question(row.get("prompt")) for index, row in read_rows(path, range(len(rows)), ("prompt",))}
     scores: dict[str, list[float]] = {}
-    first: dict[str, int] = {}
+    asked: dict[str, str] = {}
     left_out = 0
-    for index, row in enumerate(rows):
+    for row in rows:
         value = row.get("correct") if judged else _finite(row.get("reward"))
         if row.get("ended") == "failed" or not isinstance(value, bool | float):
             left_out += 1
             continue
         uid = str(row.get("uid"))
         scores.setdefault(uid, []).append(float(value))
-        first.setdefault(uid, index)
-    found = {uid: Answer(fmean(values), texts[first[uid]], first[uid]) for uid, values in scores.items()}
-    return Answers(step, path, judged, found, left_out)
+        if uid not in asked:
+            asked[uid] = _question(row.get("prompt"))
+    by_uid = {uid: (fmean(values), asked[uid]) for uid, values in scores.items()}
+    return {"judged": judged, "by_uid": by_uid, "left_out": left_out}
 
 
 def _question(prompt: Any) -> str:
@@ -225,8 +220,8 @@ class PairedAnswers:
     other_text: int
 
 
-def pair(before: Answers, after: Answers, *, by_uid: bool = False) -> PairedAnswers:
-    """Compare two evaluations question by question; `by_uid`, also where the texts of one uid differ.
+def pair(before: Answers, after: Answers) -> PairedAnswers:
+    """Compare two evaluations question by question.
 
     Raises:
         DataError: one is judged right and wrong, the other by rewards only.
@@ -237,7 +232,7 @@ def pair(before: Answers, after: Answers, *, by_uid: bool = False) -> PairedAnsw
             "rewards.correctness of both runs, or compare their rewards"
         )
     named = [uid for uid in before.by_uid if uid in after.by_uid]
-    shared = [uid for uid in named if by_uid or before.by_uid[uid].question == after.by_uid[uid].question]
+    shared = [uid for uid in named if before.by_uid[uid].question == after.by_uid[uid].question]
     old = [before.by_uid[uid].score for uid in shared]
     new = [after.by_uid[uid].score for uid in shared]
     changes = list(zip(shared, old, new, strict=True))

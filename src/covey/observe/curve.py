@@ -8,7 +8,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from covey.files import write_atomically
@@ -58,19 +60,25 @@ def smooth(points: Points, half_width: int | None = None) -> Points:
     return smoothed
 
 
-def draw_learning_curve(records: Records, path: str | Path, *, title: str = "") -> Path:
-    """Draw one run: reward, held-out accuracy with 95 % intervals, completion length, KL; what was not recorded is
-    left out.
+def sparkline(points: Points, width: int = 24) -> str:
+    """A curve in a line of text: means of at most `width` equal parts, from the lowest to the highest."""
+    if not points:
+        return ""
+    count = min(width, len(points))
+    ends = [len(points) * number // count for number in range(count + 1)]
+    means = [fmean(value for _, value in points[a:b]) for a, b in pairwise(ends)]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / ((high - low) or 1.0))] for mean in means)
 
-    Args:
-        records: lines of `metrics.jsonl`.
-        path: the PNG file to write.
-        title: of the whole picture, e.g. the run's name.
+
+def draw_learning_curve(records: Records, path: str | Path, *, title: str = "") -> Path:
+    """Draw one run's lines of `metrics.jsonl` into a PNG file: reward, held-out accuracy with 95 % intervals, length of
+    completions, KL; what was not recorded is left out.
 
     Raises:
         RunFolderError: the file cannot be written.
     """
-    figure, axes = _figure([panel for panel in _PANELS if series(records, panel[0])], title)
+    figure, axes = _figure(records, title)
     for axis, name in axes:
         points = series(records, name)
         if name == "eval/accuracy":
@@ -78,15 +86,10 @@ def draw_learning_curve(records: Records, path: str | Path, *, title: str = "") 
             continue
         if name == "completions/mean_length":
             _draw_length_range(axis, records)
-        steps, values = zip(*points, strict=True)
         marker = "o" if len(points) == 1 else ""
-        axis.plot(steps, values, color=_GREY, linewidth=0.8, marker=marker, markersize=3, label="each step")
-        axis.plot(
-            *zip(*smooth(points), strict=True),
-            color=_BLUE,
-            linewidth=1.8,
-            label=f"mean of {2 * smoothing_half_width(points) + 1} steps",
-        )
+        axis.plot(*_columns(points), color=_GREY, linewidth=0.8, marker=marker, markersize=3, label="each step")
+        label = f"mean of {2 * smoothing_half_width(points) + 1} steps"
+        axis.plot(*_columns(smooth(points)), color=_BLUE, linewidth=1.8, label=label)
         if name == "reward":
             axis.legend(frameon=False, fontsize=8, loc="best")
     return _save(figure, path)
@@ -116,22 +119,16 @@ def mean_and_range(seeds: Sequence[Points]) -> list[tuple[int, float, float, flo
 
 
 def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, title: str = "") -> Path:
-    """Draw several runs in one picture: for each label the mean over its seeds, with a band from lowest to
-    highest, both of the values as they were logged.
+    """Draw several runs into one PNG file: for each label the mean over its seeds (one list of `metrics.jsonl` lines
+    each), with a band from lowest to highest, both of the values as they were logged.
 
     A training metric of a single run is drawn thin as it was logged, and smoothed, as its label says; evaluations are
     not smoothed.
 
-    Args:
-        runs: label -> one list of `metrics.jsonl` lines for each seed.
-        path: the PNG file to write.
-        title: of the whole picture.
-
     Raises:
         RunFolderError: the file cannot be written.
     """
-    everything = [record for seeds in runs.values() for records in seeds for record in records]
-    figure, axes = _figure([panel for panel in _PANELS if series(everything, panel[0])], title)
+    figure, axes = _figure([record for seeds in runs.values() for records in seeds for record in records], title)
     for position, (axis, name) in enumerate(axes):
         for number, (label, seeds) in enumerate(runs.items()):
             lines = [series(records, name) for records in seeds]
@@ -139,41 +136,38 @@ def draw_comparison(runs: Mapping[str, Sequence[Records]], path: str | Path, *, 
             if not rows:
                 continue
             colour = _COLOURS[number % len(_COLOURS)]
-            steps, means, lows, highs = zip(*rows, strict=True)
-            name_in_legend = label
+            steps, means, lows, highs = _columns(rows)
             if len(seeds) > 1:
-                name_in_legend = f"{label} (mean of {len(seeds)} seeds, band: lowest to highest)"
+                label = f"{label} (mean of {len(seeds)} seeds, band: lowest to highest)"
             elif not name.startswith("eval/") and len(rows) > 2:
                 axis.plot(steps, means, color=colour, linewidth=0.6, alpha=0.4)
-                name_in_legend = f"{label} (thick: mean of {2 * smoothing_half_width(lines[0]) + 1} steps)"
+                label = f"{label} (thick: mean of {2 * smoothing_half_width(lines[0]) + 1} steps)"
                 means = tuple(value for _, value in smooth(lines[0]))
             marker = "o" if name.startswith("eval/") or len(rows) == 1 else ""
-            axis.plot(
-                steps,
-                means,
-                color=colour,
-                linestyle=("-", "--", ":")[number // len(_COLOURS) % 3],
-                linewidth=1.8,
-                marker=marker,
-                markersize=4,
-                label=name_in_legend,
-            )
+            dashes = ("-", "--", ":")[number // len(_COLOURS) % 3]
+            axis.plot(steps, means, dashes, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
             axis.fill_between(steps, lows, highs, color=colour, alpha=0.18, linewidth=0)
         if name == "eval/accuracy":
             axis.set_ylim(bottom=0)
         if position == 0 and axis.get_legend_handles_labels()[0]:
-            handles, labels = axis.get_legend_handles_labels()
             # Underscores hide a legend entry, dollars start a formula: labels are the user's text.
-            legend = figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=8)
+            legend = figure.legend(
+                *axis.get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize=8
+            )
             for text in legend.get_texts():
                 text.set_parse_math(False)
     return _save(figure, path)
 
 
-def _figure(panels: Sequence[tuple[str, str, str]], title: str) -> tuple[Any, list[tuple[Any, str]]]:
+def _columns(rows: Sequence[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    return list(zip(*rows, strict=True))
+
+
+def _figure(records: Records, title: str) -> tuple[Any, list[tuple[Any, str]]]:
+    """A picture with a panel for each metric that was recorded; the panels' axes, each with its metric."""
     from matplotlib.figure import Figure
 
-    shown = list(panels) or [("", "No steps recorded yet", "")]
+    shown = [panel for panel in _PANELS if series(records, panel[0])] or [("", "No steps recorded yet", "")]
     columns = min(2, len(shown))
     rows = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(5.2 * columns, 3.1 * rows + 0.3), dpi=120, layout="constrained")
@@ -203,31 +197,16 @@ def _draw_accuracy(axis: Any, records: Records, points: Points) -> None:
     steps, values = zip(*points, strict=True)
     below = [max(0.0, value - lows.get(step, value)) for step, value in points]
     above = [max(0.0, highs.get(step, value) - value) for step, value in points]
-    axis.errorbar(
-        steps,
-        values,
-        yerr=[below, above],
-        color=_BLUE,
-        linewidth=1.8,
-        marker="o",
-        markersize=4,
-        capsize=3,
-        elinewidth=1,
-    )
+    bars = {"yerr": [below, above], "capsize": 3, "elinewidth": 1}
+    axis.errorbar(steps, values, **bars, color=_BLUE, linewidth=1.8, marker="o", markersize=4)
     top = max(value + error for value, error in zip(values, above, strict=True))
     axis.set_ylim(0, min(1.05, top + 0.12))
     axis.margins(x=0.12)
     for index, word in ((0, "before"), (-1, "after")):
         if index == 0 or len(points) > 1:
-            axis.annotate(
-                f"{word} {values[index]:.1%}",
-                (steps[index], values[index] + above[index]),
-                xytext=(0, 5),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=_INK,
-            )
+            place, where = (steps[index], values[index] + above[index]), {"xytext": (0, 5), "ha": "center"}
+            text = f"{word} {values[index]:.1%}"
+            axis.annotate(text, place, textcoords="offset points", fontsize=8, color=_INK, **where)
     if lows and highs:
         axis.set_title("Held-out accuracy, 95 % interval", fontsize=10, loc="left", color=_INK)
 

@@ -1,15 +1,16 @@
 """Says in words why a run does not learn, from its metrics alone.
 
 `diagnose` is a pure function of recent metrics. The thresholds are rules of thumb, gathered in `Thresholds`, and every
-message names the numbers that it judges. `covey.observe.findings` follows a run.
+message names the numbers that it judges. `findings` and `Doctor` follow a run.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -80,6 +81,7 @@ _SOLVED = "Stop here, use harder prompts, or set algorithm.dynamic_sampling=true
 _WANTED_MASKS = {"mask/top_entropy_quantile", "mask/down_sampling"}
 _EXPLAINED_MASKS = {"mask/failed_episodes"}  # by `_worlds`
 
+_MOST_FINDINGS = 500
 _MOST = 1e100
 """Magnitude beyond which a number is as good as infinite: sums and squares of several must be finite."""
 
@@ -177,8 +179,7 @@ def _broken_numbers(recent: _Window) -> Iterator[Diagnosis]:
 
 
 def _worlds(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
-    failed = recent.above("agent/failed_ratio", limits.failed_episodes)
-    if failed is not None:
+    if (failed := recent.above("agent/failed_ratio", limits.failed_episodes)) is not None:
         yield Diagnosis(
             "episodes_failed",
             f"the environment failed in {failed:.0%} of the episodes (last {len(recent.steps)} steps); these teach "
@@ -295,8 +296,7 @@ def _gradient(recent: _Window, steps: Sequence[Record], limits: Thresholds, *, e
 
 def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     total = len(recent.steps)
-    clipped = recent.above("completions/clipped_ratio", limits.clipped_completions)
-    if clipped is not None:
+    if (clipped := recent.above("completions/clipped_ratio", limits.clipped_completions)) is not None:
         longest = recent.values("completions/max_length")
         at = f" at {max(longest):.0f} tokens" if longest else ""
         masked = bool(recent.values("mask/mask_truncated_completions"))
@@ -315,8 +315,7 @@ def _completions(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Check the prompt and the chat template in completions/ of the run folder, and that no reward "
             "favours brevity",
         )
-    no_answer = recent.above("completions/no_answer_ratio", limits.no_answer)
-    if no_answer is not None:
+    if (no_answer := recent.above("completions/no_answer_ratio", limits.no_answer)) is not None:
         yield Diagnosis(
             "no_answer",
             f"no answer could be extracted from {no_answer:.0%} of the completions (last {total} steps), more than "
@@ -357,8 +356,7 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "Nothing needs to be done; masks that depend on the policy cost a forward pass and may be switched off",
         )
     for name in sorted(masks - _WANTED_MASKS - _EXPLAINED_MASKS):
-        share = recent.above(name, limits.masked_tokens)
-        if share is not None:
+        if (share := recent.above(name, limits.masked_tokens)) is not None:
             reason = name.removeprefix("mask/")
             yield Diagnosis(
                 f"masked_{reason}",
@@ -370,8 +368,7 @@ def _masks(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
 
 def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     total = len(recent.steps)
-    divergence = recent.above("kl", limits.kl)
-    if divergence is not None:
+    if (divergence := recent.above("kl", limits.kl)) is not None:
         yield Diagnosis(
             "kl_high",
             f"the KL from the reference is {divergence:.2f} nats for each token (last {total} steps), above "
@@ -379,8 +376,7 @@ def _policy(recent: _Window, first: _Window, limits: Thresholds) -> Iterator[Dia
             "Raise algorithm.beta or lower optim.learning_rate; with a reference that follows the policy, lower "
             "algorithm.reference_update_steps",
         )
-    clip = recent.above("clip_ratio/region_mean", limits.clip_fraction)
-    if clip is not None:
+    if (clip := recent.above("clip_ratio/region_mean", limits.clip_fraction)) is not None:
         yield Diagnosis(
             "clip_fraction_high",
             f"{clip:.0%} of the tokens were held back by the clip (last {total} steps): updates are too large",
@@ -485,7 +481,7 @@ def _flat(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
             "reward_flat",
             f"the mean reward stands still: {older:.3f}, then {newer:.3f} in the newer half of {len(rewards)} steps, "
             f"with a standard error of {error:.3f}",
-            "Read what is sampled (covey completions RUN --worst): if this is the most that can be earned, stop here; "
+            "Read what is sampled (covey report RUN --worst): if this is the most that can be earned, stop here; "
             "if right answers are never tried, raise sampling.temperature or sampling.num_generations; if they are "
             "tried and do not become more frequent, raise optim.learning_rate or data.prompts_per_step",
         )
@@ -496,3 +492,62 @@ def _halves(values: Sequence[float]) -> tuple[float, float, float]:
     half = len(values) // 2
     older, newer = values[:half], values[-half:]
     return fmean(older), fmean(newer), math.sqrt((pvariance(older) + pvariance(newer)) / half)
+
+
+# ---------------------------------------------------------------------- a run as it goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A trouble of a run, from its beginning to its end."""
+
+    diagnosis: Diagnosis
+    since: int
+    until: int
+    present: bool
+
+
+def findings(history: Iterable[Record], thresholds: Thresholds | None = None) -> list[Finding]:
+    """Everything that was wrong over a run, oldest first."""
+    return Doctor(thresholds, history=history).findings()
+
+
+class Doctor:
+    """Follows a run and names each trouble once, when it begins; again only after it has been gone for a while."""
+
+    def __init__(self, thresholds: Thresholds | None = None, *, history: Iterable[Record] = ()) -> None:
+        """Start, or take up a resumed run."""
+        self._limits = thresholds or Thresholds()
+        self._steps: deque[Record] = deque(maxlen=self._limits.longest)
+        self._step = 0
+        self._newest: dict[str, Finding] = {}
+        self._over: deque[Finding] = deque(maxlen=_MOST_FINDINGS)
+        for record in history:
+            self.check(record)
+
+    def check(self, metrics: Record) -> list[Diagnosis]:
+        """Take in the metrics of one training step and return the diagnoses that are new.
+
+        A record of an evaluation only is passed over.
+        """
+        if not is_step(metrics):
+            return []
+        self._steps.append(metrics)
+        told = metrics.get("step")
+        self._step = told if isinstance(told, int) and not isinstance(told, bool) else self._step + 1
+        now = {diagnosis.code: diagnosis for diagnosis in diagnose(list(self._steps), self._limits)}
+        new = []
+        for code, diagnosis in now.items():
+            old = self._newest.get(code)
+            if old is not None and self._step - old.until > self._limits.window:
+                self._over.append(self._newest.pop(code))  # well for a whole window: that was another trouble
+                old = None
+            if old is None:
+                new.append(diagnosis)
+            self._newest[code] = Finding(diagnosis, self._step if old is None else old.since, self._step, True)
+        self._newest = {code: replace(one, present=code in now) for code, one in self._newest.items()}
+        return new
+
+    def findings(self) -> list[Finding]:
+        """Everything that was wrong so far, oldest first; of very much the newest."""
+        return sorted([*self._over, *self._newest.values()], key=lambda one: one.since)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,12 @@ def wilson_interval(correct: int, total: int, confidence: float = 0.95) -> tuple
     centre = (share + z * z / (2 * total)) / shrink
     half = z / shrink * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return (0.0 if correct == 0 else centre - half), (1.0 if correct == total else centre + half)
+
+
+def share(count: int, total: int) -> dict[str, Any]:
+    """A share with its 95 % Wilson interval."""
+    low, high = wilson_interval(count, total)
+    return {"share": count / total if total else float("nan"), "low": low, "high": high, "count": count, "of": total}
 
 
 @dataclass(frozen=True, slots=True)

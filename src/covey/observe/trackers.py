@@ -1,11 +1,18 @@
-"""Trackers by other programs: TensorBoard, Weights & Biases, trackio, MLflow. Imported only when asked for."""
+"""Trackers by other programs: TensorBoard, Weights & Biases, trackio, MLflow. Imported only when asked for.
+
+A tracker is somebody else's program, often with a network behind it. Its calls are made in a thread of its own, so that
+one that waits costs the run nothing; one that fails, or waits for too long, is given up.
+"""
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
+import queue
 import re
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,24 +27,115 @@ from covey.observe.console import ConsoleProgress
 from covey.observe.observers import BaseObserver, Metrics, Observer, Observers, RunFolderWriter
 from covey.observe.records import plain
 from covey.observe.run_folder import RunFolder
-from covey.observe.sending import (
-    MOST_EVENTS,
-    MOST_PICTURE_BYTES,
-    Rarer,
-    Sender,
-    bounded_table,
-    bounded_text,
-)
+
+MOST_CALLS = 2_000
+"""Calls that may wait; when there are more, the tracker has taken nothing for a long time."""
+MOST_ROWS, MOST_TABLE_BYTES, MOST_TEXT, MOST_COLUMNS = 200, 256 << 10, 1_000, 30
+MOST_EVENTS = 500
+_DENSE = 50
+
+_FIRST = ("group", "sample", "uid", "prompt", "completion", "reward", "advantage", "correct", "masked_by", "length")
 
 
-def _import(module: str, tracker: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"report_to={tracker!r}: the package {error.name or module} is not installed; install it with "
-            f"`pip install covey[{tracker}]`, or take {tracker!r} out of run.report_to"
-        ) from error
+class Sender:
+    """Makes calls in order in a thread of its own. Made for one thread that submits."""
+
+    def __init__(self, name: str, *, most: int = MOST_CALLS, patience: float) -> None:
+        """Set up; the thread starts with the first call."""
+        self._name = name
+        self._patience = patience
+        self._calls: queue.Queue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.Queue(most)
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> None:
+        """Have `call(*arguments)` made, soon.
+
+        Raises:
+            Exception: of an earlier call.
+            TimeoutError: too many calls wait.
+        """
+        self._raise_failure()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"covey-{self._name}", daemon=True)
+            self._thread.start()
+        try:
+            self._calls.put_nowait((call, arguments))
+        except queue.Full:
+            raise TimeoutError(f"{self._calls.maxsize} calls wait for {self._name}, which takes none") from None
+
+    def close(self) -> None:
+        """Wait until all calls were made.
+
+        Raises:
+            Exception: of a call.
+            TimeoutError: they were not, within the patience; the thread ends with the process.
+        """
+        if self._thread is not None:
+            try:
+                self._calls.put(None, timeout=self._patience)
+            except queue.Full:
+                raise TimeoutError(f"{self._name} has taken nothing for {self._patience:g} s") from None
+            self._thread.join(self._patience)
+            if self._thread.is_alive():
+                raise TimeoutError(
+                    f"{self._name} did not finish within {self._patience:g} s; the run folder has what it has not"
+                )
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        while (entry := self._calls.get()) is not None:
+            call, arguments = entry
+            try:
+                call(*arguments)
+            except BaseException as error:  # a tracker's login may call sys.exit
+                self._failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                return
+
+
+def is_due(chance: int) -> bool:
+    """Whether the n-th chance is taken: all of the first 50, every second of the next 100, every fourth of the next
+    200, and so on, so that a run of a million steps sends some 700 tables.
+    """
+    return chance % (1 << int(math.log2((chance - 1) / _DENSE + 1))) == 0
+
+
+def bounded_table(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[str], list[list[Any]]]:
+    """The first completions of a step as columns and rows, with cut texts, at most 256 KiB of them as JSON."""
+    names = list(dict.fromkeys(name for row in rows[:1] for name in row))
+    columns = [name for name in _FIRST if name in names]
+    columns += [name for name in names if name not in columns][: MOST_COLUMNS - len(columns)]
+    table: list[list[Any]] = []
+    size = 0
+    for row in rows[: min(most, MOST_ROWS)]:
+        values = [_small(row.get(name)) for name in columns]
+        size += len(json.dumps(values))
+        if size > MOST_TABLE_BYTES:
+            break
+        table.append(values)
+    return columns, table
+
+
+def _small(value: Any) -> Any:
+    """A number as it is, everything else as text that is valid Unicode and not long."""
+    clean = plain(value)
+    if clean is None or isinstance(clean, bool | int | float):
+        return clean
+    text = clean if isinstance(clean, str) else json.dumps(clean)
+    return bounded_text(text, MOST_TEXT)
+
+
+def bounded_text(text: str, most: int) -> str:
+    """Text that any tracker can store: valid Unicode without NUL, at most so many characters."""
+    cut = text[:most].replace("\0", "?").encode("utf-8", "replace").decode()
+    return cut if len(text) <= most else f"{cut} [...]"
+
+
+# ---------------------------------------------------------------------- the trackers
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
@@ -50,14 +148,26 @@ class _Tracker(BaseObserver, ABC):
     """Common part: decides in the run's thread what is worth sending, and has it sent in another one.
 
     Numbers of every `logging_steps`-th step and of every evaluation; of the former so many completions, with their
-    rewards; what happened, in words; the learning curve when it was drawn anew. All but the numbers is bounded.
+    rewards; what happened, in words. All but the numbers is bounded. Not by transformers' reporting callbacks: these
+    give every metric another name (`train/reward`), know no resumed run, and send neither completions nor sentences.
     """
 
     patience = 60.0
     """Seconds that the end of a run waits for it."""
+    package = ""
 
     def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
         """Find the package now, so that a missing one is known before the run."""
+        extra = self.package.rsplit(".", 1)[-1]
+        try:
+            self._module: Any = importlib.import_module(self.package)
+        except ImportError as error:
+            raise ConfigError(
+                f"report_to={extra!r}: the package {error.name or self.package} is not installed; install it with "
+                f"`pip install covey[{extra}]`, or take {extra!r} out of run.report_to"
+            ) from error
+        # Some look at every value for figures, in the other thread, while the run's may be importing this.
+        importlib.import_module("matplotlib.figure")
         self._folder = folder
         self._name = name
         self._every = max(1, logging_steps)
@@ -65,8 +175,7 @@ class _Tracker(BaseObserver, ABC):
         self._step = 0
         self._events: list[list[Any]] = []
         self._sender = Sender(type(self).__name__, patience=self.patience)
-        self._table_due, self._picture_due = Rarer(), Rarer()
-        self._drawn = self._picture_state()
+        self._tables = 0
 
     def on_run_start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         """Begin a run at the tracker, or go on with the same one."""
@@ -76,7 +185,6 @@ class _Tracker(BaseObserver, ABC):
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         self._step = step
-        self._send_picture()
         if step % self._every == 0:
             self._sender.submit(self._send, step, _numbers(metrics))
 
@@ -86,7 +194,10 @@ class _Tracker(BaseObserver, ABC):
 
     def on_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send some of them, of fewer steps the longer the run is; of none unless asked to."""
-        if self._completions and rows and step % self._every == 0 and self._table_due():
+        if not (self._completions and rows and step % self._every == 0):
+            return
+        self._tables += 1
+        if is_due(self._tables):
             self._sender.submit(self._send_completions, step, *bounded_table(rows, self._completions))
 
     def on_event(self, kind: str, message: str) -> None:
@@ -96,28 +207,13 @@ class _Tracker(BaseObserver, ABC):
         last = len(self._events) == MOST_EVENTS - 1
         text = "further events are in events.jsonl of the run folder" if last else bounded_text(message, 2_000)
         self._events.append([self._step, bounded_text(kind, 100), text])
-        self._sender.submit(self._send_event, self._step, *self._events[-1][1:], list(self._events))
+        self._sender.submit(self._send_events, list(self._events))
 
     def on_run_end(self, status: str) -> None:
         """Send what is left, and wait for it for a while."""
         self.on_event("run", status)
-        self._send_picture(last=True)
         self._sender.submit(self._finish, status)
         self._sender.close()
-
-    def _send_picture(self, *, last: bool = False) -> None:
-        state = self._picture_state()
-        if state is None or state == self._drawn or state[1] > MOST_PICTURE_BYTES or not (self._picture_due() or last):
-            return
-        self._drawn = state
-        self._sender.submit(self._send_curve, self._step, self._folder / "learning_curve.png")
-
-    def _picture_state(self) -> tuple[int, int] | None:
-        try:
-            found = (self._folder / "learning_curve.png").stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size
 
     # What a tracker does with it, in the other thread:
     @abstractmethod
@@ -133,12 +229,8 @@ class _Tracker(BaseObserver, ABC):
         """Pass completions on."""
 
     @abstractmethod
-    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
-        """Pass a sentence on; `every` has all so far as step, kind, message, for trackers that store tables."""
-
-    @abstractmethod
-    def _send_curve(self, step: int, picture: Path) -> None:
-        """Pass the learning curve on."""
+    def _send_events(self, every: list[list[Any]]) -> None:
+        """Pass the last sentence on; `every` has all so far as step, kind, message, for trackers that store tables."""
 
     @abstractmethod
     def _finish(self, status: str) -> None:
@@ -148,9 +240,7 @@ class _Tracker(BaseObserver, ABC):
 class TensorBoardTracker(_Tracker):
     """Writes event files into `<run folder>/tensorboard`; a resumed run hides what it does again."""
 
-    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
-        super().__init__(folder, name, logging_steps, completions)
-        self._module = _import("torch.utils.tensorboard", "tensorboard")
+    package = "torch.utils.tensorboard"
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         start = int(info.get("start_step") or 0)
@@ -158,7 +248,7 @@ class TensorBoardTracker(_Tracker):
             str(self._folder / "tensorboard"), purge_step=start + 1 if start else None
         )
         if not start:
-            self._writer.add_text("config", _verbatim(json.dumps(config, indent=1)), 0)
+            self._write("config", json.dumps(config, indent=1), 0)
 
     def _send(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
@@ -166,36 +256,24 @@ class TensorBoardTracker(_Tracker):
 
     def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
         told = ("\n".join(f"{name}: {value}" for name, value in zip(columns, row, strict=True)) for row in rows)
-        self._writer.add_text("completions", _verbatim("\n\n".join(told)), step)
+        self._write("completions", "\n\n".join(told), step)
 
-    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
-        self._writer.add_text(f"event/{kind}", _verbatim(message), step)
+    def _send_events(self, every: list[list[Any]]) -> None:
+        step, kind, message = every[-1]
+        self._write(f"event/{kind}", message, step)
 
-    def _send_curve(self, step: int, picture: Path) -> None:
-        from matplotlib.image import imread
-
-        self._writer.add_image("learning_curve", imread(picture)[:, :, :3], step, dataformats="HWC")
+    def _write(self, tag: str, text: str, step: int) -> None:
+        """As a block of code: TensorBoard takes text for Markdown, and a completion may be anything."""
+        self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
     def _finish(self, status: str) -> None:
         self._writer.close()
 
 
-def _verbatim(text: str) -> str:
-    """As a block of code: TensorBoard takes text for Markdown, and a completion may be anything."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+class TrackioTracker(_Tracker):
+    """trackio; a run of the same name is continued. Weights & Biases has its interface: `init`, `log`, `Table`."""
 
-
-class _RunTracker(_Tracker):
-    """Weights & Biases and trackio share one interface: `init`, `log`, `finish`, `Table`, `Image`."""
-
-    _package = ""
-
-    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
-        super().__init__(folder, name, logging_steps, completions)
-        self._module = _import(self._package, self._package)
-        # They look at every value for figures, in the other thread, while the run's may be importing this.
-        importlib.import_module("matplotlib.figure")
-        self._untold: list[list[Any]] = []
+    package = "trackio"
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         self._module.init(
@@ -211,47 +289,30 @@ class _RunTracker(_Tracker):
     def _send_completions(self, step: int, columns: list[str], rows: list[list[Any]]) -> None:
         self._module.log({"completions": self._table(columns, rows)}, step=step)
 
-    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
-        self._untold = every  # a table is stored anew each time that it is sent
-
-    def _send_curve(self, step: int, picture: Path) -> None:
-        self._module.log({"learning_curve": self._module.Image(str(picture))}, step=step)
-        self._send_events(step)
+    def _send_events(self, every: list[list[Any]]) -> None:
+        if is_due(len(every)) or every[-1][1] == "run":  # a table is stored anew each time that it is sent
+            self._module.log({"events": self._table(["step", "kind", "message"], every)}, step=every[-1][0])
 
     def _finish(self, status: str) -> None:
-        self._send_events(self._untold[-1][0] if self._untold else 0)
         self._module.finish()
-
-    def _send_events(self, step: int) -> None:
-        if self._untold:
-            self._module.log({"events": self._table(["step", "kind", "message"], self._untold)}, step=step)
-            self._untold = []
 
     def _table(self, columns: list[str], rows: list[list[Any]]) -> Any:
         return self._module.Table(columns=columns, data=rows, allow_mixed_types=True)
 
 
-class WandbTracker(_RunTracker):
+class WandbTracker(TrackioTracker):
     """Weights & Biases. The run's own id is used there too, so a resume continues the same curves."""
 
-    _package = "wandb"
+    package = "wandb"
 
     def _options(self, info: Mapping[str, Any]) -> dict[str, Any]:
         return {"id": info.get("run_id"), "resume": "allow", "dir": str(self._folder)}
 
 
-class TrackioTracker(_RunTracker):
-    """trackio; a run of the same name is continued."""
-
-    _package = "trackio"
-
-
 class MLflowTracker(_Tracker):
     """MLflow, at `MLFLOW_TRACKING_URI` or in `<run folder>/mlflow`. A resume finds it by the tag `covey.run_id`."""
 
-    def __init__(self, folder: Path, name: str, logging_steps: int = 1, completions: int = 0) -> None:
-        super().__init__(folder, name, logging_steps, completions)
-        self._module = _import("mlflow", "mlflow")
+    package = "mlflow"
 
     def _start(self, config: Mapping[str, Any], info: Mapping[str, Any]) -> None:
         database = f"sqlite:///{self._folder / 'mlflow' / 'mlflow.db'}"
@@ -289,13 +350,10 @@ class MLflowTracker(_Tracker):
         text = json.dumps({"columns": columns, "data": rows}, indent=1)
         self._client.log_text(self._run, text, f"completions/step_{step:06d}.json")
 
-    def _send_event(self, step: int, kind: str, message: str, every: list[list[Any]]) -> None:
+    def _send_events(self, every: list[list[Any]]) -> None:
         lines = (f"step {at} {what}: {said}\n" for at, what, said in every)
         # Stored anew each time; a resume has a file of its own.
         self._client.log_text(self._run, "".join(lines), f"events/from_step_{every[0][0]:06d}.txt")
-
-    def _send_curve(self, step: int, picture: Path) -> None:
-        self._client.log_artifact(self._run, str(picture))
 
     def _finish(self, status: str) -> None:
         self._client.set_terminated(self._run, {"finished": "FINISHED", "stopped": "KILLED"}.get(status, "FAILED"))
@@ -320,11 +378,11 @@ def make_observers(
     num_completions_to_print: int | None = None,
     report_completions: int = 0,
 ) -> Observers:
-    """Put together who watches a run: the run folder, the screen, and trackers.
+    """Put together who watches a run: the run folder, the screen (`console`), and trackers, which need a run folder.
 
     Args:
         report_to: "tensorboard", "wandb", "trackio", "mlflow", several of them, or "none".
-        run_folder: an open folder to write to; trackers need it.
+        run_folder: an open folder to write to.
         run_name: name at the trackers; None = the folder's name.
         console: False = nothing on the screen, True = standard error, or a console of your own.
         logging_steps: steps between printed lines and between points sent to trackers; the run folder gets every step.

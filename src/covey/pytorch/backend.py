@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -14,7 +14,6 @@ from covey.config.whole import GRPOConfig
 from covey.errors import ConfigError
 from covey.pytorch import optimizers
 from covey.pytorch.engine import Engine
-from covey.pytorch.engine.vllm_engine import VLLMEngine
 from covey.pytorch.gradient_sum import AloneInFixedPoint, Share
 from covey.pytorch.learner import Learner
 from covey.pytorch.loss_scale import LossScale
@@ -22,6 +21,9 @@ from covey.pytorch.models import quantised
 from covey.pytorch.models.dequantise import quantised_layers
 from covey.pytorch.policy import Policy
 from covey.types import Prompt
+
+if TYPE_CHECKING:
+    from covey.pytorch.engine.vllm_engine import VLLMEngine
 
 
 class PyTorchBackend:
@@ -68,6 +70,8 @@ class PyTorchBackend:
         """The engine that samples in this process, Covey's or vLLM; `how` goes to Covey's."""
         chosen, cache = config.sampling, int(config.sampling.kv_cache_gb * 2**30)
         if chosen.engine == "vllm":
+            from covey.pytorch.engine.vllm_engine import VLLMEngine
+
             autocast = config.optim.autocast
             held = next(p.dtype for p in policy.model.parameters() if p.is_floating_point())
             options = config.vllm

@@ -1,17 +1,29 @@
 """Rewards that can be verified: what a completion is worth."""
 
-from covey.rewards.code import CodeReward
-from covey.rewards.extract import boxed_content, completion_text, final_number, last_number, parse_number, prompt_text
-from covey.rewards.formats import json_reward, length_reward, tags_reward
-from covey.rewards.harness import Sandbox, TestHarness
-from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult
-from covey.rewards.jail.sandbox import Limits
-from covey.rewards.judge import JudgeReward
-from covey.rewards.maths import MathReward
-from covey.rewards.option_letter import extract_choice
-from covey.rewards.parallel import ParallelVerifier
-from covey.rewards.text import exact_match, format_reward, numeric_match
-from covey.rewards.verifier import RewardFunction, SupportsBatchVerify, Verifier, reward_name, verifier_from_reward
+from typing import TYPE_CHECKING
+
+from covey.functions import when_used
+
+if TYPE_CHECKING:
+    from covey.rewards.code import CodeReward
+    from covey.rewards.extract import (
+        boxed_content,
+        completion_text,
+        final_number,
+        last_number,
+        parse_number,
+        prompt_text,
+    )
+    from covey.rewards.formats import json_reward, length_reward, tags_reward
+    from covey.rewards.harness import Sandbox, TestHarness
+    from covey.rewards.jail.harness import AssertTests, CallTests, ProgramTests, TestResult
+    from covey.rewards.jail.sandbox import Limits
+    from covey.rewards.judge import JudgeReward
+    from covey.rewards.maths import MathReward
+    from covey.rewards.option_letter import extract_choice
+    from covey.rewards.parallel import ParallelVerifier
+    from covey.rewards.text import exact_match, format_reward, numeric_match
+    from covey.rewards.verifier import RewardFunction, SupportsBatchVerify, Verifier, reward_name, verifier_from_reward
 
 __all__ = [
     "AssertTests",
@@ -44,3 +56,21 @@ __all__ = [
     "tags_reward",
     "verifier_from_reward",
 ]
+
+__getattr__ = when_used(
+    __name__,
+    {
+        "covey.rewards.code": "CodeReward",
+        "covey.rewards.extract": "boxed_content completion_text final_number last_number parse_number prompt_text",
+        "covey.rewards.formats": "json_reward length_reward tags_reward",
+        "covey.rewards.harness": "Sandbox TestHarness",
+        "covey.rewards.jail.harness": "AssertTests CallTests ProgramTests TestResult",
+        "covey.rewards.jail.sandbox": "Limits",
+        "covey.rewards.judge": "JudgeReward",
+        "covey.rewards.maths": "MathReward",
+        "covey.rewards.option_letter": "extract_choice",
+        "covey.rewards.parallel": "ParallelVerifier",
+        "covey.rewards.text": "exact_match format_reward numeric_match",
+        "covey.rewards.verifier": "RewardFunction SupportsBatchVerify Verifier reward_name verifier_from_reward",
+    },
+)

@@ -93,7 +93,7 @@ class LiveEpisode:
     episodes: list[Episode] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     said: str = ""
-    action: str | None = None
+    action: Any = None
     acting: bool = False
     finish_reason: FinishReason = "stop"
 
@@ -209,6 +209,18 @@ class Player:
             log.warning("%s; actions that are longer cannot be chosen: raise it", problem)
             self._warned = True
 
+    def opening(self, live: LiveEpisode, history: int = 0) -> IntArray:
+        """The tokens of a prompt that tells the task, the last `history` turns, and what is seen now."""
+        return self._template.opening(self.words_with_history(live, history))
+
+    def reply(self, live: LiveEpisode) -> IntArray:
+        """The tokens that tell a conversation what is seen now."""
+        return self._template.reply(self.words(live), ended=live.finish_reason == "stop")
+
+    def read(self, live: LiveEpisode, completion: Completion) -> Any:
+        """A turn that is over as an action, None if it is none."""
+        return parse_action(live.said, self.settings.action_format, live.seen.actions)
+
     def words(self, live: LiveEpisode) -> str:
         """What the policy reads next: the observation, with what may be done."""
         text = self.shortened(live.seen.text)
@@ -257,7 +269,7 @@ class _EpisodeLoop:
         group: int,
     ) -> None:
         self._player, self._settings, self._stats = player, player.settings, player.stats
-        self._pool, self._template, self._decode = player._pool, player._template, player._decode
+        self._pool, self._decode = player._pool, player._decode
         self._waiting = deque(episodes)
         self._total = len(episodes)
         self._at: dict[int, LiveEpisode] = {}  # by place
@@ -333,7 +345,7 @@ class _EpisodeLoop:
         completion = self._session.completion(row)
         live.said = self._decode(completion.token_ids.tolist())
         self._record(live, completion)
-        live.action = parse_action(live.said, self._settings.action_format, live.seen.actions)
+        live.action = self._player.read(live, completion)
         self._stats.turns += 1
         live.acting = True
         if live.action is None:
@@ -381,7 +393,7 @@ class _EpisodeLoop:
         self._stats.cut_observations += self._player.shortened(live.seen.text) != live.seen.text
         if live.turns and self._conversing:
             assert self._session is not None
-            ids = self._template.reply(self._player.words(live), ended=live.finish_reason == "stop")
+            ids = self._player.reply(live)
             if self._session.room_for_turn(live.row, len(ids)) == 0:
                 self._end(live, "context")
                 return
@@ -401,15 +413,15 @@ class _EpisodeLoop:
     def _opening(self, live: LiveEpisode) -> IntArray:
         """The prompt of a first turn, or of any turn in "steps" mode, with as much history as has room."""
         for history in range(min(self._settings.history_length, len(live.turns)), 0, -1):
-            ids = self._template.opening(self._player.words_with_history(live, history))
+            ids = self._player.opening(live, history)
             if not live.turns or len(ids) <= self._settings.max_turn_prompt_tokens:
                 return ids
-        return self._template.opening(self._player.words_with_history(live, 0))
+        return self._player.opening(live)
 
     def _opened(self, first: int) -> Session[Any]:
         if self._session is None:
             live = list(self._at.values())
-            longest = max(first, *(len(self._template.opening(self._player.words(other))) for other in live))
+            longest = max(first, *(len(self._player.opening(other)) for other in live))
             # other tasks may begin with more words
             expected = 2 * longest if self._conversing else max(longest, self._settings.max_turn_prompt_tokens)
             # in conversations the episodes of a task share their opening, and one task may be half done

@@ -11,18 +11,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import EpisodeError
-from covey.rollout.agents import Player, PlayStats, play_metrics
 from covey.rollout.batching import trajectory_rewards
-from covey.rollout.habits import same_action_ratio
 from covey.rollout.scoring import Scorer
 from covey.rollout.turns import TurnGenerator
 from covey.types import Episode, Generator, Group, Progress, Prompt, Request, SamplingSettings
+
+if TYPE_CHECKING:  # single answers need none of it
+    from covey.rollout.agents import Player, PlayStats
 
 Rewards = NDArray[np.float64]
 Decode = Callable[[Sequence[int]], str]
@@ -65,6 +66,9 @@ class Rollout:
         """What there is to tell of agents, discarded groups included."""
         if self.played is None:
             return {}
+        from covey.rollout.agents import play_metrics
+        from covey.rollout.habits import same_action_ratio
+
         groups = self.counted.groups
         alike = same_action_ratio(groups)
         return play_metrics([t for group in groups for t in group.trajectories], self.played) | (

@@ -1,12 +1,17 @@
 """Where prompts come from and how their answers are checked."""
 
-from covey.tasks.arithmetic import Arithmetic
-from covey.tasks.base import Task
-from covey.tasks.code import Code
-from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
-from covey.tasks.gsm8k import GSM8K
-from covey.tasks.registry import configured_task, get_task, register_task, task_names, task_options
-from covey.tasks.usmle import USMLE
+from typing import TYPE_CHECKING
+
+from covey.functions import when_used
+
+if TYPE_CHECKING:
+    from covey.tasks.arithmetic import Arithmetic
+    from covey.tasks.base import Task
+    from covey.tasks.code import Code
+    from covey.tasks.dataset import DataOrder, Row, WeightedOrder, build_prompts, load_rows
+    from covey.tasks.gsm8k import GSM8K
+    from covey.tasks.registry import configured_task, get_task, register_task, task_names, task_options
+    from covey.tasks.usmle import USMLE
 
 __all__ = [
     "GSM8K",
@@ -25,3 +30,16 @@ __all__ = [
     "task_names",
     "task_options",
 ]
+
+__getattr__ = when_used(
+    __name__,
+    {
+        "covey.tasks.arithmetic": "Arithmetic",
+        "covey.tasks.base": "Task",
+        "covey.tasks.code": "Code",
+        "covey.tasks.dataset": "DataOrder Row WeightedOrder build_prompts load_rows",
+        "covey.tasks.gsm8k": "GSM8K",
+        "covey.tasks.registry": "configured_task get_task register_task task_names task_options",
+        "covey.tasks.usmle": "USMLE",
+    },
+)

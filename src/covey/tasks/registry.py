@@ -8,13 +8,15 @@ from typing import Any
 
 from covey.errors import ConfigError
 from covey.functions import find_factory, make_named
-from covey.tasks.arithmetic import Arithmetic
 from covey.tasks.base import Task
-from covey.tasks.code import Code
-from covey.tasks.gsm8k import GSM8K
-from covey.tasks.usmle import USMLE
 
-_TASKS: dict[str, Callable[..., Task]] = {}
+_TASKS: dict[str, Callable[..., Task] | str] = {
+    "arithmetic": "covey.tasks.arithmetic:Arithmetic",
+    "code": "covey.tasks.code:Code",
+    "gsm8k": "covey.tasks.gsm8k:GSM8K",
+    "usmle": "covey.tasks.usmle:USMLE",
+}
+"""By name, what makes a task, or where that is found when it is asked for."""
 
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
@@ -69,9 +71,3 @@ def configured_task(name: str | None, dataset: str | None, eval_dataset: str | N
                 "remove one of them"
             )
     return get_task(name, **{option: value for option, (_, value) in files.items() if value is not None})
-
-
-register_task("arithmetic", Arithmetic)
-register_task("code", Code)
-register_task("gsm8k", GSM8K)
-register_task("usmle", USMLE)

@@ -9,8 +9,6 @@ import numpy as np
 
 from covey.config.whole import GRPOConfig
 from covey.environments.base import World
-from covey.environments.pool import EnvironmentPool
-from covey.environments.registry import get_world
 from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
 from covey.rollout.batching import has_text
@@ -38,12 +36,6 @@ _HOW_TO_ACT = {
     "tags": "Write your action between <action> and </action>.",
     "tool": 'Act with a call such as {"name": "act", "arguments": {"action": "..."}}.',
 }
-
-
-def load_world(config: GRPOConfig) -> World | None:
-    """The world named by `environment.world`, or None."""
-    name = config.environment.world
-    return None if name is None else get_world(name)
 
 
 def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> setup.Data:
@@ -107,6 +99,8 @@ def make_collector(
     else:
         words = " ".join(filter(None, (words, _HOW_TO_ACT.get(chosen.action_format)))) or None
     template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
+    from covey.environments.pool import EnvironmentPool  # single answers load none of it
+
     pool = EnvironmentPool(
         world, chosen.parallel_episodes, reset_seconds=chosen.reset_seconds, step_seconds=chosen.step_seconds
     )

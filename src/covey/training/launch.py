@@ -42,7 +42,7 @@ from covey.pytorch.engine import Engine
 from covey.pytorch.learner import Learner
 from covey.pytorch.models.slices import NotSlicedError
 from covey.pytorch.policy import Policy
-from covey.training import agents, setup
+from covey.training import setup
 from covey.training.trainer import GRPOTrainer
 from covey.types import Prompt
 
@@ -324,5 +324,5 @@ def _goes_on(config: GRPOConfig) -> bool:
     if not RunFolder.is_run(folder):
         return False
     saved = RunFolder.read(folder).config_path
-    wanted = setup.with_defaults(config, agents.load_world(config) or setup.load_task(config))
+    wanted = setup.with_defaults(config, setup.load_world(config) or setup.load_task(config))
     return saved.exists() and GRPOConfig.from_toml(saved) == wanted

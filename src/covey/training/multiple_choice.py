@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.errors import ConfigError
-from covey.observe.answer_statistics import Answered
+from covey.observe.choices import Answered
 from covey.training.evaluate import EVALUATION_STREAM
 from covey.training.setup import sampling_settings
 from covey.training.trainer import GRPOTrainer

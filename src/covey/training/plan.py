@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from covey.observe.memory import forget_peak, peak_cuda_bytes, peak_rss_bytes
+from covey.processes import forget_peak, peak_cuda_bytes, peak_rss_bytes
 from covey.rollout.agents import PlayStats
 from covey.rollout.collect import Rollout
 from covey.training.evaluate import no_answer_ratio, rollout_metrics

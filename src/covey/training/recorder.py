@@ -15,7 +15,7 @@ from covey.distributed.fleet import Fleet
 from covey.errors import CheckpointError, CoveyError, ModelError
 from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
-from covey.observe.findings import Doctor
+from covey.observe.doctor import Doctor
 from covey.observe.observers import Observers
 from covey.observe.run_folder import RunFolder
 from covey.observe.trackers import make_observers

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from covey.algorithms import Estimator
 from covey.config.algorithm import AlgorithmConfig
 from covey.config.effects import correction_mode
+from covey.config.rewards import NO_TIMEOUT
 from covey.config.whole import GRPOConfig
-from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.functions import load_function
 from covey.metric_names import says_which_is_best
@@ -28,11 +28,14 @@ from covey.processes import total_memory
 from covey.rollout.batching import HasAnswer, estimator_of, has_text
 from covey.rollout.learning import TrainedPolicy
 from covey.rollout.scoring import Scorer
-from covey.tasks import Task, configured_task
+from covey.tasks.base import Task
 from covey.tasks.dataset import DataOrder, WeightedOrder, build_prompts, load_rows
 from covey.training.evaluate import IsCorrect
 from covey.training.schedule import PhasePlan, ResolvedPhase, learning_rate_schedule, resolve_warmup_steps
 from covey.types import Prompt, SamplingSettings
+
+if TYPE_CHECKING:
+    from covey.environments.base import World
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,20 @@ def check_estimator(config: GRPOConfig, world: World | None) -> Estimator:
 
 def load_task(config: GRPOConfig) -> Task | None:
     """The task named by `data.task`, or None. `data.dataset` and `data.eval_dataset` are the files that it reads."""
+    if config.data.task is None:
+        return None
+    from covey.tasks.registry import configured_task
+
     return configured_task(config.data.task, config.data.dataset, config.data.eval_dataset)
+
+
+def load_world(config: GRPOConfig) -> World | None:
+    """The world named by `environment.world`, or None."""
+    if config.environment.world is None:
+        return None
+    from covey.environments.registry import get_world
+
+    return get_world(config.environment.world)
 
 
 def with_defaults(config: GRPOConfig, source: Task | World | None) -> GRPOConfig:
@@ -135,7 +151,8 @@ def load_data(
                 "no reward function: pass reward_funcs, set rewards.functions (file.py:function), or choose data.task"
             )
         reward_funcs = task.reward_funcs
-    scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=config.rewards.reward_timeout)
+    seconds = config.rewards.reward_timeout
+    scorer = Scorer(reward_funcs, config.rewards.reward_weights, timeout=None if seconds == NO_TIMEOUT else seconds)
     comparing = [spec.name for spec in scorer.specs if spec.whole_batch]
     if comparing and config.sampling.max_generations is not None:
         raise ConfigError(

@@ -11,35 +11,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.adapters import read_adapter_folder
 from covey.backend import Backend, load_backend
 from covey.config.whole import GRPOConfig
 from covey.distributed.start import make_sampler, scale_scoring
-from covey.environments.base import World
 from covey.errors import CoveyError, DataError
 from covey.files import checked_path, explained
 from covey.functions import names_file
-from covey.observe.memory import memory_metrics
+from covey.processes import memory_metrics
 from covey.rollout.collect import (
     AnswerCollector,
+    Collector,
     Rollout,
     collect_informative_groups,
     grow_groups,
     table_order,
     with_greedy_rewards,
 )
+from covey.rollout.learning import Sampler
 from covey.signals import ended, held
-from covey.tasks import Task
 from covey.tasks.dataset import load_rows
-from covey.training import agents, setup
-from covey.training.batches import StepFacts, pack_step
+from covey.training import setup
 from covey.training.evaluate import (
     Evaluation,
     QuestionHistory,
@@ -51,7 +50,6 @@ from covey.training.evaluate import (
 )
 from covey.training.ledger import Ledger, make_ledger
 from covey.training.prefetch import DirectSamples, PrefetchedSamples, Sampled, Samples
-from covey.training.recorder import Recorder
 from covey.training.rows import completion_rows
 from covey.training.schedule import ACCURACY_STEPS, Elapsed, ResolvedPhase
 from covey.training.setup import best_metric, require_memory
@@ -60,6 +58,11 @@ from covey.training.step import episode_credit, scorer, step_batch, step_update
 from covey.training.stepwise import StepByStep, named_model, one_of, other_reference
 from covey.training.update import Update
 from covey.types import Batch, Group, Progress, Prompt
+
+if TYPE_CHECKING:  # loaded where they are needed: most runs have no world, and many trainers are never trained
+    from covey.environments.base import World
+    from covey.tasks.base import Task
+    from covey.training.recorder import Recorder
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
@@ -93,6 +96,8 @@ class GRPOTrainer(StepByStep):
         task: a task object in place of `args.data.task`.
         world: a world in place of `args.environment.world`; rewards and tasks are then its own.
         backend: what computes, in place of that of `args.model.backend`; see `covey.backend`.
+        sampler: `f(trainer, own)`, makes what samples from `own`, the sampler that the settings ask for.
+        collector: `f(trainer)`, makes what samples and scores groups, in place of `trainer.collect`.
         ref_model: folder of an adapter, or a model (loaded, folder, hub id), to compare with in place of the policy as
             it was at the start.
 
@@ -128,6 +133,8 @@ class GRPOTrainer(StepByStep):
         task: Task | None = None,
         world: World | None = None,
         backend: Backend | None = None,
+        sampler: Callable[[GRPOTrainer, Sampler], Sampler] | None = None,
+        collector: Callable[[GRPOTrainer], Collector] | None = None,
         policy_model: Any = None,
         ref_model: Any = None,
         reward_function: Any = None,
@@ -137,8 +144,9 @@ class GRPOTrainer(StepByStep):
         check_callbacks(callbacks or ())
         sources = (reward_funcs, train_dataset, eval_dataset)
         stranger = None if type(backend).__module__.startswith("covey.") else backend
-        given = (*sources, model, processing_class, peft_config, callbacks or None, task, world, stranger, ref_model)
-        self.world = world = agents.load_world(args) if world is None else world
+        own_parts = (callbacks or None, task, world, stranger, sampler, collector)
+        given = (*sources, model, processing_class, peft_config, ref_model, *own_parts)
+        self.world = world = setup.load_world(args) if world is None else world
         named, task = reward_funcs is None and task is None, setup.load_task(args) if task is None else task
         args = setup.with_defaults(args, world or task).with_whole_paths()
         args, ref_model = other_reference(args, ref_model, model)
@@ -149,7 +157,12 @@ class GRPOTrainer(StepByStep):
         backend.check(args)
         if args.model.adapter is not None:
             read_adapter_folder(args.model.adapter)  # what is not there is missed before the model is loaded
-        self.data = setup.load_data(args, task, *sources) if world is None else agents.world_data(args, world, sources)
+        if world is None:
+            self.data = setup.load_data(args, task, *sources)
+        else:
+            from covey.training import agents
+
+            self.data = agents.world_data(args, world, sources)
         own = (world or task).__class__.__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
@@ -164,7 +177,8 @@ class GRPOTrainer(StepByStep):
         self.policy = backend.make_policy(args, model, processing_class, peft_config)
         if ref_model is not None:
             self.policy.reference.hold(ref_model)
-        self.engine = make_sampler(args, backend, self.policy)
+        engine = make_sampler(args, backend, self.policy)
+        self.engine = engine if sampler is None else sampler(self, engine)
         if world is None:
             scale_scoring(args, self.data.scorer, named=named)
         self.prompts = self._tokenize(self.data.train)
@@ -178,11 +192,13 @@ class GRPOTrainer(StepByStep):
         self._order = setup.make_order(args, len(self.prompts), self.questions.weights)
         self.decode = setup.decoder(self.policy)
         # Single answers scored by reward functions, or episodes played in a world.
-        self.collect = (
-            AnswerCollector(self.engine, self.data.scorer, self.decode)
-            if world is None
-            else agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
-        )
+        self.collect: Collector
+        if collector is not None:
+            self.collect = collector(self)
+        elif world is None:
+            self.collect = AnswerCollector(self.engine, self.data.scorer, self.decode)
+        else:
+            self.collect = agents.make_collector(args, world, self.policy, self.engine, self.data, self.decode)
         self._callbacks = Callbacks(callbacks or (), args, self.state)
         self._recorder: Recorder | None = None
         self._samples: Samples | None = None
@@ -339,7 +355,9 @@ class GRPOTrainer(StepByStep):
 
     def _tokenize(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt]:
         if self.world is not None:
-            return agents.task_prompts(rows)
+            from covey.training.agents import task_prompts
+
+            return task_prompts(rows)
         return setup.tokenize(self.args, rows, self.data, self.policy, self.engine.context_length)
 
     # ------------------------------------------------------------------ counting, reporting
@@ -402,6 +420,8 @@ class GRPOTrainer(StepByStep):
         if self._ledger is not None:
             recorder.ledger(self._ledger.rows)
         if self.args.run.keep_batches:
+            from covey.training.batches import StepFacts, pack_step
+
             facts = StepFacts(
                 state.global_step,
                 self.args.to_dict(),
@@ -480,6 +500,8 @@ class GRPOTrainer(StepByStep):
     @contextmanager
     def _recording(self, resume: bool | str | Path | None) -> Iterator[Recorder]:
         """The run folder is open inside; an error leaves a checkpoint of the last consistent moment behind."""
+        from covey.training.recorder import Recorder
+
         recorder = Recorder(self, self._callbacks)
         self.data.scorer.trainer_state = self.state
         try:

@@ -6,11 +6,13 @@ Names, defaults and meanings are TRL 1.16's; `docs/coming-from-trl.md` lists the
 """
 
 from covey.trl.arguments import GRPOConfig
-from covey.trl.mixtures import DatasetConfig, DatasetMixtureConfig, get_dataset
 from covey.trl.scripts import (
+    DatasetConfig,
+    DatasetMixtureConfig,
     ModelConfig,
     ScriptArguments,
     TrlParser,
+    get_dataset,
     get_kbit_device_map,
     get_peft_config,
     get_quantization_config,

@@ -2,36 +2,80 @@
 """`covey.trl.GRPOConfig`: TRL 1.16's names and defaults, as a `transformers.TrainingArguments`.
 
 Being one, it is set, read, changed, printed and parsed like TRL's: `HfArgumentParser((GRPOConfig,))`, `to_dict()`,
-`args.per_device_train_batch_size`, assignments before the trainer is made. What each field becomes in Covey stands in
-`covey.trl.fields`.
+`args.per_device_train_batch_size`, assignments before the trainer is made. Beside its default every field says what it
+becomes in Covey: from this one table the translation (`covey.trl.translate`) and the documentation are made.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from importlib import util
+from typing import Any, Literal, cast
 
 import torch
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
+from covey.config.names import FIELDS, SECTIONS
 from covey.errors import ConfigError
 
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
+Kind = Literal["same", "translated", "machinery", "warned", "refused"]
 
 
-FORMER_NAMES = {
-    "evaluation_strategy": "eval_strategy",
-    "warmup_ratio": "warmup_steps",
-    "no_cuda": "use_cpu",
-    "wandb_log_unique_prompts": "log_unique_prompts",
-    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
-    "vllm_max_model_len": "vllm_max_model_length",
-}
-"""Options that were called otherwise -> what they are called now."""
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What becomes of a field, and how the documentation says so.
+
+    A field is the *same* in Covey, is *translated*, is of a *machinery* that Covey does not have, asks for something
+    that changes no result (*warned* when set), or is *refused* with what to do instead. A value that equals TRL's
+    default asks for nothing and is never refused.
+    """
+
+    kind: Kind
+    text: str
+
+
+_MEANING_OF: dict[Any, Meaning] = {}
+"""By field; not in its metadata, which transformers' parser takes for arguments of argparse."""
+
+
+def _option(default: Any, help: str, kind: Kind, text: str) -> Any:
+    option = field(default=default, metadata={"help": help or f"{text[0].upper()}{text[1:]}."})
+    _MEANING_OF[option] = Meaning(kind, text)
+    return option
+
+
+def _same(section: str, default: Any, help: str) -> Any:
+    return _option(default, help, "same", section)
+
+
+def _becomes(text: str, default: Any, help: str = "") -> Any:
+    return _option(default, help, "translated", text)
+
+
+def _idle(default: Any, help: str, text: str = "") -> Any:
+    return _option(default, help, "machinery", text or _IDLE)
+
+
+def _warned(text: str, default: Any, help: str = "") -> Any:
+    return _option(default, help, "warned", text)
+
+
+def _refused(text: str, default: Any, help: str = "") -> Any:
+    return _option(default, help, "refused", text)
+
+
+_IDLE = "of a machine that Covey does not have; no result depends on it"
+_BATCH = "data.prompts_per_step, algorithm.num_minibatches"
+_VLLM = "the vllm section, with use_vllm and vllm_mode colocate"
+_URL = "server.inference_server_url"
+_AUTOCAST = "optim.autocast: weights stay float32"
+_VESPO = "algorithm.loss_parameters of vespo"
+_REFERENCE = "algorithm.reference_update (copy, ema)"
+_CORRECTION = "algorithm.importance_sampling_correction, with use_vllm"
+_VLLM_HAS = "vLLM has the learner's device, the model's number format and its prefix cache"
 
 
 @dataclass
@@ -54,119 +98,135 @@ class GRPOConfig(TrainingArguments):
     ]
 
     # Of transformers, with other defaults.
-    learning_rate: float = _option(1e-6, "Peak learning rate of AdamW.")
-    logging_steps: float = _option(10, "Optimiser steps between two logs; below 1: a fraction of all steps.")
-    gradient_checkpointing: bool = _option(True, "Recompute activations in the backward pass.")
-    bf16: bool | None = _option(None, "Autocast to bfloat16; unset: where the device can.")  # type: ignore[assignment]
-    lr_scheduler_kwargs: dict | str | None = _option(None, "Options of the learning rate's schedule.")  # type: ignore[type-arg]
-    remove_unused_columns: bool | None = _option(False, "Columns are always kept.")  # type: ignore[assignment]
+    learning_rate: float = _same("optim", 1e-6, "Peak learning rate of AdamW.")
+    logging_steps: float = _becomes(
+        "run.logging_steps; below 1: a fraction of all steps", 10, "Optimiser steps between two logs."
+    )
+    gradient_checkpointing: bool = _same("model", True, "Recompute activations in the backward pass.")
+    bf16: bool | None = _becomes(_AUTOCAST, None, "Unset: where the device can.")  # type: ignore[assignment]
+    lr_scheduler_kwargs: dict | str | None = _same("optim", None, "Options of the learning rate's schedule.")  # type: ignore[type-arg]
+    remove_unused_columns: bool | None = _idle(False, "Columns are always kept.")  # type: ignore[assignment]
 
     # Model and data
-    model_init_kwargs: dict[str, Any] | str | None = _option(None, "Arguments of from_pretrained.")
-    trust_remote_code: bool = _option(False, "Run code that a model repository brings.")
-    router_aux_loss_coef: float | None = _option(None, "Weight of a mixture of experts' balance loss.")
-    disable_dropout: bool = _option(False, "Switch every dropout off, LoRA's too.")
-    cast_lm_head_to_fp32: bool = _option(False, "Compute logits in float32.")
-    num_generations: int | None = _option(8, "Completions for each prompt.")
-    num_generations_eval: int | None = _option(None, "The same in evaluations; unset: num_generations.")
-    max_completion_length: int | None = _option(512, "Longest completion, in tokens.")
-    ds3_gather_for_generation: bool = _option(True, "Of DeepSpeed ZeRO-3.")
-    shuffle_dataset: bool | None = _option(True, "Visit the prompts in a random order.")
-    pad_to_multiple_of: int | str | None = _option("auto", "Width of padding; batches are packed here.")
+    model_init_kwargs: dict[str, Any] | str | None = _becomes(
+        "the model is loaded with them, quantization_config too", None
+    )
+    trust_remote_code: bool = _same("model", False, "Run code that a model repository brings.")
+    router_aux_loss_coef: float | None = _refused(
+        "the balance loss of mixtures of experts is not computed; leave it out", None
+    )
+    disable_dropout: bool = _becomes("model.lora_dropout: 0 (other dropouts are off in any case)", False)
+    cast_lm_head_to_fp32: bool = _becomes("log-probabilities are computed in float32 in any case", False)
+    num_generations: int | None = _same("sampling", 8, "Completions for each prompt.")
+    num_generations_eval: int | None = _becomes("evaluation.num_generations_eval; unset: num_generations", None)
+    max_completion_length: int | None = _same("sampling", 512, "Longest completion, in tokens.")
+    ds3_gather_for_generation: bool = _idle(True, "Of DeepSpeed ZeRO-3.")
+    shuffle_dataset: bool | None = _becomes("data.shuffle", True, "Visit the prompts in a random order.")
+    pad_to_multiple_of: int | str | None = _idle("auto", "Width of padding; batches are packed here.")
 
     # Generation
-    generation_batch_size: int | None = _option(None, "Completions sampled at a time.")
-    steps_per_generation: int | None = _option(None, "Micro-batches that each generation is used for.")
-    temperature: float = _option(1.0, "Divides the logits before sampling.")
-    top_p: float = _option(1.0, "Sample from the likeliest tokens of this probability.")
-    top_k: int = _option(0, "Sample from this many likeliest tokens; 0: all.")
-    min_p: float | None = _option(None, "Sample tokens of at least this fraction of the likeliest one's probability.")
-    generation_kwargs: dict | str | None = _option(None, "More arguments of generate.")  # type: ignore[type-arg]
-    chat_template_kwargs: dict | str | None = _option(None, "Arguments of the chat template.")  # type: ignore[type-arg]
-    repetition_penalty: float = _option(1.0, "Above 1: tokens that occurred become less likely when sampling.")
-    cache_implementation: str | None = _option(None, "Key-value cache of generate.")
-    use_vllm: bool = _option(False, "Sample with vLLM.")
-    vllm_mode: str = _option("colocate", "server or colocate.")
-    vllm_model_impl: str = _option("vllm", "vLLM's or transformers' model code.")
-    vllm_enable_sleep_mode: bool = _option(False, "Free vLLM's memory during the update.")
-    vllm_structured_outputs_regex: str | None = _option(None, "Regular expression that completions must match.")
-    vllm_server_base_url: str | None = _option(None, "The server's URL.")
-    vllm_server_host: str = _option("0.0.0.0", "The server's host, without a URL.")
-    vllm_server_port: int = _option(8000, "The server's port, without a URL.")
-    vllm_server_timeout: float = _option(240.0, "Seconds to wait for the server.")
-    vllm_group_port: int = _option(51216, "Port of TRL's weight transfer.")
-    vllm_gpu_memory_utilization: float = _option(0.3, "Share of the GPU's memory for vLLM.")
-    vllm_max_model_length: int | None = _option(None, "Longest prompt and completion in vLLM.")
-    vllm_tensor_parallel_size: int = _option(1, "Devices that share the model in vLLM.")
+    generation_batch_size: int | None = _becomes(_BATCH, None, "Completions sampled at a time.")
+    steps_per_generation: int | None = _becomes(_BATCH, None, "Micro-batches that each generation is used for.")
+    temperature: float = _same("sampling", 1.0, "Divides the logits before sampling.")
+    top_p: float = _same("sampling", 1.0, "Sample from the likeliest tokens of this probability.")
+    top_k: int = _same("sampling", 0, "Sample from this many likeliest tokens; 0: all.")
+    min_p: float | None = _becomes("sampling.min_p; unset: 0", None, "Less than this share of the likeliest: out.")
+    generation_kwargs: dict | str | None = _becomes(  # type: ignore[type-arg]
+        "sampling.top_k, top_p, min_p, temperature, stop_strings; with others the model's generate samples", None
+    )
+    chat_template_kwargs: dict | str | None = _same("data", None, "Arguments of the chat template.")  # type: ignore[type-arg]
+    repetition_penalty: float = _becomes("unless 1, the model's own generate samples", 1.0)
+    cache_implementation: str | None = _idle(None, "Key-value cache of generate.")
+    use_vllm: bool = _becomes(
+        "vllm_mode server: the server section; colocate: sampling.engine=vllm where installed", False
+    )
+    vllm_mode: str = _becomes("see use_vllm", "colocate", "server or colocate.")
+    vllm_model_impl: str = _becomes(_VLLM, "vllm", "vLLM's or transformers' model code.")
+    vllm_enable_sleep_mode: bool = _becomes(_VLLM, False, "Free vLLM's memory during the update.")
+    vllm_structured_outputs_regex: str | None = _refused("reward the wanted form with a reward function", None)
+    vllm_server_base_url: str | None = _becomes(_URL, None, "The server's URL.")
+    vllm_server_host: str = _becomes(_URL, "0.0.0.0", "The server's host, without a URL.")
+    vllm_server_port: int = _becomes(_URL, 8000, "The server's port, without a URL.")
+    vllm_server_timeout: float = _becomes("server.server_retry_seconds", 240.0, "Seconds to wait for the server.")
+    vllm_group_port: int = _warned("weights go to a server as files", 51216, "Port of TRL's weight transfer.")
+    vllm_gpu_memory_utilization: float = _becomes(_VLLM, 0.3, "Share of the GPU's memory for vLLM.")
+    vllm_max_model_length: int | None = _becomes(_VLLM, None, "Longest prompt and completion in vLLM.")
+    vllm_tensor_parallel_size: int = _becomes(_VLLM, 1, "Devices that share the model in vLLM.")
 
     # Training
-    beta: float = _option(0.0, "Weight of the KL divergence from the reference.")
-    num_iterations: int = _option(1, "Passes over each generation.")
-    epsilon: float = _option(0.2, "Lower clip range.")
-    delta: float | None = _option(None, "Upper clip of the ratio for negative advantages.")
-    epsilon_high: float | None = _option(None, "Upper clip range; unset: epsilon. The cap of cispo.")
-    sapo_temperature_neg: float = _option(1.05, "Gate of sapo for negative advantages.")
-    sapo_temperature_pos: float = _option(1.0, "Gate of sapo for positive advantages.")
-    vespo_k_pos: float = _option(2.0, "Parameter k of vespo for positive advantages.")
-    vespo_lambda_pos: float = _option(3.0, "Parameter lambda of vespo for positive advantages.")
-    vespo_k_neg: float = _option(3.0, "Parameter k of vespo for negative advantages.")
-    vespo_lambda_neg: float = _option(2.0, "Parameter lambda of vespo for negative advantages.")
-    importance_sampling_level: str = _option("token", "token or sequence.")
-    reward_weights: list[float] | None = _option(None, "Weight of each reward function.")
-    reward_timeout: float | None = _option(
-        None, "Of Covey: seconds for one call of a reward function; unset: no limit."
+    beta: float = _same("algorithm", 0.0, "Weight of the KL divergence from the reference.")
+    num_iterations: int = _same("algorithm", 1, "Passes over each generation.")
+    epsilon: float = _same("algorithm", 0.2, "Lower clip range.")
+    delta: float | None = _same("algorithm", None, "Upper clip of the ratio for negative advantages.")
+    epsilon_high: float | None = _becomes(
+        "algorithm.epsilon_high, with cispo algorithm.epsilon_max; unset: epsilon", None
     )
-    multi_objective_aggregation: str = _option("sum_then_normalize", "sum_then_normalize or normalize_then_sum.")
-    scale_rewards: str = _option("group", "group, batch or none; true and false mean group and none.")
-    loss_type: str = _option("dapo", "dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo.")
-    mask_truncated_completions: bool = _option(False, "Leave completions that hit the limit out of the loss.")
-    sync_ref_model: bool = _option(False, "Let the reference follow the policy.")
-    ref_model_mixup_alpha: float = _option(0.6, "The policy's share in each new reference.")
-    ref_model_sync_steps: int = _option(512, "Optimiser steps between new references.")
-    top_entropy_quantile: float = _option(1.0, "Share of the tokens, the most uncertain ones, that are trained.")
-    entropy_coef: float = _option(0.0, "Weight of an entropy bonus.")
-    use_adaptive_entropy: bool = _option(False, "Move entropy_coef so that the entropy stays at entropy_target.")
-    entropy_coef_min: float = _option(0.0, "Least entropy_coef.")
-    entropy_coef_max: float = _option(1.0, "Largest entropy_coef.")
-    entropy_coef_delta: float = _option(0.005, "Step of entropy_coef.")
-    entropy_target: float = _option(0.2, "Wanted entropy, in nats.")
-    max_tool_calling_iterations: int | None = _option(None, "Rounds of tool calls in a completion; unset: no limit.")
-    vllm_importance_sampling_correction: bool = _option(True, "Correct for a sampler that computes otherwise.")
-    vllm_importance_sampling_mode: str = _option("sequence_mask", "token or sequence, truncate or mask.")
-    vllm_importance_sampling_clip_max: float | None = _option(3.0, "Largest ratio of that correction.")
-    vllm_importance_sampling_clip_min: float | None = _option(None, "Smallest ratio of that correction.")
-    off_policy_mask_threshold: float | None = _option(None, "KL in nats above which bad completions are left out.")
-    use_bias_correction_kl: bool = _option(True, "Weigh the KL estimate by the ratio.")
+    sapo_temperature_neg: float = _same("algorithm", 1.05, "Gate of sapo for negative advantages.")
+    sapo_temperature_pos: float = _same("algorithm", 1.0, "Gate of sapo for positive advantages.")
+    vespo_k_pos: float = _becomes(_VESPO, 2.0, "Parameter k of vespo for positive advantages.")
+    vespo_lambda_pos: float = _becomes(_VESPO, 3.0, "Parameter lambda of vespo for positive advantages.")
+    vespo_k_neg: float = _becomes(_VESPO, 3.0, "Parameter k of vespo for negative advantages.")
+    vespo_lambda_neg: float = _becomes(_VESPO, 2.0, "Parameter lambda of vespo for negative advantages.")
+    importance_sampling_level: str = _same("algorithm", "token", "token or sequence.")
+    reward_weights: list[float] | None = _same("rewards", None, "Weight of each reward function.")
+    reward_timeout: float | None = field(
+        default=None, metadata={"help": "Of Covey: seconds for a call; unset: no limit."}
+    )
+    multi_objective_aggregation: str = _same("algorithm", "sum_then_normalize", "Or normalize_then_sum.")
+    scale_rewards: str = _same("algorithm", "group", "group, batch or none; true and false mean group and none.")
+    loss_type: str = _same("algorithm", "dapo", "dapo, grpo, dr_grpo, bnpo, cispo, sapo, luspo or vespo.")
+    mask_truncated_completions: bool = _same("algorithm", False, "Leave completions that hit the limit out.")
+    sync_ref_model: bool = _becomes(_REFERENCE, False, "Let the reference follow the policy.")
+    ref_model_mixup_alpha: float = _becomes(
+        "algorithm.reference_ema_decay: 1 - alpha", 0.6, "The policy's share in it."
+    )
+    ref_model_sync_steps: int = _becomes(_REFERENCE, 512, "Optimiser steps between new references.")
+    top_entropy_quantile: float = _same("algorithm", 1.0, "Share of the tokens, the most uncertain ones, to train.")
+    entropy_coef: float = _same("algorithm", 0.0, "Weight of an entropy bonus.")
+    use_adaptive_entropy: bool = _same("algorithm", False, "Move entropy_coef to keep the entropy at entropy_target.")
+    entropy_coef_min: float = _same("algorithm", 0.0, "Least entropy_coef.")
+    entropy_coef_max: float = _same("algorithm", 1.0, "Largest entropy_coef.")
+    entropy_coef_delta: float = _same("algorithm", 0.005, "Step of entropy_coef.")
+    entropy_target: float = _same("algorithm", 0.2, "Wanted entropy, in nats.")
+    max_tool_calling_iterations: int | None = _becomes("with tools, rounds of calls in a completion", None)
+    vllm_importance_sampling_correction: bool = _becomes(_CORRECTION, True, "Correct for another sampler.")
+    vllm_importance_sampling_mode: str = _becomes(_CORRECTION, "sequence_mask", "token or sequence, truncate or mask.")
+    vllm_importance_sampling_clip_max: float | None = _becomes(_CORRECTION, 3.0, "Largest ratio of that correction.")
+    vllm_importance_sampling_clip_min: float | None = _becomes(_CORRECTION, None, "Smallest ratio of that correction.")
+    off_policy_mask_threshold: float | None = _same("algorithm", None, "KL in nats above which bad ones are left out.")
+    use_bias_correction_kl: bool = _becomes("the KL (k3) is multiplied by the ratio of the loss", True)
 
     # Logging
-    log_completions: bool = _option(False, "Print completions when logging.")
-    log_multimodal: bool = _option(True, "Log images too.")
-    num_completions_to_print: int | None = _option(None, "How many; unset: all.")
-    log_unique_prompts: bool = _option(False, "One completion for each prompt in a tracker's table.")
-    log_completions_hub_repo: str | None = _option(None, "Hub dataset that completions are uploaded to.")
+    log_completions: bool = _becomes("a table on the screen and at trackers; the run folder always has them", False)
+    log_multimodal: bool = _idle(True, "Log images too.")
+    num_completions_to_print: int | None = _becomes("rows of the table on the screen", None, "Unset: all.")
+    log_unique_prompts: bool = _becomes("one completion of each prompt in the trackers' table", False)
+    log_completions_hub_repo: str | None = _warned(
+        "completions stay in the run folder; upload its folder completions/", None
+    )
 
     # Deprecated
-    use_transformers_continuous_batching: bool = _option(False, "Batch continuously; Covey always does.")
-    transformers_continuous_batching_config: dict | str | None = _option(None, "Its options.")  # type: ignore[type-arg]
-    use_transformers_paged: bool = _option(False, "Deprecated name of use_transformers_continuous_batching.")
-    vllm_importance_sampling_cap: float | None = _option(None, "Deprecated: vllm_importance_sampling_clip_max.")
+    use_transformers_continuous_batching: bool = _idle(False, "Batch continuously; Covey always does.")
+    transformers_continuous_batching_config: dict | str | None = _idle(None, "Its options.")  # type: ignore[type-arg]
+    use_transformers_paged: bool = _idle(False, "Deprecated name of use_transformers_continuous_batching.")
+    vllm_importance_sampling_cap: float | None = _becomes(_CORRECTION, None, "Former name of its clip_max.")
 
-    # Of earlier versions of TRL and transformers: scripts in circulation still give them.
-    max_prompt_length: int | None = _option(None, "Longest prompt in tokens; the last ones are kept.")
-    evaluation_strategy: str | None = _option(None, "Former name of eval_strategy.")
-    warmup_ratio: float | None = _option(None, "Former name of a warmup_steps below 1.")
-    no_cuda: bool = _option(False, "Former name of use_cpu.")
-    wandb_log_unique_prompts: bool = _option(False, "Former name of log_unique_prompts.")
-    vllm_guided_decoding_regex: str | None = _option(None, "Former name of vllm_structured_outputs_regex.")
-    vllm_max_model_len: int | None = _option(None, "Former name of vllm_max_model_length.")
-    vllm_device: str | None = _option(None, "Device of vLLM.")
-    vllm_dtype: str | None = _option(None, "Number type of vLLM.")
-    vllm_enable_prefix_caching: bool = _option(True, "Prefix cache of vLLM.")
-    use_liger_loss: bool = _option(False, "Chunked loss.")
-    overwrite_output_dir: bool = _option(False, "An earlier run of the folder is kept beside the new one.")
-    save_safetensors: bool = _option(True, "Weights are always saved as safetensors.")
-    logging_dir: str | None = _option(None, "Folder of TensorBoard.")
-    group_by_length: bool = _option(False, "Group rows by length.")
+    # From here on of earlier versions of TRL and transformers: scripts in circulation still give them.
+    max_prompt_length: int | None = _becomes("data.max_prompt_length, with data.long_prompts: truncate", None)
+    evaluation_strategy: str | None = _becomes("eval_strategy", None, "Former name of that.")
+    warmup_ratio: float | None = _becomes("warmup_steps", None, "Former name of that.")
+    no_cuda: bool = _becomes("use_cpu", False, "Former name of that.")
+    wandb_log_unique_prompts: bool = _becomes("log_unique_prompts", False, "Former name of that.")
+    vllm_guided_decoding_regex: str | None = _becomes("vllm_structured_outputs_regex", None, "Former name of that.")
+    vllm_max_model_len: int | None = _becomes("vllm_max_model_length", None, "Former name of that.")
+    vllm_device: str | None = _warned(_VLLM_HAS, None, "Device of vLLM.")
+    vllm_dtype: str | None = _warned(_VLLM_HAS, None, "Number type of vLLM.")
+    vllm_enable_prefix_caching: bool = _warned(_VLLM_HAS, True, "Prefix cache of vLLM.")
+    use_liger_loss: bool = _warned("log-probabilities are computed in chunks in any case", False, "Chunked loss.")
+    overwrite_output_dir: bool = _becomes("an earlier run of the folder is kept beside the new one", False)
+    save_safetensors: bool = _idle(True, "", "weights are always saved as safetensors")
+    logging_dir: str | None = _idle(None, "", "TensorBoard's files are in output_dir")
+    group_by_length: bool = _idle(False, "", "batches are packed by tokens")
 
     def __post_init__(self) -> None:
         """Fill in what follows from other settings, and refuse what cannot be."""
@@ -295,3 +355,157 @@ def _computes_in_bfloat16() -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     xpu = getattr(torch, "xpu", None)
     return bool(xpu is not None and xpu.is_available())
+
+
+_INHERITED: tuple[tuple[Kind, str, str], ...] = (
+    ("same", "optim", "weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm lr_scheduler_type"),
+    ("same", "run", "output_dir run_name seed save_total_limit report_to"),
+    ("same", "evaluation", "eval_on_start load_best_model_at_end"),
+    ("translated", _BATCH, "per_device_train_batch_size gradient_accumulation_steps"),
+    ("translated", "schedule.max_steps, counted in generations", "max_steps num_train_epochs"),
+    ("translated", "optim.warmup_steps, or optim.warmup_ratio below 1", "warmup_steps"),
+    ("translated", _AUTOCAST, "fp16"),
+    ("translated", "model.device", "use_cpu"),
+    ("translated", "model.gradient_checkpointing", "activation_checkpointing"),
+    ("translated", "run.logging_steps", "logging_strategy"),
+    ("translated", "the first step is logged", "logging_first_step"),
+    ("translated", "run.save_steps", "save_strategy save_steps"),
+    ("translated", "evaluation.eval_steps", "eval_strategy eval_steps"),
+    ("translated", "evaluation.metric_for_best_model; the loss means eval/reward", "metric_for_best_model"),
+    (
+        "translated",
+        "of every metric more is better; False beside another than the loss is refused",
+        "greater_is_better",
+    ),
+    ("translated", "run.progress", "disable_tqdm"),
+    (
+        "translated",
+        "optim.optimizer: AdamW, of 8 bits with bitsandbytes' names; its other variants run as plain AdamW",
+        "optim",
+    ),
+    ("warned", "run.seed also orders the data", "data_seed"),
+    ("translated", "read by your script, as in transformers: train() takes it", "resume_from_checkpoint"),
+    ("translated", "save_model and the end of train push the adapter or the model", "push_to_hub"),
+    ("translated", "where push_to_hub uploads to", "hub_model_id hub_token hub_private_repo hub_revision"),
+    ("translated", "evaluations before that step are left out", "eval_delay"),
+    (
+        "warned",
+        "log-probabilities are computed in chunks, without the logits of a whole batch, in any case",
+        "use_liger_kernel liger_kernel_config",
+    ),
+    (
+        "warned",
+        "the layers have a backward pass of their own",
+        "torch_compile torch_compile_backend torch_compile_mode",
+    ),
+    ("warned", "checkpoints hold all that a resume needs", "save_only_model"),
+    ("warned", "a run that is killed resumes from its last checkpoint", "enable_jit_checkpoint"),
+    ("warned", "a seed fixes the whole run in any case", "full_determinism"),
+    ("warned", "prompts come in a random order, or with shuffle_dataset=False in theirs", "train_sampling_strategy"),
+    ("warned", "an incomplete last batch is filled from the next epoch", "dataloader_drop_last"),
+    ("warned", "evaluations compute as training does", "bf16_full_eval fp16_full_eval"),
+    ("warned", "noise on embeddings would leave the distribution that was sampled", "neftune_noise_alpha"),
+    ("warned", "there are no labels", "label_smoothing_factor"),
+    ("refused", "set adam_beta1, adam_beta2 and adam_epsilon", "optim_args"),
+    ("refused", "pass peft_config with target_modules", "optim_target_modules"),
+    ("refused", "lower per_device_train_batch_size", "auto_find_batch_size"),
+    ("refused", "training runs in one process; leave it out", "parallelism_config fsdp fsdp_config deepspeed"),
+)
+"""The same of the fields that are transformers' own: what they become, and their names. All others are idle."""
+
+_ALL = {field.name: meaning for field, meaning in _MEANING_OF.items()}
+_EARLIER = list(_ALL)[list(_ALL).index("max_prompt_length") :]
+FORMER: dict[str, Meaning] = {name: _ALL.pop(name) for name in _EARLIER}
+"""Options that TRL or transformers had before, which scripts in circulation still give."""
+MEANINGS: dict[str, Meaning] = {name: Meaning("machinery", _IDLE) for name in TrainingArguments.__dataclass_fields__}
+MEANINGS |= _ALL | {name: Meaning(kind, text) for kind, text, names in _INHERITED for name in names.split()}
+"""Every field of TRL 1.16's `GRPOConfig`."""
+FORMER_NAMES = {name: meaning.text for name, meaning in FORMER.items() if meaning.text in MEANINGS}
+"""Options that were called otherwise -> what they are called now."""
+
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default
+    if field.default is not MISSING
+    else (field.default_factory() if field.default_factory is not MISSING else None)
+    for field in fields(GRPOConfig)
+}
+"""TRL's default of each."""
+
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "fsdp": ("", [], None, False),
+    "fsdp_config": ({}, None),
+    "parallelism_config": (None,),
+    "optim_args": ("", None),
+    "router_aux_loss_coef": (None, 0),
+}
+
+
+def was_set(args: GRPOConfig, name: str) -> bool:
+    """Does the field ask for something, i.e. is it not TRL's default and none of its equals?"""
+    value = getattr(args, name)
+    return value != DEFAULTS[name] and value not in _NOTHING.get(name, (None,))
+
+
+def vllm_is_installed() -> bool:
+    """True when this environment has vLLM."""
+    return util.find_spec("vllm") is not None
+
+
+def warned(args: GRPOConfig) -> Iterator[str]:
+    """A sentence for each field that is set and has no effect."""
+    if args.use_vllm and args.vllm_mode == "colocate" and not vllm_is_installed():
+        yield (
+            "use_vllm=True with vllm_mode='colocate' has no effect: vLLM is not installed here, and Covey's engine "
+            "samples in this process"
+        )
+    for name, meaning in (MEANINGS | FORMER).items():
+        if meaning.kind == "warned" and was_set(args, name):
+            yield f"{name}={getattr(args, name)!r:.200} has no effect: {meaning.text}"
+
+
+def check(args: GRPOConfig) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        ConfigError: one message with every field that asks for something impossible, one a line.
+    """
+    problems = [
+        f"{name}={getattr(args, name)!r:.200}: is not possible in Covey; {meaning.text}"
+        for name, meaning in MEANINGS.items()
+        if meaning.kind == "refused" and was_set(args, name)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+_WORDS: dict[Kind, str] = {
+    "same": "same",
+    "translated": "translated",
+    "machinery": "no effect",
+    "warned": "no effect, said",
+    "refused": "refused",
+}
+
+
+def _shown(value: Any) -> str:
+    return f"`{getattr(value, 'value', value)!r}`"
+
+
+def _ours(name: str) -> str:
+    """Covey's default of the field of the same name."""
+    if name not in FIELDS:
+        return ""
+    field = SECTIONS[FIELDS[name]].model_fields[name]
+    derived = field.default_factory not in (None, dict)
+    return _shown("by loss_type" if derived else field.get_default(call_default_factory=True))
+
+
+def table(former: bool = False) -> str:
+    """A line of Markdown for each of TRL's fields, or of those that it had before, in alphabetical order."""
+    meanings = FORMER if former else MEANINGS
+    lines = ["| TRL's field | its default | here | becomes, or why not | Covey's default |", "| - | - | - | - | - |"]
+    for name in sorted(meanings):
+        meaning = meanings[name]
+        text = f"`{meaning.text}.{name}`" if meaning.kind == "same" else meaning.text
+        lines.append(f"| `{name}` | {_shown(DEFAULTS[name])} | {_WORDS[meaning.kind]} | {text} | {_ours(name)} |")
+    return "\n".join(lines) + "\n"

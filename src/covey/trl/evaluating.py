@@ -56,22 +56,6 @@ def compare_rewards(args: GRPOConfig, named: Iterable[str]) -> tuple[str, str]:
     return own, f"eval/{metric}"
 
 
-def compare_by(run: covey.GRPOTrainer, metric: str, reward_funcs: Sequence[Callable[..., Any]]) -> None:
-    """Let the run choose its best evaluation by a metric that it may not measure itself, but that functions log.
-
-    Raises:
-        ConfigError: nobody can measure it.
-    """
-    own = run.best_metric == metric and metric.startswith(("eval/reward", "eval/accuracy"))
-    if not own and not any(_may_log(function) for function in reward_funcs):
-        parts = ", ".join(f"eval_rewards/{name}/mean" for name in run.data.scorer.names)
-        raise ConfigError(
-            f"metric_for_best_model={metric[5:]!r}: nobody measures it; choose eval_reward or {parts}, "
-            "or let a reward function report it with log_metric"
-        )
-    run.best_metric = metric
-
-
 def _may_log(function: Any) -> bool:
     """Can a reward function call `log_metric`? It does not if it neither takes it nor uses its `**columns`."""
     try:
@@ -83,32 +67,46 @@ def _may_log(function: Any) -> bool:
     return any(parameter.name == "log_metric" for parameter in parameters) or not used.isdisjoint(rest)
 
 
-def with_loss(run: covey.GRPOTrainer) -> Callable[..., Evaluation]:
-    """`run.evaluation` with `eval/loss`: that of its completions as one step of the policy that sampled them."""
-    plain = run.evaluation
+class Run(covey.GRPOTrainer):
+    """Covey's trainer, whose evaluations have a loss and may be compared by a metric that reward functions log.
 
-    def evaluation(*values: Any, **options: Any) -> Evaluation:
-        found = plain(*values, **options)
-        found.metrics["eval/loss"] = _loss(run, found.rollout.groups)
+    Raises:
+        ConfigError: nobody can measure that metric.
+    """
+
+    def __init__(self, *, compared_by: str | None, reward_funcs: Sequence[Callable[..., Any]], **given: Any) -> None:
+        super().__init__(reward_funcs=reward_funcs, **given)
+        if compared_by is None or not self.eval_prompts:
+            return
+        own = self.best_metric == compared_by and compared_by.startswith(("eval/reward", "eval/accuracy"))
+        if not own and not any(_may_log(function) for function in reward_funcs):
+            parts = ", ".join(f"eval_rewards/{name}/mean" for name in self.data.scorer.names)
+            raise ConfigError(
+                f"metric_for_best_model={compared_by[5:]!r}: nobody measures it; choose eval_reward or {parts}, "
+                "or let a reward function report it with log_metric"
+            )
+        self.best_metric = compared_by
+
+    def evaluation(self, *values: Any, **options: Any) -> Evaluation:
+        """With `eval/loss`: that of its completions as one step of the policy that sampled them."""
+        found = super().evaluation(*values, **options)
+        found.metrics["eval/loss"] = self._loss(found.rollout.groups)
         return found
 
-    return evaluation
-
-
-def _loss(run: covey.GRPOTrainer, groups: Sequence[Group]) -> float:
-    args = run.args
-    objective, temperature = args.algorithm.objective(), args.evaluation.eval_temperature
-    batch = run.make_batch(groups, run.phases.at(run._elapsed()))
-    rows = np.flatnonzero(batch.sampled.any(axis=1))
-    weights, own = loss_weights(batch, objective, args.sampling.max_completion_length)
-    known: dict[str, Any] = {} if own is None else {"kl_weights": own}
-    if objective.estimates_kl:
-        known["ref"] = run.learner.scores(batch, rows, temperature=temperature, reference=True)[0]
-    if objective.differentiates_entropy:
-        known["entropy"] = run.learner.scores(batch, rows, temperature=temperature, entropy=True)[1]
-    logp = batch.old_logprobs  # the policy that sampled is the one that is measured
-    if objective.loss.select is not None:
-        known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))
-    of, given = torch.from_numpy, {name: torch.from_numpy(np.asarray(value)) for name, value in known.items()}
-    old, masks = of(logp), of(np.asarray(batch.mask))
-    return float(policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given).loss)
+    def _loss(self, groups: Sequence[Group]) -> float:
+        args = self.args
+        objective, temperature = args.algorithm.objective(), args.evaluation.eval_temperature
+        batch = self.make_batch(groups, self.phases.at(self._elapsed()))
+        rows = np.flatnonzero(batch.sampled.any(axis=1))
+        weights, own = loss_weights(batch, objective, args.sampling.max_completion_length)
+        known: dict[str, Any] = {} if own is None else {"kl_weights": own}
+        if objective.estimates_kl:
+            known["ref"] = self.learner.scores(batch, rows, temperature=temperature, reference=True)[0]
+        if objective.differentiates_entropy:
+            known["entropy"] = self.learner.scores(batch, rows, temperature=temperature, entropy=True)[1]
+        logp = batch.old_logprobs  # the policy that sampled is the one that is measured
+        if objective.loss.select is not None:
+            known["selected"] = objective.select(logp, logp, batch.advantages, batch.mask, known.get("entropy"))
+        of, given = torch.from_numpy, {name: torch.from_numpy(np.asarray(value)) for name, value in known.items()}
+        old, masks = of(logp), of(np.asarray(batch.mask))
+        return float(policy_loss(old, old, of(batch.advantages), masks, of(weights), objective, **given).loss)

@@ -26,20 +26,19 @@ class Flow:
         self,
         args: GRPOConfig,
         state: TrainerState,
-        handler: Any,
+        handler: Callable[[], Any],
         *,
         steps: int,
         steps_per_epoch: int,
-        steps_per_generation: int,
         save: Callable[[], None],
-        evaluate: Callable[[], Any] | None = None,
-        own: str = "",
-        log: Callable[[dict[str, Any]], None] | None = None,
+        evaluate: Callable[[], Any] | None,
+        own: str,
+        log: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.args, self.state, self.handler = args, state, handler
+        self.args, self.state, self._handler = args, state, handler
         self.control = TrainerControl()
-        self._steps, self._per_epoch, self._per_generation = steps, steps_per_epoch, steps_per_generation
-        self._save, self._evaluate, self.log = save, evaluate, log or self.record
+        self._steps, self._per_epoch = steps, steps_per_epoch
+        self._save, self._evaluate, self.log = save, evaluate, log
         self._prefix = f"eval_{own}" if own else "eval"
         self._asked_to_save = False
         self._sums: dict[str, list[float]] = {}
@@ -66,10 +65,10 @@ class Flow:
         for name, value in numbers.items():
             self._sums.setdefault(name, []).append(value)
         self._losses.append(numbers.get("loss", 0.0))
-        if isinstance(self.handler.lr_scheduler, Rates):
-            self.handler.lr_scheduler.rate = numbers["learning_rate"]
+        if isinstance(rates := self._handler().lr_scheduler, Rates):
+            rates.rate = numbers["learning_rate"]
         wanted = {"log": False, "save": False, "evaluate": False}
-        for _ in range(min(self._per_generation, self._steps - self.state.global_step)):
+        for _ in range(min(self.args.optimizer_steps_per_generation, self._steps - self.state.global_step)):
             self._tell("on_step_begin")
             self._tell("on_pre_optimizer_step")
             self._tell("on_optimizer_step")
@@ -162,7 +161,7 @@ class Flow:
         return means
 
     def _tell(self, event: str, **what: Any) -> None:
-        self.control = getattr(self.handler, event)(self.args, self.state, self.control, **what)
+        self.control = getattr(self._handler(), event)(self.args, self.state, self.control, **what)
 
     def _ask(self, control: TrainerControl) -> TrainerControl:
         """Pass on what callbacks ask for."""

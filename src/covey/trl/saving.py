@@ -1,17 +1,23 @@
-"""Checkpoints in transformers' layout, `output_dir/checkpoint-N`: written whole or not at all, and found again."""
+"""What lies in `output_dir`: checkpoints in transformers' layout (`checkpoint-N`), written whole or not at all and
+found again; files of metrics and state; the trained model, its card, and their way to the hub.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
 
 from covey.errors import CheckpointError
-from covey.files import folder_problem, publishing, remove_folder, remove_leftovers
+from covey.files import folder_problem, publishing, remove_folder, remove_leftovers, write_atomically, writing
+from covey.hub import prepare_upload, upload_folder
+from covey.observe.card import model_card, write_card
+from covey.observe.run_folder import RunFolder
 from covey.training.checkpoint import list_checkpoints
 from covey.trl.arguments import GRPOConfig
 
@@ -24,11 +30,16 @@ POINTER = "covey.json"
 
 
 class Saving:
-    """What a trainer needs to save to `output_dir` and to take up what it finds there."""
+    """What a trainer needs to save to `output_dir`, to take up what it finds there, and to upload it.
+
+    Only the model, its tokenizer, its card and learning curve are uploaded, and not while training: `hub_strategy` does
+    not matter.
+    """
 
     args: GRPOConfig
     state: TrainerState
     run: Any
+    hub_model_id: str | None = None
 
     @property
     def _root(self) -> Path:
@@ -109,3 +120,98 @@ class Saving:
     def _inner_checkpoint(self, folder: Path) -> Path:
         name = json.loads((folder / POINTER).read_text())["checkpoint"]
         return folder.absolute().parent / RUN_FOLDER / "checkpoints" / Path(str(name)).name
+
+    # ------------------------------------------------------------------ metrics and state
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics, one a line."""
+        print(f"***** {split} metrics *****")
+        for name in sorted(metrics):
+            value = metrics[name]
+            print(f"  {name} = {value:.4f}" if isinstance(value, float) else f"  {name} = {value}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write metrics to `output_dir/SPLIT_results.json`, and into `all_results.json`."""
+        folder = self._root
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{split}_results.json", json.dumps(dict(metrics), indent=4, sort_keys=True))
+        if combined:
+            path = folder / "all_results.json"
+            known = json.loads(path.read_text()) if path.exists() else {}
+            write_atomically(path, json.dumps(known | dict(metrics), indent=4, sort_keys=True))
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` to `output_dir`."""
+        folder = self._root
+        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder / "trainer_state.json") as aside:
+            self.state.save_to_json(str(aside))
+
+    # ------------------------------------------------------------------ the model, and the hub
+
+    def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
+        """Save the adapter (PEFT format) or the whole model, with the tokenizer; default: to `args.output_dir`.
+
+        With `args.push_to_hub`, `output_dir` is uploaded then, as in transformers.
+        """
+        self.run.save_model(output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub("Model save")
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository `hub_model_id` (default: of `output_dir`'s name), if it is not there.
+
+        Raises:
+            HubError: it cannot be made, or the token may not write there.
+        """
+        args = self.args
+        wanted = args.hub_model_id or Path(args.output_dir or "").absolute().name
+        self.hub_model_id = prepare_upload(wanted, token=token or args.hub_token, private=args.hub_private_repo)
+
+    def create_model_card(
+        self,
+        model_name: str | Mapping[str, Any] | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Write `output_dir/README.md`, filled in from the run so far."""
+        if isinstance(model_name, Mapping):  # many scripts pass their keywords so
+            return self.create_model_card(**model_name)
+        folder, inner = self._root, Path(self.run.args.run.output_dir)
+        run = RunFolder.read(inner) if RunFolder.is_run(inner) else None
+        text = model_card(
+            run,
+            name=model_name or self.hub_model_id or self.args.hub_model_id or folder.absolute().name,
+            base_model=self.run.args.model.model,
+            kind="adapter" if self.run.policy.uses_peft else "model",
+            tags=[tags] if isinstance(tags, str) else list(tags or ()),
+            dataset_name=dataset_name,
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        write_card(folder, text, run)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card: Any,
+    ) -> str:
+        """Save the model to `output_dir`, write its card, and upload both.
+
+        Raises:
+            HubError: the hub refuses or cannot be reached; the model is in `output_dir` all the same.
+        """
+        self.save_model(_internal_call=True)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token)
+        assert self.hub_model_id is not None
+        self.create_model_card(**card)
+        return upload_folder(
+            str(self.args.output_dir),
+            self.hub_model_id,
+            message=commit_message or "End of training",
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+        )

@@ -30,23 +30,20 @@ import covey
 from covey.errors import ConfigError, CoveyError, DataError
 from covey.files import remove_folder
 from covey.observe.run_folder import RunFolder
-from covey.rollout.collect import AnswerCollector
+from covey.pytorch.backend import PyTorchBackend
+from covey.pytorch.learner import Learner
+from covey.rollout.collect import AnswerCollector, Collector
+from covey.rollout.learning import Sampler
 from covey.tasks.dataset import load_rows
 from covey.training.checkpoint import list_checkpoints
 from covey.training.evaluate import with_logged
-from covey.trl.acting import Acting, is_stream, read_in_order
-from covey.trl.arguments import GRPOConfig
-from covey.trl.environments import methods
-from covey.trl.evaluating import compare_by, compare_rewards, with_loss
-from covey.trl.fields import warned
+from covey.trl.agents import Acting, is_stream, read_in_order
+from covey.trl.arguments import GRPOConfig, warned
+from covey.trl.evaluating import Run, compare_rewards
 from covey.trl.flow import Flow, Rates, eval_names
-from covey.trl.formulas import Formulas
 from covey.trl.generating import Generating, check_options
-from covey.trl.loading import model_name, place_model
-from covey.trl.overriding import NeverCalled
-from covey.trl.publishing import Publishing
-from covey.trl.records import Records
-from covey.trl.reward_models import with_models
+from covey.trl.loading import model_name, place_model, with_models
+from covey.trl.methods import Formulas, NeverCalled
 from covey.trl.saving import POINTER, RUN_FOLDER, Saving
 from covey.trl.tables import columns, send, show
 from covey.trl.translate import generate_options, optimizer_steps, prompts_per_generation, settings
@@ -54,7 +51,24 @@ from covey.trl.translate import generate_options, optimizer_steps, prompts_per_g
 log = logging.getLogger("covey.trl")
 
 
-class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
+class _WithOptimizer(PyTorchBackend):
+    """The PyTorch backend, whose learner steps with an optimiser that is given, if one is."""
+
+    def __init__(self, optimizer: Any, scheduler: Any) -> None:
+        super().__init__()
+        if optimizer is None and scheduler is not None:
+            raise ConfigError("optimizers=(None, scheduler): a scheduler belongs to an optimizer; pass both")
+        self._optimizer, self._scheduler = optimizer, scheduler
+
+    def make_learner(self, config: covey.GRPOConfig, policy: Any) -> Learner:
+        """See `covey.backend.Backend`."""
+        learner = super().make_learner(config, policy)
+        if self._optimizer is not None:
+            learner.use_optimizer(self._optimizer, self._scheduler)
+        return learner
+
+
+class GRPOTrainer(Saving, Formulas, NeverCalled):
     """Trains a language model with GRPO; arguments, attributes and methods are those of TRL 1.16's trainer.
 
     Args:
@@ -177,8 +191,6 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
             self.optimizer,
             self.lr_scheduler,
         )
-        self._flow = self._make_flow()
-        self.run._callbacks.add(self._flow)
         if args.push_to_hub:
             self.init_hf_repo()
         self.callback_handler.on_init_end(args, self.state, self._flow.control)
@@ -198,8 +210,21 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
             dataset = list(islice(dataset, generations * prompts_per_generation(self.args)))
         return load_rows(dataset)
 
-    def _make_run(self, model: Any, tokenizer: Any) -> covey.GRPOTrainer:
-        run = covey.GRPOTrainer(
+    def _make_run(self, model: Any, tokenizer: Any) -> Run:
+        """The trainer underneath, with all that it is to have."""
+        per_epoch = max(len(self._rows) // prompts_per_generation(self.args), 1)
+        self._flow = Flow(
+            self.args,
+            self.state,
+            lambda: self.callback_handler,
+            steps=optimizer_steps(self.args, len(self._rows)),
+            steps_per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
+            save=self._save_checkpoint,
+            evaluate=self._evaluate_others if self._named else None,
+            own=self._own,
+            log=self.log,
+        )
+        return Run(
             model=model,
             reward_funcs=self.reward_funcs,
             args=self._config,
@@ -207,38 +232,21 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
             eval_dataset=self._acting.rows(self._named[self._own] if self._named else self.eval_dataset, "test"),
             processing_class=tokenizer,
             peft_config=self._peft_config,
+            callbacks=[self._flow],
+            backend=_WithOptimizer(*self._optimizers),
+            sampler=self._sampler,
+            collector=self._collector,
+            compared_by=self._metric if self.args.metric_for_best_model is not None else None,
         )
-        if self.args.metric_for_best_model is not None and run.eval_prompts:
-            compare_by(run, self._metric, self.reward_funcs)
-        run.evaluation = with_loss(run)  # type: ignore[method-assign]
-        if self.args.reward_timeout is None:
-            run.data.scorer.timeout = None  # in this thread: functions may use signals, as math-verify's do
-        if not run.args.server.upload_adapters_to_server:
-            run.engine = Generating(run, self.args, self._generate_options)
-            run.collect = AnswerCollector(run.engine, run.data.scorer, run.decode)
-        self._acting.install(run, self)
-        optimizer, scheduler = self._optimizers
-        learner: Any = run.learner  # PyTorch's
-        if optimizer is not None:
-            learner.use_optimizer(optimizer, scheduler)
-        elif scheduler is not None:
-            raise ConfigError("optimizers=(None, scheduler): a scheduler belongs to an optimizer; pass both")
-        return run
 
-    def _make_flow(self) -> Flow:
-        per_epoch = max(len(self._rows) // prompts_per_generation(self.args), 1)
-        return Flow(
-            self.args,
-            self.state,
-            self.callback_handler,
-            steps=optimizer_steps(self.args, len(self._rows)),
-            steps_per_epoch=per_epoch * self.args.optimizer_steps_per_generation,
-            steps_per_generation=self.args.optimizer_steps_per_generation,
-            save=self._save_checkpoint,
-            evaluate=self._evaluate_others if self._named else None,
-            own=self._own,
-            log=self.log,
-        )
+    def _sampler(self, run: covey.GRPOTrainer, engine: Sampler) -> Sampler:
+        """The engine, or the model's own `generate`; a server samples by itself."""
+        if run.args.server.upload_adapters_to_server:
+            return engine
+        return Generating(run, engine, self.args, self._generate_options)
+
+    def _collector(self, run: covey.GRPOTrainer) -> Collector:
+        return self._acting.collector(run, self) or AnswerCollector(run.engine, run.data.scorer, run.decode)
 
     def _trackers(self) -> list[Any]:
         """Transformers' own reporting callbacks; one that is not installed is found now, not at the first log."""
@@ -316,16 +324,6 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
     def _tools_accept_completion_idx(self) -> dict[str, bool]:
         """By name, whether a tool is told the number of the completion that calls it."""
         return self._acting.toolset.accepts_index
-
-    @property
-    def _environment_pool(self) -> dict[Any, list[Any]]:
-        """By name, the environments made so far."""
-        return self._acting.toolset.pools
-
-    @property
-    def _env_tools(self) -> dict[Any, list[Callable[..., Any]]]:
-        """By name, what the model may call of each environment."""
-        return {name: methods(pool[0]) for name, pool in self._environment_pool.items()}
 
     aux_loss_enabled = False  # the balance loss of a mixture of experts is not computed
 
@@ -419,8 +417,6 @@ class GRPOTrainer(Records, Saving, Publishing, Formulas, NeverCalled):
             handler = self.callback_handler
             self.run = self._make_run(self.model, self.processing_class)
             handler.model, handler.optimizer = self.model, self.optimizer
-            self._flow = self._make_flow()
-            self.run._callbacks.add(self._flow)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"

@@ -1,4 +1,4 @@
-"""From TRL's settings to Covey's, for one process. What each field becomes is listed in `covey.trl.fields`."""
+"""From TRL's settings to Covey's, for one process. What each field becomes is listed in `covey.trl.arguments`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 import covey
 from covey.config.names import FIELDS, SECTIONS
+from covey.config.rewards import NO_TIMEOUT
 from covey.errors import ConfigError
-from covey.trl.arguments import GRPOConfig
-from covey.trl.fields import MEANINGS, check, vllm_is_installed
+from covey.trl.arguments import MEANINGS, GRPOConfig, check, vllm_is_installed
 
 NEVER = 10**9
 """An interval in steps that no run reaches: when to log, save and evaluate is decided by transformers' callbacks."""
@@ -177,19 +177,6 @@ def as_mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value or {}
 
 
-def _precision(args: GRPOConfig) -> dict[str, Any]:
-    if args.bf16 and args.fp16:
-        raise ConfigError("bf16=True and fp16=True: only one can hold; unset one")
-    return {"autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none"}
-
-
-def _evaluation(args: GRPOConfig) -> dict[str, Any]:
-    """As TRL evaluates: samples at the temperature of training, as many for each prompt."""
-    group = args.num_generations_eval or args.num_generations
-    found: dict[str, Any] = {"eval_steps": NEVER, "eval_at_end": False, "eval_temperature": args.temperature}
-    return found | {"num_generations_eval": group, "metric_for_best_model": "eval/reward"}
-
-
 def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> covey.GRPOConfig:
     """Covey's settings of a run.
 
@@ -225,7 +212,7 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         "shuffle": args.shuffle_dataset is not False,
         "chat_template_kwargs": dict(as_mapping("chat_template_kwargs", args.chat_template_kwargs)),
         "reward_weights": None if args.reward_weights is None else tuple(map(float, args.reward_weights)),
-        "reward_timeout": 1e9 if args.reward_timeout is None else args.reward_timeout,
+        "reward_timeout": NO_TIMEOUT if args.reward_timeout is None else args.reward_timeout,
         **_server(args),
         **_colocated(args),
         # optim and schedule
@@ -236,9 +223,13 @@ def settings(args: GRPOConfig, *, num_prompts: int, lora: bool, **more: Any) -> 
         ),
         "lr_scheduler_kwargs": dict(as_mapping("lr_scheduler_kwargs", args.lr_scheduler_kwargs)),
         "warmup_ratio" if 0 < warmup < 1 else "warmup_steps": warmup if 0 < warmup < 1 else int(warmup),
-        **_precision(args),
+        "autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none",
         "max_optimizer_steps": steps,
-        **_evaluation(args),
+        # evaluation, as TRL evaluates: samples at the temperature of training, as many for each prompt
+        "eval_steps": NEVER,
+        "eval_at_end": False,
+        "eval_temperature": args.temperature,
+        "num_generations_eval": args.num_generations_eval or args.num_generations,
         # run
         "save_steps": 0,
         "logging_steps": max(1, math.ceil(logging_steps(args, steps) / per_generation)),

@@ -97,18 +97,6 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     def about() -> Response:
         return _json([run.about() | {"label": label} for run, label in zip(runs, names, strict=True)])
 
-    @app.get("/api/{number}/metrics")
-    def metrics(number: int, start: Place = 0, mark: Short = "") -> Response:
-        return _json(run(number).metrics(start, mark))
-
-    @app.get("/api/{number}/questions")
-    def questions(number: int, start: Place = 0, mark: Short = "") -> Response:
-        return _json(run(number).questions(start, mark))
-
-    @app.get("/api/{number}/events")
-    def events(number: int, start: Place = 0, mark: Short = "") -> Response:
-        return _json(run(number).events(start, mark))
-
     @app.get("/api/{number}/doctor")
     def doctor(number: int) -> Response:
         return _json(run(number).doctor())
@@ -126,11 +114,11 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
     def completions(
         number: int, step: Step, wanted: Annotated[_Wanted, Depends()], kind: Kind = "step", offset: Place = 0
     ) -> Response:
-        return _json(run(number).completions(kind, step, wanted.told(), offset))
+        return _json(run(number).ask("completions", kind, step, wanted.told(), offset))
 
     @app.get("/api/{number}/episodes")
     def episodes(number: int, step: Step, kind: Kind = "step", group: Place | None = None) -> Response:
-        return _json(run(number).episodes(kind, step, group))
+        return _json(run(number).ask("episodes", kind, step, group))
 
     @app.get("/api/{number}/search")
     def search(
@@ -145,19 +133,25 @@ def create_app(runs: Sequence[WatchedRun], token: str) -> FastAPI:
 
     @app.get("/api/{number}/completion")
     def completion(number: int, step: Step, row: Place, kind: Kind = "step") -> Response:
-        return _json(run(number).completion(kind, step, row))
+        return _json(run(number).ask("completion", kind, step, row))
 
     @app.get("/api/{number}/compare")
     def compare(number: int, before: Step, after: Step, shown: Short = "changed", offset: Place = 0) -> Response:
-        return _json(run(number).compare(before, after, shown=shown, offset=offset))
+        return _json(run(number).compare(before, after, shown, offset))
 
     @app.get("/api/{number}/ledger")
     def ledger(number: int, step: Step) -> Response:
-        return _json(run(number).ledger(step))
+        return _json(run(number).ask("ledger", "ledger", step))
 
     @app.get("/api/{number}/ledger/{row}")
     def ledger_of(number: int, row: Place, step: Step, turn: Place = 0) -> Response:
-        return _json(run(number).ledger_of(step, row, turn))
+        return _json(run(number).ask("ledger_of", "ledger", step, row, turn))
+
+    @app.get("/api/{number}/{file}")
+    def lines(
+        number: int, file: Literal["metrics", "questions", "events"], start: Place = 0, mark: Short = ""
+    ) -> Response:
+        return _json(getattr(run(number), file)(start, mark))
 
     @app.get("/api/describe")
     def meanings(name: Annotated[list[str], Query(max_length=500)]) -> Response:

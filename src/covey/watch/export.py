@@ -14,7 +14,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,10 @@ class _Held:
         self.left_out: list[str] = []
         self._left = MOST_BYTES
 
-    def take(self, key: str, ask: Callable[[], Record]) -> Record | None:
+    def take(self, key: str, ask: Callable[..., Record], *arguments: Any) -> Record | None:
         """The answer if it is held from now on: it could be had, and there is room."""
         try:
-            found = ask()
+            found = ask(*arguments)
         except RunFolderError:
             return None
         size = len(json.dumps(found))
@@ -74,12 +73,12 @@ class _Held:
 
 
 def _hold(held: _Held, number: int, run: WatchedRun) -> None:
-    for name, found in (
-        ("metrics", run.thinned()),
-        ("questions", _whole(run.questions)),
-        ("events", _whole(run.events)),
+    for name, ask, *arguments in (
+        ("metrics", run.thinned),
+        ("questions", _whole, run.questions),
+        ("events", _whole, run.events),
     ):
-        if held.take(f"{number}/{name}", lambda found=found: found) is None:  # type: ignore[misc]
+        if held.take(f"{number}/{name}", ask, *arguments) is None:
             empty = {"names": [], "rows": [], "lines": [], "end": 0, "mark": "", "restarted": False, "damaged": 0}
             held.answers[f"{number}/{name}"] = empty | {"more": False}
             held.left_out.append(f"{name} of {run.folder.path.name} are too large for it")
@@ -91,12 +90,12 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
     kept: dict[str, list[int]] = {"step": [], "eval": [], "ledger": []}
     for kind, most in (("eval", EVALUATIONS), ("step", STEPS)):
         for step in spread(tables[kind], most):
-            if held.take(f"{number}/completions kind={kind} step={step}", lambda k=kind, s=step: run.completions(k, s)):  # type: ignore[misc]
+            key = f"{number}/completions kind={kind} step={step}"
+            if held.take(key, run.ask, "completions", kind, step, {}, 0):
                 kept[kind].append(step)
                 _hold_episodes(held, number, run, kind, step)
     for before, after in itertools.product(kept["eval"], repeat=2):
-        ask = lambda b=before, a=after: run.compare(b, a, shown="all")  # noqa: E731
-        held.take(f"{number}/compare after={after} before={before}", ask)
+        held.take(f"{number}/compare after={after} before={before}", run.compare, before, after, "all")
     for step in spread([step for step in tables["ledger"] if step in kept["step"]] or tables["ledger"], LEDGERS):
         if _hold_ledger(held, number, run, step):
             kept["ledger"].append(step)
@@ -109,21 +108,20 @@ def _hold(held: _Held, number: int, run: WatchedRun) -> None:
 def _hold_episodes(held: _Held, number: int, run: WatchedRun, kind: str, step: int) -> None:
     """Agents' episodes, group by group."""
     key = f"{number}/episodes kind={kind} step={step}"
-    first = held.take(key, lambda: run.episodes(kind, step))
+    first = held.take(key, run.ask, "episodes", kind, step, None)
     for each in first["groups"][:20] if first else ():
         group = each["group"]
-        held.take(f"{number}/episodes group={group} kind={kind} step={step}", partial(run.episodes, kind, step, group))
+        held.take(f"{number}/episodes group={group} kind={kind} step={step}", run.ask, "episodes", kind, step, group)
 
 
 def _hold_ledger(held: _Held, number: int, run: WatchedRun, step: int) -> bool:
-    found = held.take(f"{number}/ledger step={step}", lambda: run.ledger(step))
+    found = held.take(f"{number}/ledger step={step}", run.ask, "ledger", "ledger", step)
     if found is None:
         return False
     kept = []
     for each in found["completions"][:64]:
         row, turn = each["row"], each["pass"]
-        ask = lambda r=row, t=turn: run.ledger_of(step, r, t)  # noqa: E731
-        if held.take(f"{number}/ledger/{row} step={step} turn={turn}", ask):
+        if held.take(f"{number}/ledger/{row} step={step} turn={turn}", run.ask, "ledger_of", "ledger", step, row, turn):
             kept.append(each)
     found["completions"] = kept
     return bool(kept)

@@ -1,7 +1,12 @@
-"""One run folder as the page asks for it: small plain values, whatever is in the folder."""
+"""One run folder as the page asks for it: small plain values, whatever is in the folder.
+
+Files that grow are read on from where the last reading ended. A run folder may come from another machine, and model
+output is in it: nothing here trusts what it reads.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -9,22 +14,109 @@ import threading
 import time
 import tomllib
 import zlib
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from covey.errors import RunFolderError
 from covey.files import explained, open_regular
 from covey.metric_names import describe_metric
-from covey.observe.doctor import Thresholds, diagnose
-from covey.observe.findings import Doctor
+from covey.observe.doctor import Doctor
 from covey.observe.records import Record, is_answers, is_metrics, read_json
 from covey.observe.run_folder import RunFolder, table_name, tables_in
-from covey.watch.following import Piece, follow, sample
-from covey.watch.reader import TableReader
-from covey.watch.tables import LISTED, numbers
+from covey.watch.tables import LISTED, TableReader, numbers
+
+PIECE = 4 << 20
+"""Bytes that one reading takes."""
+_TRACE = 64
+_MOST_LINES, _LONGEST = 1_000_000, 1 << 20
+"""Lines that are passed over for it, and bytes of one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one reading of a growing file found."""
+
+    records: list[Record]
+    end: int = 0
+    mark: str = ""
+    restarted: bool = False
+    damaged: int = 0
+    more: bool = False
+
+
+def follow(
+    path: Path, start: int = 0, mark: str = "", is_record: Callable[[Record], bool] = lambda record: True
+) -> Piece:
+    """The records that were added to a file of JSON lines since the last reading, at most `PIECE` bytes of them.
+
+    A resume writes such files anew, without the lines of the steps that it repeats: then it begins at the start again.
+    `start` and `mark` are the last piece's `end` and `mark`. Where there is no file, nothing was found.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    if not path.exists():
+        return Piece([], restarted=start > 0)
+    with explained(path, "read"), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        restarted = start > 0 and (start > size or _trace(file, start) != mark)
+        start = 0 if restarted else max(start, 0)
+        file.seek(start)
+        content = file.read(PIECE)
+        full = len(content) == PIECE
+        end = content.rfind(b"\n") + 1
+        if end == 0 and full:  # a line that no run writes: the rest of it will be damaged too
+            end = len(content)
+        records, damaged = _records(content[:end], is_record)
+        return Piece(records, start + end, _trace(file, start + end), restarted, damaged, full)
+
+
+def sample(path: Path, is_record: Callable[[Record], bool], always: bytes, count: int = 500) -> list[Record]:
+    """About `count` records of a long file, evenly spread, and some of those that hold `always`; none of a short one.
+
+    Raises:
+        RunFolderError: it cannot be read.
+    """
+    if not path.exists():
+        return []
+    with explained(path, "read"), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = file.read(1 << 16)
+        stride = size * begin.count(b"\n") // (count * max(len(begin), 1))
+        if stride < 2:
+            return []
+        file.seek(0)
+        lines: list[bytes] = []
+        marked: list[bytes] = []
+        for number in range(_MOST_LINES):
+            line = file.readline(_LONGEST)
+            if not line or len(lines) > 4 * count:
+                break
+            if number % stride == 0:
+                lines.append(line)
+            elif always in line and len(marked) < count:
+                lines.append(line)
+                marked.append(line)
+    return _records(b"".join(lines), is_record)[0]
+
+
+def _trace(file: BinaryIO, end: int) -> str:
+    """What stands just before a place in a file, as a short name."""
+    begin = max(0, end - _TRACE)
+    file.seek(begin)
+    return hashlib.blake2b(file.read(end - begin), digest_size=8).hexdigest()
+
+
+def _records(content: bytes, is_record: Callable[[Record], bool]) -> tuple[list[Record], int]:
+    found = [read_json(line, dict) for line in content.splitlines()]
+    records = [record for record in found if record is not None and is_record(record)]
+    return records, len(found) - len(records)
+
+
+# ---------------------------------------------------------------------- the run
 
 _MOST_ENTRIES = 200_000
 _MOST_CONFIG = 256 << 10
@@ -135,17 +227,9 @@ class WatchedRun:
         text = json.dumps(found)
         return found | {"mark": f"{len(text)}-{zlib.crc32(text.encode()):08x}"}
 
-    def completions(self, kind: str, step: int, wanted: Record | None = None, offset: int = 0) -> Record:
-        """The groups of one table that are wanted (see `covey.watch.tables.wanted_of`), from the group `offset` on."""
-        return self._reader.ask("completions", self._table(kind, step), wanted or {}, offset)
-
-    def completion(self, kind: str, step: int, row: int) -> Record:
-        """One completion, whole."""
-        return self._reader.ask("completion", self._table(kind, step), row)
-
-    def episodes(self, kind: str, step: int, group: int | None = None) -> Record:
-        """Agents' episodes of a group, turn by turn; see `covey.watch.tables.episodes`."""
-        return self._reader.ask("episodes", self._table(kind, step), group)
+    def ask(self, what: str, kind: str, step: int, *arguments: Any) -> Record:
+        """What one of `covey.watch.tables.ANSWERS` says of a step's table, an evaluation's ("eval"), or a "ledger"."""
+        return self._reader.ask(what, self._table(kind, step), *arguments)
 
     def search(self, kind: str, wanted: Record, first: int, last: int, before: int | None = None) -> Record:
         """Completions of all steps from `first` to `last`, the newest first; bounded in time.
@@ -171,28 +255,20 @@ class WatchedRun:
         except RunFolderError:
             return {"hits": [], "looked": 1, "unread": 1}
 
-    def compare(self, before: int, after: int, *, shown: str = "changed", offset: int = 0) -> Record:
+    def compare(self, before: int, after: int, shown: str = "changed", offset: int = 0) -> Record:
         """Two evaluations, question by question; see `covey.watch.tables.compare`."""
-        other = str(self._table("eval", after))
-        return self._reader.ask("compare", self._table("eval", before), other, shown, offset)
-
-    def ledger(self, step: int) -> Record:
-        """The completions of a step that have a ledger, with their sums."""
-        return self._reader.ask("ledger", self._ledger(step))
-
-    def ledger_of(self, step: int, row: int, turn: int = 0) -> Record:
-        """A completion's tokens in a pass, each with all that is known of it."""
-        return self._reader.ask("ledger_of", self._ledger(step), row, turn)
+        return self.ask("compare", "eval", before, str(self._table("eval", after)), shown, offset)
 
     def close(self) -> None:
         """End the processes that read tables."""
         self._reader.close()
 
-    def _ledger(self, step: int) -> Path:
-        return self.folder.ledger / table_name(step)
-
     def _table(self, kind: str, step: int) -> Path:
-        return self.folder.completions / table_name(step, kind)
+        return (
+            self.folder.ledger / table_name(step)
+            if kind == "ledger"
+            else self.folder.completions / table_name(step, kind)
+        )
 
 
 class _FollowingDoctor:
@@ -200,33 +276,26 @@ class _FollowingDoctor:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._begin()
-
-    def _begin(self) -> None:
-        limits = Thresholds()
-        self._doctor, self._end, self._mark = Doctor(limits), 0, ""
-        self._last: deque[Record] = deque(maxlen=2 * limits.longest)
-        self._said: deque[Record] = deque(maxlen=500)
+        self._doctor, self._end, self._mark = Doctor(), 0, ""
 
     def report(self) -> Record:
         piece = follow(self._path, self._end, self._mark, is_metrics)
         if piece.restarted:
-            self._begin()
+            self._doctor = Doctor()
         self._end, self._mark = piece.end, piece.mark
         for record in map(_moderate, piece.records):
-            self._last.append(record)
-            self._said.extend(_said(record, self._doctor.check(record)))
-        now = [diagnosis.code for diagnosis in diagnose(list(self._last))]
-        return {"said": [said | {"now": said["code"] in now} for said in self._said], "more": piece.more}
+            self._doctor.check(record)
+        said = [
+            {"step": one.since, "now": one.present}
+            | {name: getattr(one.diagnosis, name) for name in ("code", "message", "fix")}
+            for one in self._doctor.findings()
+        ]
+        return {"said": said, "more": piece.more}
 
 
 def _moderate(record: Record) -> Record:
     """Without numbers whose squares have no float; no run measures such."""
     return {k: v for k, v in record.items() if k == "step" or not isinstance(v, int | float) or abs(v) < 1e100}
-
-
-def _said(record: Record, found: list[Any]) -> list[Record]:
-    return [{"step": record["step"], "code": d.code, "message": d.message, "fix": d.fix} for d in found]
 
 
 def labels(runs: Sequence[WatchedRun], full: bool = True) -> list[str]:

@@ -1,16 +1,24 @@
-"""Tables of completions for the page: groups with their statistics, and evaluations side by side.
+"""Tables for the page: groups with their statistics, episodes, evaluations side by side, the token ledger.
 
-What lies of its size meets the limits of `covey.watch.reader`. Long texts are cut, and said to be.
+They are read in processes of their own, whose memory and time are limited, whatever a file says of itself: a few
+kilobytes of Parquet can unfold to gigabytes, and its own account of its size may be wrong. What such a file takes with
+it is the process that reads it. The limit of memory is the operating system's; macOS knows none. Long texts are cut,
+and said to be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from covey.observe.completions import Wanted, grouped, listed, messages, parts_and_others
+from covey.errors import RunFolderError
+from covey.observe.comparison import answers_of
+from covey.observe.completions import KEYS_AND_TEXTS, Wanted, grouped, listed, messages, parts_and_others, read_table
 from covey.observe.records import Record, plain
+from covey.rewards.parallel import ItemTimeout, WorkerPool
 
 LISTED, WHOLE = 4_000, 500_000
 """Characters of a text in a list, and where it is asked for by itself."""
@@ -198,3 +206,233 @@ def _integer(value: Any) -> int | None:
 
 def _text(value: Any, most: int) -> str:
     return "" if value is None else (value if isinstance(value, str) else str(plain(value)))[:most]
+
+
+# ---------------------------------------------------------------------- the token ledger
+
+_TEXT = ("token", "masked_by")
+
+
+def ledger_completions(rows: Sequence[Record]) -> list[Record]:
+    """Each completion in each pass of a ledger, with its tokens counted, its contribution to the loss, and its share of
+    the gradient: of the sum of |d loss / d log-probability| over the pass.
+    """
+    found: dict[tuple[int, int], Record] = {}
+    for row in rows:
+        known = dict(numbers(row))
+        key = (int(known.get("pass", 0)), int(known.get("row", 0)))
+        start = {"pass": key[0], "row": key[1], "group": known.get("group"), "tokens": 0, "loss": 0.0, "pull": 0.0}
+        entry = found.setdefault(key, start)
+        entry["tokens"] += 1
+        entry["loss"] += known.get("loss", 0.0)
+        entry["pull"] += abs(known.get("gradient", 0.0))
+    whole = _pull(rows)
+    return [entry | {"share": entry.pop("pull") / (whole[entry["pass"]] or 1.0)} for entry in found.values()]
+
+
+def _pull(rows: Sequence[Record]) -> dict[int, float]:
+    """Sum of |d loss / d log-probability| over the tokens of each pass."""
+    sums: dict[int, float] = {}
+    for row in rows:
+        known = dict(numbers(row))
+        turn = int(known.get("pass", 0))
+        sums[turn] = sums.get(turn, 0.0) + abs(known.get("gradient", 0.0))
+    return sums
+
+
+def ledger_completion(rows: Sequence[Record], number: int, turn: int = 0) -> Record:
+    """The tokens of a completion in a pass, in order.
+
+    Raises:
+        RunFolderError: the ledger has no such completion.
+    """
+    tokens = [row for row in rows if row.get("row") == number and row.get("pass", 0) == turn]
+    if not tokens:
+        raise RunFolderError(f"row {number} in pass {turn}: this step's ledger has no such completion")
+    whole = _pull([row for row in rows if row.get("pass", 0) == turn]).get(turn) or 1.0
+    told = []
+    for row in tokens[:20_000]:
+        known = dict(numbers(row))
+        if "gradient" in known:
+            known["share"] = abs(known["gradient"]) / whole
+        told.append(known | {name: str(row.get(name) or "")[:500] for name in _TEXT})
+    return {"tokens": told}
+
+
+# ---------------------------------------------------------------------- processes that read
+
+MEMORY_MB = 2048
+"""Address space of a process that reads; Python and pyarrow take 400 MB of it."""
+SECONDS = 30.0
+SEARCH_SECONDS = 1.5
+"""After which a search tells what it has found so far."""
+_KEPT = 3
+_PAGE_ROWS, _PAGE_CHARACTERS = 400, 1_000_000
+"""Completions and characters in one answer."""
+_MOST_HITS = 200
+_NAMED = 200
+"""Characters of a question in a list."""
+PLACE = ("step", "eval", "table_row")
+"""Where a completion is, which no column may say otherwise."""
+
+
+class TableReader:
+    """Asks tables; its processes start with the first question."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self._pool = WorkerPool(answer, workers=workers, time_limit=SECONDS, memory_mb=MEMORY_MB, prepare=prepare)
+
+    def ask(self, what: str, path: Path, *arguments: Any) -> Record:
+        """What one of `ANSWERS` says.
+
+        Raises:
+            RunFolderError: there is no such table, or it is damaged, or too large to be looked at.
+        """
+        (found,) = self._pool.map([(what, str(path), list(arguments))])
+        if isinstance(found, ItemTimeout):
+            raise RunFolderError(f"{path} took longer than {SECONDS:g} seconds to read; look at it with pyarrow")
+        if isinstance(found, Exception):
+            raise RunFolderError(f"{path} could not be read within {MEMORY_MB} MB ({found}); look at it with pyarrow")
+        if "error" in found:
+            raise RunFolderError(str(found["error"]))
+        return dict(found["told"])
+
+    def close(self) -> None:
+        """End the processes; the next question starts them anew."""
+        self._pool.close()
+
+
+def prepare() -> None:
+    """Import what takes a while."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.set_cpu_count(1)
+    pa.set_io_thread_count(1)
+
+
+def answer(what: str, path: str, arguments: list[Any]) -> Record:
+    """Runs in a worker."""
+    try:
+        return {"told": ANSWERS[what](Path(path), *arguments)}
+    except RunFolderError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"error": f"{path} needs more than {MEMORY_MB} MB; look at it with pyarrow"}
+
+
+_tables: dict[Path, tuple[tuple[int, int], list[Record]]] = {}
+
+
+def _rows(path: Path) -> list[Record]:
+    """A table; the last ones are kept."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read ({error.strerror}); has it been deleted?") from None
+    state = (found.st_mtime_ns, found.st_size)
+    if path not in _tables or _tables[path][0] != state:
+        while len(_tables) >= _KEPT:
+            del _tables[next(iter(_tables))]
+        _tables[path] = (state, read_table(path))
+    return _tables[path][1]
+
+
+def _completions(path: Path, wanted: Record, offset: int) -> Record:
+    """Groups from the group `offset` on."""
+    rows = _rows(path)
+    found = groups(rows, wanted_of(wanted))
+    page: list[Record] = []
+    count = size = 0
+    for group in found[offset:]:
+        group["rows"] = group["rows"][:_PAGE_ROWS]
+        count += len(group["rows"])
+        size += sum(len(row["completion"]) for row in group["rows"]) + sum(len(m["content"]) for m in group["prompt"])
+        if page and (count > _PAGE_ROWS or size > _PAGE_CHARACTERS):
+            break
+        page.append(group)
+    return {"completions": len(rows), "found": len(found), "groups": page}
+
+
+def _completion(path: Path, row: int) -> Record:
+    rows = _rows(path)
+    if not 0 <= row < len(rows):
+        raise RunFolderError(f"row {row}: {path.stem} has {len(rows)} rows")
+    return shortened(row, rows[row], WHOLE) | {"prompt": messages(rows[row].get("prompt"))}
+
+
+def _some(path: Path, question: str, most: int | None, worst: bool, start: int) -> Record:
+    """Completions, whole, in their order or the lowest rewards first, from the place `start` on; and how many are left.
+
+    Those without a reward have no place in the order, and are left out of it.
+    """
+    rows = _rows(path)
+    found = [(index, group) for group, _, left in grouped(rows, Wanted(uid=question)) for index in left]
+    found.sort(key=lambda each: each[0])
+    if worst:
+        rewards = {index: reward for index, _ in found if (reward := _number(rows[index].get("reward"))) is not None}
+        found = sorted((each for each in found if each[0] in rewards), key=lambda each: rewards[each[0]])
+    found = found[:most]
+    page: list[Record] = []
+    size = 0
+    for index, group in found[start:]:
+        row = {
+            name: v[:WHOLE] if isinstance(v, str) else plain(v) for name, v in rows[index].items() if name not in PLACE
+        }
+        size += sum(len(value) for value in row.values() if isinstance(value, str))
+        if page and size > _PAGE_CHARACTERS:
+            break
+        about = {f"group_{name}": getattr(group, name) for name in ("size", "mean", "std", "tied")}
+        page.append({"table_row": index} | row | about)
+    return {"rows": page, "left": len(found) - start - len(page)}
+
+
+def _prompts(path: Path, uids: Sequence[str]) -> Record:
+    """What the user asked in some questions, as far as they are in a table."""
+    found = {row.get("uid"): row.get("prompt") for row in _rows(path)}
+    return {uid: messages(found[uid])[-1]["content"][:_NAMED] for uid in uids if uid in found}
+
+
+def _compare(before: Path, after: str, shown: str, offset: int) -> Record:
+    counts, pairs = compare(_rows(before), _rows(Path(after)), shown)
+    page: list[Record] = []
+    size = 0
+    for pair in pairs[offset : offset + _PAGE_ROWS // 2]:
+        size += len(pair["before"]["completion"]) + len(pair["after"]["completion"])
+        if page and size > _PAGE_CHARACTERS:
+            break
+        page.append(pair)
+    return {"counts": counts, "found": len(pairs), "pairs": page}
+
+
+def _search(folder: Path, names: Sequence[str], wanted: Record) -> Record:
+    """Completions of several tables, one after another and until `SEARCH_SECONDS` are over or many are found (`hits`);
+    how many tables were `looked` through, and how many could not be read (`unread`).
+    """
+    until = time.monotonic() + SEARCH_SECONDS
+    hits: list[Record] = []
+    unread = looked = 0
+    for name in names:
+        if looked and (time.monotonic() > until or len(hits) >= _MOST_HITS):
+            break
+        looked += 1
+        try:
+            rows = read_table(folder / name, KEYS_AND_TEXTS)
+            hits += [hit | {"table": name} for hit in found_in(rows, wanted_of(wanted))]
+        except RunFolderError:
+            unread += 1
+    return {"hits": hits[: 2 * _MOST_HITS], "looked": looked, "unread": unread}
+
+
+ANSWERS: dict[str, Callable[..., Record]] = {
+    "completions": _completions,
+    "completion": _completion,
+    "episodes": lambda path, group: episodes(_rows(path), group),
+    "compare": _compare,
+    "some": _some,
+    "prompts": _prompts,
+    "answers": lambda path, rewards: answers_of(_rows(path), rewards=rewards),
+    "search": _search,
+    "ledger": lambda path: {"completions": ledger_completions(_rows(path))},
+    "ledger_of": lambda path, row, turn: ledger_completion(_rows(path), row, turn),
+}

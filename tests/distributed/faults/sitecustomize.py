@@ -2,8 +2,8 @@
 
 FAULT="memory RANK TOKENS"        passes over more tokens run out of memory
 FAULT="kill FOLDER RANK MOMENT,RANK MOMENT,..."
-                                  a rank dies by SIGKILL at that moment of the second checkpoint, which is tried again,
-                                  and then at the next moment; files in the folder say which ones are over
+                                  a rank dies by SIGKILL at that moment of the second checkpoint, one moment in each
+                                  start of all ranks; files in the folder say which ones are over
 FAULT="kill in call N"            the process dies in that call of its engine
 """
 
@@ -35,13 +35,12 @@ def die(folder: Path, moments: list[str]) -> None:
 
     import covey.files
 
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    seen = {"saves": 0 if first else 1}
+    start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    seen = {"saves": min(start, 1)}  # the first checkpoint is there when ranks are started again
     write_data, publish, rename = Writer.write_data, covey.files.publish_folder, os.rename
 
     def next_is(moment: str) -> bool:
-        left = [each for each in moments if not (folder / f"killed {each}").exists()]
-        return seen["saves"] >= 2 and left[:1] == [f"{os.environ['RANK']} {moment}"]
+        return seen["saves"] >= 2 and moments[start : start + 1] == [f"{os.environ['RANK']} {moment}"]
 
     def kill_if(moment: str) -> None:
         if next_is(moment):

@@ -99,7 +99,7 @@ function ofKind(run, kind, at, count) {
   return { ...line, dash, ...(count <= 3 && !several && low.length === ys.length && high.length === ys.length ? { low, high } : {}) };
 }
 
-/** Steps on either side: as in `covey curve` up to a thousand steps, a hundredth of what is longer. */
+/** Steps on either side: as in the learning curve up to a thousand steps, a hundredth of what is longer. */
 const automatic = (steps) => Math.max(1, Math.min(10, Math.floor(steps / 10)), Math.floor(steps / 100));
 
 function linesOf(run, name) {

@@ -1,18 +1,22 @@
-"""Chat templates are tried with tools when the trainer is made; traces of tools, and what a prompt may end with."""
+"""Chat templates are tried when the trainer is made; traces of tools, what a prompt may end with, opened thoughts."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import END_ID, tiny_model, tiny_tokenizer
+from trl_runs import made, unique_letters
 
 import covey
-from covey.errors import ConfigError, DataError
+from covey.errors import ConfigError, CoveyError, DataError
+from covey.rewards import numeric_match
 from covey.tasks import build_prompts
 from covey.trl import GRPOConfig, GRPOTrainer
-from covey.trl.reward_models import RewardModel
+from covey.trl.loading import RewardModel
+from covey.trl.rewards import think_format_reward
 from covey.trl.toolchat import ToolChat
 
 TOOLS = "{% for t in tools or [] %}<|im_start|>system\n{{ t['function']['name'] }}<|im_end|>\n{% endfor %}"
@@ -152,3 +156,39 @@ def test_an_answer_within_the_prompt_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="ends with a message of the assistant"):
             build_prompts([{"prompt": [TRACE[0], last]}], tokenizer)
     assert build_prompts([{"messages": BEGUN[:1]}], tokenizer, prompt_column="messages")
+
+
+ROWS = [{"prompt": [{"role": "user", "content": text}], "answer": 5} for text in ("Flat is", "Now is")]
+
+
+def templated(model: Path, out: Path, reward: Any, rows: Any, template: str) -> GRPOTrainer:
+    of_run = {"max_completion_length": 4, "max_steps": 1, "logging_steps": 1}
+    trainer: GRPOTrainer = made(model, out, reward, rows, processing_class=tokenizer_of(template), **of_run)
+    return trainer
+
+
+def test_a_template_without_the_users_text_is_refused_at_the_start(model_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CoveyError, match="leaves out what the user says") as refused:
+        templated(model_folder, tmp_path, unique_letters, ROWS, "{{ messages[0]['text'] }}answer: ")
+    assert "answer: " in str(refused.value)
+    assert "chat_template_kwargs" in str(refused.value)
+
+
+def test_a_reference_that_is_none_is_refused_at_the_start(model_folder: Path, tmp_path: Path) -> None:
+    rows = [ROWS[0], {**ROWS[1], "answer": "five or so"}]
+    with pytest.raises(CoveyError, match="answer='five or so' is not a number"):
+        templated(model_folder, tmp_path, numeric_match(), rows, "{{ messages[0]['content'] }}")
+
+
+def test_the_run_knows_that_the_template_opened_the_thought(model_folder: Path, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def my_format(completions: list[Any], prompt_ends: list[str], **columns: Any) -> list[float]:
+        seen.append(prompt_ends)
+        return think_format_reward(completions, prompt_ends=prompt_ends)
+
+    run = templated(model_folder, tmp_path, my_format, ROWS, "{{ messages[0]['content'] }}{{ ' <think>' }}")
+    run.train()
+    assert all(end.endswith("<think>") for ends in seen for end in ends)
+    (record,) = (json.loads(line) for line in (tmp_path / "covey" / "metrics.jsonl").read_text().splitlines()[:1])
+    assert record["prompts/opened_tag"] == 1.0

@@ -1,21 +1,26 @@
-"""What can honestly be said about a model's answers to multiple-choice questions.
+"""What can honestly be said about a model's answers to multiple-choice questions, and the report that says it.
 
 Everything is computed from the questions (`question`, `options`, `answer`), the letters that were chosen, and the
-likelihood of each letter; nothing here runs a model.
+likelihood of each letter; nothing here runs a model. The page is one file that asks nobody for
+anything.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.observe.statistics import paired_difference, wilson_interval
+from covey.files import write_atomically
+from covey.observe.records import plain
+from covey.observe.statistics import paired_difference, share
 
 Row = Mapping[str, Any]
 Json = dict[str, Any]
@@ -92,12 +97,6 @@ def _one_model(rows: Sequence[Row], answered: Answered) -> Json:
     if answered.probabilities is not None:
         found["likelihood"] = likelihood(rows, answered)
     return found
-
-
-def share(count: int, total: int) -> Json:
-    """A share with its 95 % Wilson interval."""
-    low, high = wilson_interval(count, total)
-    return {"share": count / total if total else float("nan"), "low": low, "high": high, "count": count, "of": total}
 
 
 def measured(models: Sequence[Json]) -> Iterator[tuple[str, str, list[Any]]]:
@@ -250,3 +249,92 @@ def _errors(rows: Sequence[Row], answered: Answered, right: NDArray[np.bool_]) -
         }
         for index in wrong
     ]
+
+
+# ---------------------------------------------------------------------- the report
+
+_MOST_ERRORS = 200
+_PAGE = """\
+<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; } th, td { text-align: left; padding: .25rem .8rem .25rem 0;
+vertical-align: top; border-bottom: 1px solid #ddd; }
+details { border-bottom: 1px solid #ddd; padding: .4rem 0; } summary { cursor: pointer; }
+pre { white-space: pre-wrap; background: #f5f5f5; padding: .6rem; } .note { color: #666; }
+.bar { display: inline-block; width: 6rem; height: .6em; margin-right: .5rem; background: #eee; }
+.bar span { display: block; height: 100%; background: #1f5fa8; } .right { color: #2b7a3d; } .wrong { color: #b03a48; }
+</style></head><body>
+{% macro share(s) %}{{ "%.1f"|format(100 * s.share) }} % <span class="note">({{ "%.1f"|format(100 * s.low) }} to
+{{ "%.1f"|format(100 * s.high) }})</span>{% endmacro %}
+{% macro bar(part, told=none) %}<span class="bar"><span style="width:{{ "%.1f"|format(100 * part) }}%"></span></span>
+{{- "%.1f %%"|format(100 * part) if told is none else told }}{% endmacro %}
+<h1>{{ title }}</h1>
+<p>{{ questions }} questions. Intervals are 95 %.</p>
+<table><tr><th></th>{% for model in models %}<th>{{ model.name }}</th>{% endfor %}</tr>
+{% for name, form, values in measured %}<tr><td>{{ name }}</td>{% for v in values %}<td>
+{%- if v is none %}{% elif form == "share" %}{{ share(v) }}
+{%- elif form == "part" %}{{ "%.1f"|format(100 * v) }} %{% else %}{{ "%.3f"|format(v) }}{% endif %}</td>
+{%- endfor %}</tr>
+{% endfor %}</table>
+{% if against_baseline %}<p>Accuracy against {{ baseline.name }}, question by question:
+{{ "%+.1f"|format(100 * against_baseline.difference) }} points ({{ "%+.1f"|format(100 * against_baseline.low) }} to
+{{ "%+.1f"|format(100 * against_baseline.high) }}), p = {{ "%.2g"|format(against_baseline.p_value) }} (McNemar, exact);
+{{ against_baseline.gained }} questions gained, {{ against_baseline.lost }} lost.</p>{% endif %}
+{% set letters = models[0].letters %}
+<h2>Letters</h2>
+<table><tr><th>letter</th><th>right</th>
+{%- for model in models|reverse %}<th>chosen: {{ model.name }}</th>{% endfor %}</tr>
+{% for letter in letters.chosen %}<tr><td>{{ letter }}</td><td>{{ bar(letters.right.get(letter, 0)) }}</td>
+{%- for model in models|reverse %}<td>{{ bar(model.letters.chosen[letter]) }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+<h2>Probability of the likeliest letter</h2>
+{% if models[0].likelihood %}<p class="note">Where it means what it says, both columns are alike.</p>
+<table><tr><th>questions</th><th>probability</th><th>fraction right</th></tr>
+{% for b in models[0].likelihood.bins %}<tr><td>{{ b.questions }}</td><td>{{ bar(b.confidence) }}</td>
+<td>{{ bar(b.accuracy) }}</td></tr>
+{% endfor %}</table>{% else %}<p class="note">not measured</p>{% endif %}
+<h2>By words in a question</h2>
+<table><tr><th>words</th><th>questions</th><th>accuracy</th></tr>
+{% for part in by_length %}<tr><td>{{ part.from }}-{{ part.to }}</td><td>{{ part.of }}</td>
+<td>{{ bar(part.share, "") }}{{ share(part) }}</td></tr>
+{% endfor %}</table>
+<h2>By a word in the question</h2>
+<p class="note">The words furthest from the mean accuracy, in standard errors. Among many words some are far out by
+chance: places to look at, not findings.</p>
+<table><tr><th>word</th><th>questions</th><th>accuracy</th><th>deviation</th></tr>
+{% for t in by_topic %}<tr><td>{{ t.word }}</td><td>{{ t.of }}</td><td>{{ bar(t.share, "") }}{{ share(t) }}</td>
+<td>{{ "%+.1f"|format(t.deviation) }}</td></tr>
+{% endfor %}</table>
+<h2>Errors</h2>
+<p class="note">{{ errors|length }} questions, short ones first
+{%- if errors|length > most %}; the first {{ most }} are here, all are in the JSON file{% endif %}.</p>
+{% for e in errors[:most] %}<details><summary>{{ e.words }} words: chose {{ e.chosen or "nothing" }}, right is
+{{ e.right }}. {{ e.question[:90] }}</summary><p>{{ e.question }}</p><ul>
+{% for letter, text in e.options.items() %}<li class="
+{%- if letter == e.right %}right{% elif letter == e.chosen %}wrong{% endif %}">{{ letter }}. {{ text }}</li>
+{% endfor %}</ul><pre>{{ e.completion }}</pre></details>
+{% endfor %}</body></html>
+"""
+
+
+def write_choice_report(folder: Path, report: Mapping[str, Any], title: str) -> tuple[Path, Path]:
+    """Write `report.json` and `report.html` into a folder, which is made if missing.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    as_json, as_html = folder / "report.json", folder / "report.html"
+    write_atomically(as_json, json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
+    write_atomically(as_html, choice_html(report, title))
+    return as_json, as_html
+
+
+def choice_html(report: Mapping[str, Any], title: str) -> str:
+    """The report as a page. Questions and completions are escaped: they are untrusted text."""
+    from jinja2 import Environment
+
+    models = [report["model"]] + ([report["baseline"]] if "baseline" in report else [])
+    known = dict(report) | {"title": title, "models": models, "measured": measured(models), "most": _MOST_ERRORS}
+    return Environment(autoescape=True).from_string(_PAGE).render(known)

@@ -1,12 +1,9 @@
-"""Tables that the command line prints: a run's end, multiple-choice reports, comparisons, questions over a run.
-
-And which runs of `covey curve` are seeds of one experiment.
-"""
+"""What `covey train` and `covey eval` print of a model's answers."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from covey.errors import ConfigError
-from covey.observe.answer_statistics import measured
+from covey.observe.choices import measured
 from covey.observe.console import print_table, say, visible
 from covey.observe.run_folder import RunFolder
 from covey.observe.statistics import PairedDifference, paired_difference
 
 if TYPE_CHECKING:
-    from covey.training.evaluate import Evaluation, Question
+    from covey.training.evaluate import Evaluation
     from covey.training.trainer import GRPOTrainer
 
 
@@ -61,27 +58,6 @@ def print_choices(out: Console, report: Mapping[str, Any]) -> None:
         out.print(f"accuracy against {name}: {difference(report['against_baseline'])}", markup=False, highlight=False)
         answered = difference(report["answered_against_baseline"])
         out.print(f"answers with a letter against {name}: {answered}", markup=False, highlight=False)
-
-
-def print_questions(out: Console, questions: Sequence[Question], prompts: Mapping[str, str], number: int) -> None:
-    """How the training questions were answered, and the hardest of them."""
-    table = Table("questions", "first visit", "last visit")
-    bands = {"never right": (0.0, 0.0), "sometimes right": (1e-9, 1 - 1e-9), "always right": (1.0, 1.0)}
-    for name, (low, high) in bands.items():
-        first = sum(low <= question.first <= high for question in questions)
-        last = sum(low <= question.last <= high for question in questions)
-        table.add_row(name, str(first), str(last))
-    print_table(out, table)
-    hardest = Table("hardest", "visits", "right", "first", "last", "question")
-    for question in questions[:number]:
-        shares = (f"{100 * value:.0f} %" for value in (question.accuracy, question.first, question.last))
-        hardest.add_row(
-            question.uid,
-            str(len(question.visits)),
-            *shares,
-            visible(prompts.get(question.uid, ""), 120).replace("\n", " "),
-        )
-    print_table(out, hardest)
 
 
 def kind_shares(metrics: Mapping[str, float]) -> list[tuple[str, dict[str, float]]]:
@@ -162,49 +138,3 @@ def print_summary(out: Console, trainer: GRPOTrainer, folder: Path) -> None:
         say(out, str(message))
     say(out, f"try it: covey sample {shlex.quote(str(folder))} 'your prompt'")
     say(out, f"use it elsewhere: covey export {shlex.quote(str(folder))}")
-
-
-_OWN = tuple(f"run.{name}" for name in ("seed", "output_dir", "run_name", "progress", "num_completions_to_print"))
-"""What seeds of one experiment may differ in."""
-
-
-def run_labels(runs: Sequence[Path]) -> list[str]:
-    """Names for a legend: of the folders where these differ, else the paths as they were given."""
-    names = [run.name or str(run) for run in runs]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
-
-
-def group_seeds(configs: Sequence[Mapping[str, Mapping[str, Any]]], labels: Sequence[str]) -> list[list[int]]:
-    """Runs that differ in their seed only, as lists of their positions; a config is section -> field -> value.
-
-    Raises:
-        ConfigError: a run is alone with its settings, or two runs of a group have one seed.
-    """
-    flat = [{f"{s}.{name}": value for s, fields in one.items() for name, value in fields.items()} for one in configs]
-    groups: list[list[int]] = []
-    for index, settings in enumerate(flat):
-        equal = next((group for group in groups if not _differing(flat[group[0]], settings)), None)
-        if equal is None:
-            groups.append([index])
-        else:
-            equal.append(index)
-    for group in groups:
-        mine = flat[group[0]]
-        others = [index for index in range(len(flat)) if index not in group]
-        if len(group) == 1 and others:
-            nearest = min(others, key=lambda index: len(_differing(flat[index], mine)))
-            pairs = [(name, flat[nearest].get(name), mine.get(name)) for name in _differing(flat[nearest], mine)]
-            raise ConfigError(
-                f"--seeds: {labels[nearest]} and {labels[group[0]]} are no seeds of one experiment: "
-                + "; ".join(f"{name} is {theirs!r:.60} and {own!r:.60}" for name, theirs, own in pairs[:8])
-                + "; leave --seeds out to draw a line for each run"
-            )
-        seeds = [flat[index]["run.seed"] for index in group]
-        twice = [labels[index] for index, seed in zip(group, seeds, strict=True) if seeds.count(seed) > 1]
-        if twice:
-            raise ConfigError(f"--seeds: {' and '.join(twice)} do not differ in run.seed; give each seed once")
-    return groups
-
-
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted({*a, *b}) if name not in _OWN and a.get(name) != b.get(name)]

@@ -1,0 +1,565 @@
+"""`covey report`: runs in the terminal, side by side; their completions; the same as a page to send."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from covey.cli.results import difference, percent
+from covey.config.whole import GRPOConfig
+from covey.errors import ConfigError, DataError, RunFolderError
+from covey.files import explained, open_regular, write_atomically
+from covey.observe import curve
+from covey.observe.comparison import (
+    MEAN_OF,
+    SHOWN,
+    Answer,
+    Answers,
+    ComparedRun,
+    PairedAnswers,
+    accuracy_of,
+    as_json,
+    chosen_steps,
+    differing_settings,
+    equal_step,
+    group_seeds,
+    metric_values,
+    pair,
+)
+from covey.observe.completions import messages, parts_and_others
+from covey.observe.console import format_number, print_table, say, visible
+from covey.observe.records import Record, plain
+from covey.observe.run_folder import RunFolder, table_name
+from covey.watch.tables import PLACE, TableReader
+
+if TYPE_CHECKING:
+    from covey.training.evaluate import Question
+
+_MOST_CONFIG = 1 << 20
+_MOST_ROWS = 60
+_READ, _RANKED, _SAMPLED = 200, 10, 3
+_TEXT, _EXCERPT, _NOTE = 2_000, 300, 300
+"""Characters of a completion that is read, of one in the overview, and of what a verifier logged."""
+_WRAPPED = 50_000
+out = Console()
+_log = logging.getLogger("covey.observe")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; the others are compared with the first.")],
+    step: Annotated[
+        str | None, typer.Option(help="Read the completions of these steps: 12, 10:20, first, last or all.")
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="Read completions, the lowest rewards first.")] = False,
+    question: Annotated[
+        str, typer.Option(metavar="UID", help="Read what was answered to this question whenever it was visited.")
+    ] = "",
+    evaluation: Annotated[
+        str,
+        typer.Option(
+            "--eval",
+            help="The evaluation that is compared: a step, first or last. With --worst or --question it is read.",
+        ),
+    ] = "",
+    number: Annotated[
+        int | None, typer.Option("-n", "--number", min=1, help="At most so many questions, or completions.")
+    ] = None,
+    seeds: Annotated[
+        bool, typer.Option("--seeds", help="Draw runs that differ in their seed only as one line: mean and range.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write the runs as one page to send, which opens offline.")] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Write curves (.png), all that is told (.json), or the completions, whole (.jsonl); may be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """What runs reached: settings that differ, curves, a paired test on the same held-out questions, hard questions.
+
+    Of a single run the first evaluation is compared with the last. It reads the run folders and nothing else; they may
+    be of runs that train, or copied from elsewhere. With --step, --worst or --question it shows completions.
+    """
+    files = list(files or ())
+    for path in files:
+        if path.suffix not in (".png", ".json", ".jsonl"):
+            raise ConfigError(
+                f"--output {path}: give a name that ends in .png for curves, .json for what is told, or .jsonl for "
+                "completions; a page is --html FILE"
+            )
+    if html is not None:
+        _write_page(runs, html)
+        return
+    lines = [path for path in files if path.suffix == ".jsonl"]
+    if step is not None or worst or question or lines:
+        if others := [str(path) for path in files if path not in lines]:
+            raise ConfigError(f"--output {', '.join(others)}: with completions only .jsonl is written; ask twice")
+        _read(runs, step, evaluation, question, number, lines, worst=worst)
+        return
+    with closing(TableReader(workers=1)) as reader:
+        _compare(runs, evaluation, number, files, reader, seeds=seeds)
+
+
+def _write_page(runs: Sequence[Path], path: Path) -> None:
+    from covey.watch.export import export_runs
+    from covey.watch.run import WatchedRun
+
+    if path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--html {path}: the file is a page; give it a name that ends in .html")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"--html {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
+    with closing(TableReader()) as reader:
+        left_out = export_runs([WatchedRun(run, reader) for run in runs], path)
+    say(out, f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    for sentence in left_out:
+        say(out, sentence)
+
+
+# ---------------------------------------------------------------------- runs side by side
+
+Pair = tuple[str, Answers, Answers, PairedAnswers]
+
+
+def _compare(
+    runs: Sequence[Path], which: str, number: int | None, files: Sequence[Path], reader: TableReader, *, seeds: bool
+) -> None:
+    from covey.training.evaluate import questions_of
+
+    folders = [RunFolder.read(run) for run in runs]
+    places = [folder.path.resolve() for folder in folders]
+    twice = [str(run) for run, place in zip(runs, places, strict=True) if places.count(place) > 1]
+    if twice:
+        raise ConfigError(f"{' and '.join(twice)} are one folder; give each run once")
+    notes: list[str] = []
+    compared = [_compared(folder, label, notes) for folder, label in zip(folders, run_labels(runs), strict=True)]
+    if not any(run.records or run.evaluations for run in compared):
+        lost = any(any(folder.checkpoints.glob("step_*")) for folder in folders)
+        why = "metrics.jsonl is gone or empty; restore it from a backup" if lost else "nothing is recorded yet"
+        raise DataError(f"{runs[0]}: {why}, so there is nothing to tell")
+    asked = [questions_of(folder.read_answers()) for folder in folders]
+    known = {name for run in compared for record in run.records for name in record}
+    point = equal_step(compared)
+    found: dict[str, Any] = {
+        "runs": [run.label for run in compared],
+        "paths": [str(place) for place in places],
+        "equal_step": point,
+        "metrics": {name: [metric_values(run, name, point) for run in compared] for name in SHOWN if name in known},
+        "questions": [
+            [{"uid": each.uid, "accuracy": each.accuracy, "visits": each.visits} for each in questions]
+            for questions in asked
+        ],
+    }
+    if len(compared) > 1:
+        found["settings"] = differing_settings(compared) if all(run.settings for run in compared) else {}
+        found["versions"] = _versions(folders)
+    sides, pairs = _held_out(compared, which, notes, reader)
+    found["held_out"] = [{"run": label, "step": side.step, "accuracy": accuracy_of(side)} for label, side in sides]
+    found["against_first"] = [{"run": label} | as_json(result) for label, _, _, result in pairs]
+    found["notes"] = notes
+    _print(found, compared, sides, pairs)
+    try:
+        if any(asked):
+            _print_questions(folders, found["runs"], asked, number, reader)
+        if len(folders) == 1 and (steps := folders[0].completion_steps()):
+            rows = _rows(folders[0], "step", steps[-1:], "", _SAMPLED, reader, worst=True)
+            say(out, f"worst completions of step {steps[-1]}; --worst and --step read more", style="bold")
+            _show(rows, _EXCERPT)
+    except RunFolderError as error:  # a damaged table; the rest is told
+        say(out, visible(str(error), 500))
+    for path in files:
+        if path.suffix == ".json":
+            write_atomically(path, json.dumps(plain(found), indent=1) + "\n")
+        elif len(compared) == 1:
+            curve.draw_learning_curve(compared[0].records, path, title=compared[0].label)
+        else:
+            curve.draw_comparison(
+                group_seeds(compared) if seeds else {run.label: [run.records] for run in compared}, path
+            )
+        say(out, f"wrote {path}")
+
+
+def run_labels(runs: Sequence[Path]) -> list[str]:
+    """Names for a legend: of the folders where these differ, else the paths as they were given."""
+    names = [run.name or str(run) for run in runs]
+    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+
+
+def _compared(folder: RunFolder, label: str, notes: list[str]) -> ComparedRun:
+    if folder.needs_python:
+        notes.append(f"{label} was started from Python: parts of it that no file holds may differ too")
+    tables = {step: folder.completions / table_name(step, "eval") for step in folder.evaluation_steps()}
+    return ComparedRun(label, folder.read_metrics(), _settings(folder, label, notes), tables)
+
+
+def _settings(folder: RunFolder, label: str, notes: list[str]) -> dict[str, Any]:
+    """`section.field` -> value of a run's `config.toml`, as it stands: a copied run's files need not be here.
+
+    Settings that it does not name have their default: `None` is left out when it is written, and a run of an earlier
+    version does not know all.
+    """
+    if not folder.config_path.exists():
+        notes.append(f"{label} has no config.toml, so its settings are not compared")
+        return {}
+    with explained(folder.config_path, "read"), open_regular(folder.config_path) as file:
+        text = file.read(_MOST_CONFIG).decode("utf-8", "replace")
+    try:
+        written = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{folder.config_path}: is no TOML ({error}); restore it from a backup") from error
+    sections = {name: plain(fields) for name, fields in GRPOConfig().to_dict().items()}
+    for name, fields in written.items():
+        sections[name] = sections.get(name, {}) | fields if isinstance(fields, Mapping) else {"": fields}
+    return {f"{name}.{field}": value for name, fields in sections.items() for field, value in fields.items()}
+
+
+def _versions(folders: Sequence[RunFolder]) -> dict[str, list[Any]]:
+    """Programs and machines that differ."""
+    every = [folder.versions() for folder in folders]
+    names = sorted({name for versions in every for name in versions} - {"run_id", "needs_python"})
+    values = {name: [plain(versions.get(name)) for versions in every] for name in names}
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _held_out(
+    runs: Sequence[ComparedRun], which: str, notes: list[str], reader: TableReader
+) -> tuple[list[tuple[str, Answers]], list[Pair]]:
+    """Each run's answers, and the comparisons with the first; of a single run its first evaluation with its last."""
+
+    def answers(run: ComparedRun, step: int, rewards: bool) -> tuple[str, Answers]:
+        told = reader.ask("answers", run.evaluations[step], rewards)
+        by_uid = {uid: Answer(*answer) for uid, answer in told.pop("by_uid").items()}
+        return run.label, Answers(step, run.evaluations[step], by_uid=by_uid, **told)
+
+    having = [run for run in runs if run.evaluations]
+    chosen = [chosen_steps(which or "last", sorted(run.evaluations), "--eval")[-1] for run in having]
+    named = list(zip(having, chosen, strict=True))
+    if len(runs) == 1 and having:
+        steps = sorted({min(runs[0].evaluations), chosen[0]})
+        named = [(replace(runs[0], label=f"{runs[0].label}, step {step}"), step) for step in steps]
+    elif len(runs) > len(having) and len(runs) > 1:
+        without = ", ".join(run.label for run in runs if not run.evaluations)
+        notes.append(
+            f"no table of an evaluation in {without}: answers are not compared; evaluations need held-out prompts, and "
+            "run.log_completions=true keeps their answers"
+        )
+    sides = [answers(run, step, False) for run, step in named]
+    if len(sides) < 2 or (len(runs) > 1 and runs[0] is not having[0]):
+        return sides, []
+    if not all(side.judged for _, side in sides) and any(side.judged for _, side in sides):
+        notes.append("not all runs say which answers are right, so their rewards are compared")
+        sides = [answers(run, step, True) for run, step in named]
+    if len(sides) > 2:
+        notes.append(f"{len(sides) - 1} comparisons: each p is of its own test, none is corrected for their number")
+    first = sides[0][1]
+    return sides, [(label, first, side, pair(first, side)) for label, side in sides[1:]]
+
+
+def _print(
+    found: Mapping[str, Any],
+    runs: Sequence[ComparedRun],
+    sides: Sequence[tuple[str, Answers]],
+    pairs: Sequence[Pair],
+) -> None:
+    labels = [_cell(run.label) for run in runs]
+    if len(runs) > 1:
+        differing = found["settings"] | {f"versions: {name}": values for name, values in found["versions"].items()}
+        if differing:
+            table = Table("settings that differ", *labels)
+            for name, values in list(differing.items())[:_MOST_ROWS]:
+                table.add_row(_cell(name), *(_cell("-" if value is None else value) for value in values))
+            print_table(out, table)
+        elif all(run.settings for run in runs):
+            out.print("all settings and versions are equal", highlight=False)
+    _print_metrics(found, runs, labels)
+    if sides:
+        about = "right (95 %)" if sides[0][1].judged else "mean reward"
+        table = Table("held out", "evaluation at step", about, "questions")
+        for (label, side), entry in zip(sides, found["held_out"], strict=True):
+            table.add_row(_cell(label), str(side.step), _score(side, entry["accuracy"]), str(len(side.by_uid)))
+        print_table(out, table)
+    for label, before, after, result in pairs:
+        _print_pair(sides[0][0], label, before, after, result)
+    for note in found["notes"]:
+        say(out, visible(note, 500))
+
+
+def _print_metrics(found: Mapping[str, Any], runs: Sequence[ComparedRun], labels: Sequence[str]) -> None:
+    point = found["equal_step"]
+    table = Table("metric", "", *labels)
+    for name, values in found["metrics"].items():
+        rows = {"final": [format_number(value["final"]) for value in values]}
+        if any(value["best"] is not None for value in values):
+            rows["best"] = [
+                "-" if value["best"] is None else f"{format_number(value['best'])} (step {value['best_step']})"
+                for value in values
+            ]
+        if point is not None and len(values) > 1:
+            rows[f"at step {point}"] = [format_number(value["equal"]) for value in values]
+        if out.encoding.startswith("utf"):
+            rows["curve"] = [curve.sparkline(curve.series(run.records, name)) for run in runs]
+        for position, (when, cells) in enumerate(rows.items()):
+            table.add_row("" if position else _cell(name), when, *cells)
+    if table.row_count:
+        print_table(out, table)
+        out.print(
+            f"Of training, means over the last {MEAN_OF} steps; of evaluations, each as it was measured.",
+            style="dim",
+            highlight=False,
+        )
+
+
+def _print_pair(first: str, label: str, before: Answers, after: Answers, result: PairedAnswers) -> None:
+    def tell(text: str) -> None:
+        say(out, visible(text, 1000))
+
+    if result.difference is None:
+        why = "they were asked other questions"
+        if before.left_out or after.left_out:
+            why = "no question has an answer with a reward in both"
+        tell(f"{label} against {first}: {why}, so their answers cannot be compared by question")
+    elif before.judged:
+        of = f" on {result.difference.total} questions that both were asked"
+        tell(f"{label} against {first}{of}: {difference(result.difference)} (McNemar's exact test)")
+    else:
+        d = result.difference
+        tell(
+            f"{label} against {first} on {d.total} questions that both were asked: mean reward {d.difference:+.3f} "
+            f"({d.low:+.3f} to {d.high:+.3f}), p = {d.p_value:.2g}, {d.gained} better, {d.lost} worse (bootstrap)"
+        )
+    if result.only_before or result.only_after:
+        tell(
+            f"  {result.only_before} questions are answered only in {first}, {result.only_after} only in {label}; "
+            "these are left out"
+        )
+    if result.other_text:
+        tell(f"  {result.other_text} questions have one uid and different texts and are left out")
+    for side, name in ((before, first), (after, label)):
+        if side.left_out:
+            tell(f"  {name}: {side.left_out} completions say nothing of the policy and are left out")
+
+
+def _score(side: Answers, accuracy: Mapping[str, Any] | None) -> str:
+    if accuracy is None:
+        scores = [answer.score for answer in side.by_uid.values()]
+        return format_number(sum(scores) / len(scores)) if scores else "-"
+    if accuracy["low"] is None:
+        return f"{100 * accuracy['share']:.1f} % (several answers to a question)"
+    return percent(accuracy)
+
+
+def _print_questions(
+    folders: Sequence[RunFolder],
+    labels: Sequence[str],
+    asked: Sequence[Sequence[Question]],
+    number: int | None,
+    reader: TableReader,
+) -> None:
+    """How the training questions were answered, and of a single run the hardest of them."""
+    table = Table("training questions", *(f"{_cell(label)}: first visit -> last" for label in labels))
+    for name, low, high in (("never right", 0.0, 0.0), ("sometimes", 1e-9, 1 - 1e-9), ("always right", 1.0, 1.0)):
+        counts = [
+            [sum(low <= share <= high for share in shares)
+             for shares in ([each.first for each in questions], [each.last for each in questions])]
+            for questions in asked
+        ]  # fmt: skip
+        table.add_row(name, *(f"{first} -> {last}" for first, last in counts))
+    print_table(out, table)
+    if len(folders) > 1:
+        return
+    shown, prompts = asked[0][: number or _RANKED], dict[str, str]()
+    for step in reversed(folders[0].completion_steps()):
+        if wanted := [question.uid for question in shown if question.uid not in prompts]:
+            prompts |= reader.ask("prompts", folders[0].completions / table_name(step), wanted)
+    table = Table("hardest", "visits", "right", "first", "last", "question")
+    for question in shown:
+        shares = (f"{100 * value:.0f} %" for value in (question.accuracy, question.first, question.last))
+        text = _cell(prompts.get(question.uid, ""), 120)
+        table.add_row(_cell(question.uid), str(len(question.visits)), *shares, text)
+    print_table(out, table)
+
+
+def _cell(value: Any, most: int = 100) -> str:
+    """Untrusted text in a table, which takes brackets for markup."""
+    return escape(_name(value, most))
+
+
+# ---------------------------------------------------------------------- completions
+
+
+def _read(
+    runs: Sequence[Path],
+    step: str | None,
+    evaluation: str,
+    question: str,
+    number: int | None,
+    files: Sequence[Path],
+    *,
+    worst: bool,
+) -> None:
+    if len(runs) > 1:
+        raise ConfigError("--step, --worst, --question: completions of one run are read; give one run")
+    if step is not None and evaluation:
+        raise ConfigError("--step, --eval: a completion is of one of them; give one option")
+    folder = RunFolder.read(runs[0])
+    kind = "eval" if evaluation else "step"
+    there = folder.evaluation_steps() if evaluation else folder.completion_steps()
+    if not there:
+        what = "evaluations" if evaluation else "completions of steps"
+        raise DataError(f"{folder.path} has no {what} yet; run.log_completions must be true")
+    chosen = chosen_steps(evaluation or step or ("all" if question else "last"), there, f"--{kind}")
+    most = number or (None if files else _RANKED if worst else _READ)
+    with closing(TableReader(workers=1)) as reader:
+        rows = _rows(folder, kind, chosen, question, most, reader, worst=worst)
+    if not rows:
+        where = f"{kind} {chosen[0]}" if len(chosen) == 1 else f"{len(chosen)} tables"
+        raise DataError(f"{runs[0]}: no such completion in {where}; see --step all")
+    for path in files:
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+        say(out, f"wrote {path}")
+    if files:
+        return
+    if out.is_terminal and sys.stdin.isatty():
+        os.environ.setdefault("LESS", "FRX")  # what fits on the screen needs no pager; colours; the text stays
+        with out.pager(styles=True):
+            _show(rows, _TEXT)
+    else:
+        _show(rows, _TEXT)
+
+
+def _rows(
+    folder: RunFolder,
+    kind: str,
+    steps: Sequence[int],
+    question: str,
+    most: int | None,
+    reader: TableReader,
+    *,
+    worst: bool,
+) -> list[Record]:
+    """Completions of one question or of all, step after step, or the lowest rewards of all steps first.
+
+    A table that disappeared or is damaged is passed over with a warning, unless there is no other.
+    """
+    rows: list[Record] = []
+    problems: list[RunFolderError] = []
+    for step in steps:
+        start, left = 0, 1
+        try:
+            while left and (worst or most is None or len(rows) < most):
+                path = folder.completions / table_name(step, kind)
+                found = reader.ask("some", path, question, most, worst, start)
+                rows += [{kind: step} | row for row in found["rows"]]
+                start, left = start + len(found["rows"]), found["left"]
+        except RunFolderError as error:
+            problems.append(error)
+    if len(problems) == len(steps):
+        raise problems[0]
+    for problem in problems:
+        _log.warning("passed over: %s", problem)
+    return (sorted(rows, key=lambda row: row["reward"]) if worst else rows)[:most]
+
+
+def _show(rows: Sequence[Record], characters: int) -> None:
+    before = None
+    for row in rows:
+        place = row.get("step"), row.get("eval"), row.get("group")
+        if place != before:
+            if before is not None:
+                out.print()
+            _show_group(row, characters)
+            before = place
+        _show_completion(row, characters)
+
+
+def _show_group(row: Record, characters: int) -> None:
+    where = f"step {row['step']}" if "step" in row else f"evaluation at step {row['eval']}"
+    about = [where, f"group {_name(row.get('group'))}", f"question {_name(row.get('uid'))}"]
+    kind = row.get("kind") or row.get("type")
+    about += [_name(kind)] if kind else []
+    line = Text("  ".join(about), style="bold")
+    numbers = f"   {row['group_size']} completion{'s' if row['group_size'] != 1 else ''}"
+    if row["group_size"] > 1:
+        numbers += f", reward {format_number(row['group_mean'])} ± {format_number(row['group_std'])}"
+    line.append(numbers, style="not bold")
+    if row["group_tied"]:
+        line.append("   tied", style="yellow")
+    out.print(line, soft_wrap=True)
+    for message in messages(row.get("prompt"), characters):
+        role = f"{_name(message['role'])}: " if message["role"] else ""
+        _body(Text.assemble((role, "cyan"), shown_text(message["content"], characters // 2)))
+
+
+def _show_completion(row: Record, characters: int) -> None:
+    line = Text(f"[{_name(row.get('sample', row['table_row']))}]", style="bold")
+    reward = row.get("reward")
+    line.append(f" reward {format_number(reward)}", style="green" if (reward or 0) > 0 else "")
+    parts, logged = parts_and_others({name: row[name] for name in row if name not in (*PLACE, "group_size")})
+    if parts:
+        told = ", ".join(f"{_name(name)} {format_number(value)}" for name, value in parts.items())
+        line.append(f" ({told})", style="not bold")
+    for name, value in (("advantage", _signed(row.get("advantage"))), ("logp", format_number(row.get("logp")))):
+        if row.get(name) is not None:
+            line.append(f"  {name.replace('logp', 'log-probability')} {value}", style="not bold")
+    ended = row.get("finish_reason") or row.get("ended")
+    line.append(f"  {_name(row.get('length'))} tokens", style="not bold")
+    if row.get("turns") is not None:
+        idle = f", {_name(row['no_actions'])} no action" if row.get("no_actions") else ""
+        line.append(f" in {_name(row['turns'])} turns{idle}", style="not bold")
+    cut = ended in ("length", "turns", "context", "failed")
+    line.append(f", {_name(ended)}" if ended else "", style="yellow" if cut else "not bold")
+    if isinstance(row.get("correct"), bool):
+        line.append("  right" if row["correct"] else "  wrong", style="green" if row["correct"] else "red")
+    if row.get("masked_by"):
+        line.append(f"  masked by {_name(row['masked_by'])}", style="magenta")
+    out.print(line, soft_wrap=True)
+    _body(shown_text(row.get("completion"), characters))
+    if row.get("error"):
+        _body(Text(f"error: {_name(row['error'], _NOTE)}", style="red"))
+    for name, value in logged.items():
+        told = format_number(value) if isinstance(value, float) else str(value)
+        _body(Text(f"{_name(name)}: {_name(told, _NOTE)}", style="dim"))
+
+
+def _body(text: Text) -> None:
+    """Indented, wrapped on a terminal; a plain listing keeps the lines as they are, as does a very long text."""
+    if out.is_terminal and len(text) <= _WRAPPED:
+        out.print(Padding(text, (0, 0, 0, 4), expand=False))
+    else:
+        for line in text.split("\n", allow_blank=True):
+            out.print(Text("    ") + line, soft_wrap=True)
+
+
+def _signed(value: Any) -> str:
+    return format_number(value) if not isinstance(value, int | float) or value <= 0 else f"+{format_number(value)}"
+
+
+def _name(value: Any, most: int = 100) -> str:
+    """Untrusted text that stands in a line."""
+    return visible(str(value if value is not None else "-"), most).replace("\n", " ")
+
+
+def shown_text(value: Any, most: int) -> Text:
+    """Untrusted text of several lines; tabs are kept as spaces."""
+    text = str(value if value is not None else "")
+    cut = text[:most].expandtabs(4)
+    shown = Text(visible(cut, len(cut)))
+    if len(text) > most:
+        shown.append(f" [... cut after {most} characters; -o FILE.jsonl has all]", style="dim")
+    return shown
