@@ -82,7 +82,7 @@ test-vllm: $(VENV)/.dev .venv-vllm/.done
 	$(PIP) install -c constraints.txt -e '.[ray]'
 	$(BIN)/python benchmarks/export_model.py
 	COVEY_VLLM_PYTHON=$(CURDIR)/.venv-vllm/bin/python COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
-		$(BIN)/python -m pytest tests/serving/test_contract.py tests/distributed/test_vllm_actors.py
+		$(BIN)/python -m pytest tests/serving/test_contract.py
 	COVEY_VLLM_MODEL=$(CURDIR)/benchmarks/.cache/model \
 		.venv-vllm/bin/python -m pytest tests/pytorch/test_vllm_engine.py
 

@@ -131,12 +131,6 @@ tools/failure_frequency | fraction | tool calls that raised, named no tool or co
 samplers/reissued_units | units | units that were asked for again since a sampler failed, since the step before; only
     with distributed.samplers or several servers, as all of samplers/
 samplers/restarts | samplers | that were replaced, since the step before
-reward_workers/reissued_units | units | pieces of some groups that were scored again since a worker failed, since the
-    step before; only with distributed.reward_workers, as all of reward_workers/
-reward_workers/restarts | workers | that were replaced, since the step before
-world_workers/reissued_units | questions | to worlds that were asked again since a worker failed, since the step before;
-    only with distributed.world_workers, as all of world_workers/
-world_workers/restarts | places | of workers that were replaced, since the step before
 staleness/mean | optimiser steps | age of a group, by which the weights that sampled it are older than those that this
     step began with, mean over groups; only with schedule.max_staleness above 0, as all of staleness/
 staleness/max | optimiser steps | the oldest group's age
@@ -148,8 +142,6 @@ time/sampling | seconds | of it, sampling completions (with schedule.max_stalene
 time/samplers_waiting | seconds | of sampling since the step before, those in which a sampler had nothing to sample
     (the last units, replacements), mean over samplers; as samplers/
 time/scoring | seconds | of it, reward functions (the same)
-time/reward_workers_waiting | seconds | of scoring since the step before, those in which a reward worker had nothing to
-    score, mean over workers; as reward_workers/
 time/waiting_for_samples | seconds | of it, waiting for samples: those of this step, and those under way before new
     weights can be published; only with schedule.max_staleness above 0
 time/reference | seconds | of it, log-probabilities under the reference

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "serving")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / "serving"), str(TESTS / "pytorch")]
 
 
 @pytest.fixture

@@ -1,12 +1,7 @@
-"""Several updates with many settings, by the ranks that torchrun starts; rank 0 prints what came out, for each case.
-
-torchrun --standalone --nproc-per-node 2 rank_cases.py
-"""
+"""Several updates with many settings, on all ranks together and on one; see ranks_main.py."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,40 +55,35 @@ def build(case: str, ranks: Ranks) -> Learner:
     return learner
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    ranks = Ranks.of_torchrun(60)
-    assert ranks is not None
-    found: dict[str, Any] = {}
-    for case, settings in CASES.items():
-        learner = build(case, ranks)
-        if ranks.rank > 0:
-            follow(ranks, learner)
-            continue
-        leading = LeadingLearner(learner, ranks)
-        algorithm = AlgorithmConfig(**{"beta": 0.0, **settings})
-        metrics = []
-        for step in range(3):
-            batch = make_batch(step, agents=case == "agents", groups=12 if case in ("memory", "a fault") else 3)
-            try:
-                done = update(leading, batch, algorithm, 1e-2, temperature=1.0, max_completion_length=9)
-            except (ModelError, ArithmeticError) as error:
-                metrics.append({"error": str(error)})
-                continue  # the others are still there
-            metrics.append({name: value for name, value in done.metrics.items() if not name.startswith("time/")})
-        with ranks.telling("stop"):
-            pass
-        weights = {name: p.detach().numpy() for name, p in learner.policy.named_trainable_parameters()}
-        found[case] = {
-            "weights": fingerprint((name, [weights[name]]) for name in sorted(weights)),
-            "metrics": metrics,
-            "steps": learner.steps,
-            "budget": learner.tokens_per_micro_batch,
-        }
-    if ranks.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
-    ranks.close()
+def updates(case: str, ranks: Ranks) -> dict[str, Any]:
+    """All ranks: three updates; rank 0 returns what came out."""
+    learner = build(case, ranks)
+    if ranks.rank > 0:
+        follow(ranks, learner)
+        return {}
+    leading = LeadingLearner(learner, ranks)
+    algorithm = AlgorithmConfig(**{"beta": 0.0, **CASES[case]})
+    metrics = []
+    for step in range(3):
+        batch = make_batch(step, agents=case == "agents", groups=12 if case in ("memory", "a fault") else 3)
+        try:
+            done = update(leading, batch, algorithm, 1e-2, temperature=1.0, max_completion_length=9)
+        except (ModelError, ArithmeticError) as error:
+            metrics.append({"error": str(error)})
+            continue  # the others are still there
+        metrics.append({name: value for name, value in done.metrics.items() if not name.startswith("time/")})
+    with ranks.telling("stop"):
+        pass
+    weights = {name: p.detach().numpy() for name, p in learner.policy.named_trainable_parameters()}
+    return {
+        "weights": fingerprint((name, [weights[name]]) for name in sorted(weights)),
+        "metrics": metrics,
+        "steps": learner.steps,
+        "budget": learner.tokens_per_micro_batch,
+    }
 
 
-if __name__ == "__main__":
-    main()
+def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """All ranks: the updates together. Rank 0 returns that, and the same alone."""
+    found = updates(case, ranks)
+    return {"together": found, "alone": updates(case, Ranks())} if ranks.rank == 0 else {}

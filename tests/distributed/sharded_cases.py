@@ -1,13 +1,7 @@
-"""Three updates in shards, by the ranks that torchrun starts, beside the same in one process.
-
-torchrun --standalone --nproc-per-node 2 sharded_cases.py FILE
-"""
+"""Three updates in shards beside the same in one process; see ranks_main.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +207,7 @@ class Extras:
         return dict(found)
 
 
-def wrapped_wrongly(ranks: Ranks) -> dict[str, Any]:
+def wrapped_wrongly(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The transformer is the root, and the head, which is tied, stays outside: the loss is right."""
     policy = build({"fused_layers": False}, {})
     expected = Probe.of(policy, 1.0)
@@ -235,8 +229,11 @@ def wrapped_wrongly(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def move(case: str, source: Path | None, target: Path, ranks: Ranks) -> None:
-    """All ranks: take up a checkpoint, or without one take a step, and write another checkpoint."""
+def move(case: str, ranks: Ranks, folder: Path) -> None:
+    """All ranks: take up the newest checkpoint, or take two steps where there is none, and write another one."""
+    there = sorted((folder / case).glob("*/step_000002"))
+    ranks.gather(None)
+    source, target = there[-1] if there else None, folder / case / str(len(there))
     settings, algorithm = CASES[case]
     policy = build(settings | {"fused_layers": False}, algorithm)
     if ranks.world == 1:
@@ -253,6 +250,8 @@ def move(case: str, source: Path | None, target: Path, ranks: Ranks) -> None:
     else:
         learner.restore(load_checkpoint(source).tensors, 2)
     save_checkpoint(target, 2, learner.tensors(), {})
+    with ranks.telling("stop"):
+        pass
 
 
 class Failing(ShardedLearner):
@@ -267,10 +266,10 @@ class Failing(ShardedLearner):
         return super()._score(*args, **settings)
 
 
-def fail_on(rank: int, ranks: Ranks) -> None:
+def fail_on(rank: str, ranks: Ranks, folder: Path) -> None:
     """All ranks: memory runs out on one of them, and all end."""
     leading = LeadingPolicy(build({}, {}), ranks)
-    kind = Failing if ranks.rank == rank else ShardedLearner
+    kind = Failing if ranks.rank == int(rank) else ShardedLearner
     learner = kind(leading.shard(), share=ShardedPacks(ranks), learning_rate=1e-3, tokens_per_micro_batch=48)
     if ranks.rank > 0:
         follow(ranks, learner, None, leading.own)
@@ -285,34 +284,3 @@ def fail_on(rank: int, ranks: Ranks) -> None:
         except TornError:
             print("and is not asked again", flush=True)
         raise
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    if "MACHINE" in os.environ:  # as if so many ranks were on one machine
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["MACHINE"]
-    ranks = Ranks.of_torchrun(300)
-    assert ranks is not None
-    if sys.argv[1] == "move":
-        move(sys.argv[2], Path(sys.argv[3]) if sys.argv[3] else None, Path(sys.argv[4]), ranks)
-        ranks.close()
-        return
-    if sys.argv[1] == "fail":
-        try:
-            fail_on(int(sys.argv[2]), ranks)
-        finally:
-            ranks.close()
-        return
-    file = Path(sys.argv[1])
-    chosen = sys.argv[2:] or list(CASES)
-    found: dict[str, Any] = {}
-    for case in chosen:
-        found[case] = compare(case, ranks, file.parent / f"saved-{ranks.world}")
-    found["wrong"] = wrapped_wrongly(ranks)
-    if ranks.rank == 0:
-        file.write_text(json.dumps(found))
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,14 @@
-"""Models of which each rank reads its slices, beside the same models read whole.
-
-torchrun --standalone --nproc-per-node 2 slice_cases.py FILE FOLDER
-"""
+"""Models of which each rank reads its slices, beside the same models read whole; see ranks_main.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model, tiny_tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,6 +17,7 @@ from covey import GRPOConfig
 from covey.distributed.ranks import Ranks
 from covey.distributed.sharded import LeadingPolicy
 from covey.distributed.sliced import SlicedPolicy
+from covey.errors import ModelError
 from covey.pytorch.attention.probe import probe_pack
 from covey.pytorch.backend import PyTorchBackend
 from covey.pytorch.engine.merge import EffectiveWeights
@@ -46,23 +44,53 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 def write_models(folder: Path) -> None:
-    """One model for each case, as its user would have it."""
+    """One model for each case, as its user would have it; one is damaged, the files of another have another form."""
     for case, (options, _, size) in CASES.items():
         options = {"name": "llama", "num_layers": 3} | options
         model = tiny_model(options.pop("name"), **options)
         model.save_pretrained(folder / case, max_shard_size=size)
         tiny_tokenizer().save_pretrained(folder / case)
+    shutil.copytree(folder / "tied, all weights", folder / "damaged")
+    change(folder / "damaged", lambda tensors: tensors[min(tensors)].view(-1)[-1:].fill_(float("nan")))
+    shutil.copytree(folder / "tied, all weights", folder / "odd", ignore=shutil.ignore_patterns("*.safetensors*"))
+    torch.save(tiny_model("llama", num_layers=3).state_dict(), folder / "odd" / "pytorch_model.bin")
+
+
+def change(folder: Path, edit: Any) -> None:
+    """The last file of a model."""
+    file = sorted(folder.glob("model-*.safetensors"))[-1]
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def made(case: str, ranks: Ranks, folder: Path) -> list[str]:
+    """All ranks: what is said when this model is made, the error last."""
+    said: list[str] = []
+    heard = logging.Handler(logging.WARNING)
+    heard.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(heard)
+    try:
+        config = GRPOConfig(model=str(folder / "models" / case), learner_kind="sharded", use_peft=False)
+        RanksBackend(ranks).make_policy(config)
+    except ModelError as error:
+        said.append(str(error))
+    finally:
+        logging.getLogger().removeHandler(heard)
+    return [each for their in ranks.gather(said) for each in their]
 
 
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare(case: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
+def compare(case: str, ranks: Ranks, folder: Path) -> dict[str, Any]:
     settings = {"lora_r": 4, "beta": 0.0, "num_generations": 2} | CASES[case][1]
     if isinstance(settings.get("lora_target_modules"), str):
         settings["lora_target_modules"] = settings["lora_target_modules"].split(",")
-    config = GRPOConfig(model=str(folder / case), learner_kind="sharded", seed=5, fused_layers=False, **settings)
+    config = GRPOConfig(
+        model=str(folder / "models" / case), learner_kind="sharded", seed=5, fused_layers=False, **settings
+    )
     backend = RanksBackend(ranks)
     leading = backend.make_policy(config)
     assert isinstance(leading, LeadingPolicy)
@@ -109,20 +137,3 @@ def compare(case: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
         "ends": list(policy.eos_token_ids) == list(whole.eos_token_ids),
         "resident": policy.shape.get_input_embeddings().weight.untyped_storage().nbytes(),
     }
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    if "MACHINE" in os.environ:
-        os.environ["LOCAL_WORLD_SIZE"] = os.environ["MACHINE"]
-    ranks = Ranks.of_torchrun(300)
-    assert ranks is not None
-    file, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    found = {case: compare(case, folder, ranks) for case in sys.argv[3:] or CASES}
-    if ranks.rank == 0:
-        file.write_text(json.dumps(found))
-    ranks.leave()  # nobody hears calls
-
-
-if __name__ == "__main__":
-    main()

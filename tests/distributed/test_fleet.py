@@ -1,23 +1,184 @@
-"""The fleet's result is one member's, whatever its members do."""
+"""The fleet's result is one member's, whatever its members do.
+
+They go wrong in all the ways that members can, and their clock waits for nobody.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
-from fleet_cases import SETTINGS, World, requests, sample, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covey.adapters import Adapter
 from covey.distributed.fleet import Fleet
-from covey.distributed.journal import Journal
-from covey.distributed.members import Member, MemberError
-from covey.distributed.units import make_units, unit_key
+from covey.distributed.members import Held, Member, MemberError
+from covey.distributed.units import make_units
 from covey.errors import GenerationError, ServingError
-from covey.types import Completion, Request, SamplingSettings
+from covey.rollout.learning import Weights
+from covey.types import Completion, Progress, Request, SamplingSettings, Support
+
+SETTINGS = SamplingSettings(max_tokens=8)
+
+
+def weights(version: int, value: float = 0.0) -> Weights:
+    tensors = {"base_model.model.q.lora_A.weight": np.full((2, 3), value + version, np.float32)}
+    return Weights(version, dict, lambda: Adapter(tensors, {"peft_type": "LORA"}))
+
+
+def requests(groups: int, size: int = 2, step: int = 0) -> list[Request]:
+    rng = np.random.default_rng(groups)
+    prompts = [rng.integers(0, 50, size=int(rng.integers(1, 9))) for _ in range(groups)]
+    return [Request(ids, (7, step, place, n)) for place, ids in enumerate(prompts) for n in range(size)]
+
+
+def sample(unit: Sequence[Request], settings: SamplingSettings, version: int) -> list[Completion]:
+    """A function of the unit and the version: each completion depends on what is sampled beside it."""
+    beside = hashlib.sha256(b"".join(r.token_ids.tobytes() + repr(r.stream).encode() for r in unit)).digest()
+    found = []
+    for request in unit:
+        seed = hashlib.sha256(beside + repr((request.stream, version, settings)).encode()).digest()
+        rng = np.random.default_rng(list(seed))
+        ids = rng.integers(0, 50, size=int(rng.integers(1, settings.max_tokens + 1)))
+        support = Support(np.arange(len(ids)), np.arange(len(ids) + 1)) if rng.random() < 0.5 else None
+        found.append(Completion(ids, rng.normal(size=len(ids)).astype(np.float32), "length", version, support))
+    return found
+
+
+class Clock:
+    """Time that passes only while somebody waits, up to the next thing that happens."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.agenda: list[tuple[float, int, Any]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def at(self, delay: float, action: Any) -> None:
+        self.agenda.append((self.now + delay, len(self.agenda), action))
+
+    def wait(self, futures: Sequence[Future[Any]], timeout: float, return_when: str) -> None:
+        end = self.now + timeout
+        while not any(future.done() for future in futures):
+            due = [entry for entry in self.agenda if entry[0] <= end]
+            if not due:
+                self.now = end
+                return
+            first = min(due, key=lambda entry: entry[:2])
+            self.agenda.remove(first)
+            self.now = max(self.now, first[0])
+            first[2]()
+
+
+@dataclass
+class World:
+    """Where the members of a fleet live.
+
+    Attributes:
+        faults: what each unit, load or start meets in the order in which they are begun; "" when there is none left.
+        stopped, started: names of members.
+        begun: who was asked for a unit, and its completions.
+        made: members that were asked for.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)
+    stopped: list[str] = field(default_factory=list)
+    begun: list[tuple[str, int]] = field(default_factory=list)
+    started: list[str] = field(default_factory=list)
+    made: int = 0
+
+    def fault(self) -> str:
+        return self.faults.pop(0) if self.faults else ""
+
+    def make(self, again: bool) -> Future[Member]:
+        self.made += 1
+        future: Future[Member] = Future()
+        kind = self.fault() if again else ""
+        if kind == "die":
+            self.clock.at(0.5, lambda: future.set_exception(MemberError("no start")))
+        elif kind != "hang":
+            member = FakeMember(self, f"m{self.made}")
+            self.started.append(member.name)
+            self.clock.at(1.0, lambda: future.set_result(member))
+        return future
+
+    def run_out(self) -> None:
+        """What is still to happen happens."""
+        while self.clock.agenda:
+            self.clock.agenda.pop(0)[2]()
+
+    def fleet(self, members: int, *, unit_size: int = 4, **options: Any) -> Fleet:
+        options = {"timeout_seconds": 10.0, "max_restarts": 100, "wait": self.clock.wait, "clock": self.clock} | options
+        return Fleet([self.make] * members, unit_size=unit_size, **options)
+
+
+class FakeMember:
+    context_length = 64
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name, self.version, self.sha256 = world, name, -1, ""
+        self.gone = False
+
+    def load(self, held: Held) -> Future[str]:
+        future: Future[str] = Future()
+        kind = self.world.fault()
+
+        def take() -> None:
+            self.version, self.sha256 = held.weights.version, held.sha256
+            future.set_result("of something else" if kind == "wrong hash" else held.sha256)
+
+        if kind == "die":
+            self.world.clock.at(0.1, lambda: future.set_exception(MemberError("died in a sync")))
+        elif kind != "hang":
+            self.world.clock.at(0.3, take)
+        return future
+
+    def begin(
+        self, unit: Sequence[Request], settings: SamplingSettings, version: int, progress: Progress
+    ) -> Future[list[Completion]]:
+        assert version == self.version
+        assert not self.gone, "a member that was given up is asked"
+        future: Future[list[Completion]] = Future()
+        kind, clock = self.world.fault(), self.world.clock
+        self.world.begun.append((self.name, len(unit)))
+        right = sample(unit, settings, version)
+        if kind == "die":
+            clock.at(0.5, lambda: future.set_exception(MemberError("died")))
+        elif kind == "late":  # long after it was given up
+            wrong = sample(unit, settings, version + 1)
+            clock.at(25.0, lambda: future.set_result(wrong))
+        elif kind == "slow":  # longer than the deadline, and it says how far it is
+            for second in range(1, 4):
+                clock.at(7.0 * second, lambda second=second: progress(second, len(unit)))
+            clock.at(24.0, lambda: future.set_result(right))
+        elif kind == "wrong version":
+            wrong = sample(unit, settings, version - 1)
+            clock.at(0.5, lambda: future.set_result(wrong))
+        elif kind == "too few":
+            clock.at(0.5, lambda: future.set_result(right[:-1]))
+        elif kind == "refuses":
+            clock.at(0.5, lambda: future.set_exception(GenerationError("the prompt is too long")))
+        elif kind == "bug":
+            clock.at(0.5, lambda: future.set_exception(RuntimeError("CUDA out of memory")))
+        elif kind != "hang":
+            clock.at(0.5 + len(unit) / 10, lambda: future.set_result(right))
+            clock.at(0.6 + len(unit) / 10, lambda: progress(len(unit), len(unit)))
+        return future
+
+    def watch(self) -> None:
+        pass
+
+    def stop(self, *, failed: bool) -> None:
+        self.gone = True
+        self.world.stopped.append(self.name)
 
 
 def bits(completions: Sequence[Completion]) -> list[object]:
@@ -49,18 +210,6 @@ def test_units_are_whole_groups_in_order() -> None:
 
 def test_single_completions_fill_units() -> None:
     assert [len(unit.requests) for unit in make_units(requests(10, 1), 4)] == [4, 4, 2]
-
-
-def test_the_key_names_everything() -> None:
-    asked = requests(2)
-    key = unit_key(asked, SETTINGS, "w")
-    other_ids = [Request(asked[0].token_ids + 1, asked[0].stream), *asked[1:]]
-    other_stream = [Request(asked[0].token_ids, (9,)), *asked[1:]]
-    other_choices = [Request(asked[0].token_ids, asked[0].stream, ((1, 2),)), *asked[1:]]
-    keys = [unit_key(one, SETTINGS, "w") for one in (other_ids, other_stream, other_choices, asked[1:], asked[::-1])]
-    keys += [unit_key(asked, SamplingSettings(max_tokens=9), "w"), unit_key(asked, SETTINGS, "v")]
-    assert len({key, *keys}) == 8
-    assert unit_key([Request(r.token_ids.copy(), r.stream) for r in asked], SETTINGS, "w") == key
 
 
 # ---------------------------------------------------------------------- members that go wrong
@@ -251,66 +400,3 @@ def test_it_starts_anew_after_it_was_closed() -> None:
     asked = requests(4)
     assert bits(fleet(asked, SETTINGS, policy_version=1)) == alone(asked, 1)
     assert world.made == 4
-
-
-# ---------------------------------------------------------------------- the journal
-
-
-def test_a_unit_on_disk_has_all_bits(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "units")
-    unit = sample(requests(6), SETTINGS, 5)
-    assert any(one.support is None for one in unit)
-    assert any(one.support is not None for one in unit)
-    journal.put("ab" * 32, 5, unit)
-    found = journal.get("ab" * 32, 5, len(unit))
-    assert found is not None
-    assert bits(found) == bits(unit)
-    assert journal.get("ab" * 32, 4, len(unit)) is None
-    assert journal.get("cd" * 32, 5, len(unit)) is None
-    assert journal.get("ab" * 32, 5, len(unit) - 1) is None
-
-
-@pytest.mark.parametrize("place", [3, 200, -1])
-def test_a_damaged_unit_is_not_used(tmp_path: Path, place: int) -> None:
-    journal = Journal(tmp_path / "units")
-    journal.put("ab" * 32, 5, sample(requests(2), SETTINGS, 5))
-    (path,) = (tmp_path / "units").iterdir()
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    assert journal.get("ab" * 32, 5, 4) is None
-    path.write_bytes(content[:50])
-    assert journal.get("ab" * 32, 5, 4) is None
-
-
-def test_units_of_older_versions_go(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "units")
-    for version in (1, 2, 3):
-        journal.put("ab" * 32, version, sample(requests(1), SETTINGS, version))
-    journal.forget(before=3)
-    assert [path.name[:7] for path in (tmp_path / "units").iterdir()] == ["v000003"]
-    journal.forget()
-    assert not (tmp_path / "units").exists()
-    journal.forget()
-
-
-def test_sampled_units_are_not_sampled_again(tmp_path: Path) -> None:
-    asked = requests(8)
-    world = World()
-    fleet = world.fleet(1)
-    fleet.journal = Journal(tmp_path / "units")
-    fleet.publish(weights(1))
-    world.faults = ["", "", "refuses"]  # ends the call after two of its four units
-    with pytest.raises(GenerationError):
-        fleet(asked, SETTINGS, policy_version=1)
-
-    later = World()
-    resumed = later.fleet(2)
-    resumed.journal = Journal(tmp_path / "units")
-    resumed.publish(weights(1))
-    assert bits(resumed(asked, SETTINGS, policy_version=1)) == alone(asked, 1)
-    assert len(later.begun) == 2
-    assert resumed.take_news() == ["2 of 4 units were sampled before the run was stopped: they are used"]
-    resumed.publish(weights(1, 0.25))  # other weights under the same version
-    resumed(asked, SETTINGS, policy_version=1)
-    assert len(later.begun) == 6

@@ -1,4 +1,4 @@
-"""Samplers in Ray actors, on three simulated nodes of one CPU: what the run learns is what one process learns.
+"""Samplers and rewards in Ray actors, on three simulated nodes of one CPU: a run learns what one process learns.
 
 A cluster takes half a minute to start on a busy machine; the module has one.
 """
@@ -21,8 +21,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'covey[ray]
 
 import ray
 from ray.cluster_utils import Cluster
-from run_cases import COUNTED, events, learned
-from test_one_process import data, run
+from runs import COUNTED, data, ended_well, events, learned
+from runs import covey as command
 from tiny_models import tiny_model, tiny_tokenizer
 
 from command import Command
@@ -30,8 +30,7 @@ from covey import GRPOConfig, GRPOTrainer
 from covey.distributed import fleet as fleet_module
 from covey.distributed import ray_cluster
 from covey.distributed.ray_members import RayMember
-from covey.errors import ConfigError, GenerationError
-from covey.observe.run_folder import RunFolder
+from covey.errors import ConfigError, GenerationError, RewardError
 
 pytestmark = [
     pytest.mark.ray,
@@ -59,24 +58,24 @@ def cluster() -> Iterator[Cluster]:
 def on_ray(by_units: dict[str, Any], cluster: Cluster) -> Callable[..., GRPOTrainer]:
     """Makes trainers whose run folders are beside each other."""
 
-    def make(name: str, samplers: int, **changes: Any) -> GRPOTrainer:
+    def make(name: str, samplers: int | None = None, given: Any = None, **changes: Any) -> GRPOTrainer:
         where = {"output_dir": f"{by_units['output_dir']}-{name}", "ray_address": cluster.address}
-        return GRPOTrainer(args=GRPOConfig(**(by_units | where | {"samplers": samplers} | changes)), **data())
+        args = GRPOConfig(**(by_units | where | {"samplers": samplers} | changes))
+        return GRPOTrainer(args=args, **(data() if given is None else given))
 
     return make
 
 
 def trained(trainer: GRPOTrainer, *, without: tuple[str, ...] = ()) -> tuple[list[str], bytes]:
     trainer.train()
+    assert not ray.is_initialized()  # nothing outlives the run
     return learned(trainer.args.run.output_dir, without=without)
 
 
 def test_one_two_and_three_samplers_are_one_process(on_ray: Callable[..., GRPOTrainer]) -> None:
     alone = trained(on_ray("alone", 0))
     for samplers in (1, 2, 3):
-        trainer = on_ray(f"with-{samplers}", samplers)
-        assert trained(trainer) == alone
-        assert not ray.is_initialized()  # nothing outlives the run
+        assert trained(on_ray(f"with-{samplers}", samplers)) == alone
 
 
 @pytest.mark.parametrize("changes", [{"use_peft": False}, {"max_staleness": 1}], ids=str)
@@ -152,28 +151,11 @@ def test_a_node_that_is_lost(
             cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
 
 
-def test_agents_play_on_actors(settings: dict[str, Any], cluster: Cluster, tmp_path: Path) -> None:
-    world = {
-        "world": "house:rooms=2,num_train=6,num_eval=3",
-        "max_conversation_tokens": 600,
-        "max_completion_length": 16,
-        "action_format": "choice",
-        "max_steps": 1,
-        "eval_on_start": False,
-        "eval_at_end": False,
-    }
-    said = []
-    for name, changes in (("here", {}), ("there", {"samplers": 2, "ray_address": cluster.address})):
-        args = GRPOConfig(**(settings | world | changes | {"output_dir": str(tmp_path / name)}))
-        GRPOTrainer(args=args).train()
-        said.append([row["completion"] for row in RunFolder.read(tmp_path / name).read_completions(1)])
-    assert said[0] == said[1]
-
-
 def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_folder: Path, tmp_path: Path) -> None:
     """A Ray of its own on this machine; resumed without Ray."""
     settings = ("distributed.groups_per_unit=1", "schedule.max_steps=60", "evaluation.eval_steps=0")
-    run("train", str(recipe_folder), f"run.output_dir={tmp_path / 'whole'}", "distributed.samplers=0", *settings)
+    where = f"run.output_dir={tmp_path / 'whole'}"
+    ended_well(command("train", recipe_folder, where, "distributed.samplers=0", *settings))
     folder = tmp_path / "run"
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = subprocess.Popen(
@@ -203,7 +185,7 @@ def test_a_driver_that_is_killed_leaves_nothing_and_resumes_anywhere(recipe_fold
     while (left := {pid for pid in family if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    run("resume", str(folder), "distributed.samplers=0", *settings)
+    ended_well(command("resume", folder, "distributed.samplers=0", *settings))
     assert learned(folder, without=COUNTED) == learned(tmp_path / "whole", without=COUNTED)
 
 
@@ -237,6 +219,68 @@ def alive(pid: int) -> bool:
         return False
 
 
+# ---------------------------------------------------------------------- rewards
+
+
+def test_workers_score_as_this_process(on_ray: Callable[..., GRPOTrainer]) -> None:
+    """Functions of a file, and those that only this program knows: a closure that nothing can import."""
+    bonus = 0.25
+
+    def here(completions: list[Any], trainer_state: Any, log_metric: Any, **columns: Any) -> list[float]:
+        log_metric("seen", float(len(completions) > 0))
+        return [bonus * trainer_state.global_step + len(str(c)) % 3 for c in completions]
+
+    mine = data() | {"reward_funcs": [here, data()["reward_funcs"]]}
+    there = on_ray("there", given=mine, reward_workers=2)
+    assert trained(there) == trained(on_ray("alone", given=mine))
+    steps = [record for record in there.state.log_history if "loss" in record]
+    assert all(record["seen"] == 1.0 for record in steps)
+
+
+def test_workers_beside_samplers_and_rewards_by_name(
+    on_ray: Callable[..., GRPOTrainer], recipe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers import the user's file themselves."""
+    monkeypatch.chdir(recipe_folder)
+    named = {
+        "functions": ("rewards.py:few_vowels",),
+        "dataset": str(recipe_folder / "train.jsonl"),
+        "max_steps": 2,
+    }
+    there = on_ray("there", 1, {}, reward_workers=2, **named)
+    assert trained(there, without=("samplers/",)) == trained(on_ray("alone", 0, {}, **named), without=("samplers/",))
+
+
+def test_a_kill_and_a_hang_of_workers_change_nothing(on_ray: Callable[..., GRPOTrainer], tmp_path: Path) -> None:
+    def score(completions: list[Any], trainer_state: Any, **columns: Any) -> list[float]:
+        for step, number in ((1, signal.SIGKILL), (3, signal.SIGSTOP)):
+            path = tmp_path / f"{step}"
+            if trainer_state.global_step == step and not path.exists():
+                path.touch()
+                os.kill(os.getpid(), number)
+        return [len(str(c)) % 3 + trainer_state.global_step for c in completions]
+
+    for step in (1, 3):
+        (tmp_path / f"{step}").touch()
+    mine = data() | {"reward_funcs": score}
+    alone = trained(on_ray("alone", given=mine))
+    for step in (1, 3):
+        (tmp_path / f"{step}").unlink()
+    assert trained(on_ray("there", given=mine, reward_workers=2, timeout_seconds=8.0, reward_timeout=2.0)) == alone
+    assert (tmp_path / "1").exists()
+    assert (tmp_path / "3").exists()
+
+
+def test_rows_that_three_workers_end_at(on_ray: Callable[..., GRPOTrainer]) -> None:
+    def deadly(completions: list[Any], **columns: Any) -> list[float]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return [0.0 for _ in completions]
+
+    with pytest.raises(RewardError, match=r"3 reward workers failed one after another while they scored .*of the rows"):
+        on_ray("deadly", given=data() | {"reward_funcs": deadly}, reward_workers=2).train()
+    assert not ray.is_initialized()
+
+
 # ---------------------------------------------------------------------- refused before training
 
 
@@ -263,6 +307,21 @@ def test_bad_clusters_are_one_error(on_ray: Callable[..., GRPOTrainer], monkeypa
     refused(lambda: on_ray("missing", 1), r"Ray node \w+ lacks nothing, this process has 1")
 
 
+def test_workers_that_cannot_be(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    def locked(completions: list[Any]) -> list[float]:
+        with lock:
+            return [0.0 for _ in completions]
+
+    refused(
+        lambda: on_ray("locked", given=data() | {"reward_funcs": locked}, reward_workers=1),
+        r"the reward function .*locked.* cannot be sent to another process .*name it in rewards.functions",
+    )
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 1.0)
+    refused(lambda: on_ray("many", reward_workers=5), r"distributed.reward_workers=5: needs 5 CPU, 3 are free")
+
+
 def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch) -> None:
     here = ray_cluster.facts_here
     monkeypatch.setattr(ray_cluster, "facts_here", lambda *asked: here(*asked) | {"model": "0" * 64})
@@ -272,8 +331,8 @@ def test_what_nodes_are_is_looked_at(on_ray: Callable[..., GRPOTrainer], monkeyp
     monkeypatch.setattr(ray_cluster, "facts_here", here)
 
     def without_covey() -> Any:
-        def probe(names: list[str], model: str, vllm_python: str | None) -> tuple[dict[str, str], float, str]:
-            return own, time.time(), "ImportError: no"
+        def probe(names: list[str], model: str) -> tuple[dict[str, str], str]:
+            return own, "ImportError: no"
 
         own = ray_cluster.installed()
         return probe

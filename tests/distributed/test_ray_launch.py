@@ -19,8 +19,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'covey[ray]'")
 
 from ray.cluster_utils import Cluster
-from run_cases import learned
-from test_ranks import finished, started
+from runs import ended_well, finished, learned, started
 from test_ray import alive, descendants, name_of
 
 from covey.observe.run_folder import RunFolder
@@ -78,10 +77,7 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 
 def run_to_its_end(command: list[object]) -> str:
-    process = started(command)
-    printed = finished(process)
-    assert process.returncode == 0, printed
-    return printed
+    return ended_well(started(command))
 
 
 def at_checkpoint(process: subprocess.Popen[str], run: Path, step: int = 6) -> None:

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import events
+from runs import data, events
 from servers import ServerProcess
-from test_one_process import data
 
 from covey import GRPOConfig, GRPOTrainer
 from covey.distributed.servers import RemoteMember
@@ -77,6 +76,7 @@ def test_a_server_that_is_killed_costs_a_unit(
         assert "1 times in a row: the run goes on with 1 of 2" in sentence
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_back_is_used_again(
     by_units: dict[str, Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +100,7 @@ def test_a_server_that_comes_back_is_used_again(
     assert others == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_all_servers_must_be_there_at_the_start(by_units: dict[str, Any], model_folder: Path, tmp_path: Path) -> None:
     with ServerProcess(model_folder) as first:
         gone = ServerProcess(model_folder)

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, Field, model_validator
-
-_OURS = (
-    *("--model", "--served-model-name", "--uds", "--host", "--port", "--api-key", "--root-path", "--seed"),
-    *("--enable-lora", "--no-enable-lora", "--max-loras", "--tensor-parallel-size", "-tp", "--data-parallel-size"),
-    *("--logprobs-mode", "--generation-config", "--skip-tokenizer-init", "--dtype", "--config"),
-)
-"""Options of vLLM that a sampler sets itself."""
+from pydantic import BaseModel, Field
 
 
 class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, allow_inf_nan=False):
@@ -33,24 +26,9 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     gpus_per_sampler: float | None = Field(
         default=None,
         ge=0,
-        le=1024,
-        description="GPUs of each sampler, parts of one included, and with sampler_kind = vllm several, among which "
-        "vLLM splits the model; none = 1 where the cluster has any and model.device is not cpu, else 0.",
-    )
-    sampler_kind: Literal["covey", "vllm"] = Field(
-        default="covey",
-        description="What the samplers sample with: Covey's engine, whose numbers repeat, or a vLLM server of each "
-        "sampler's own, whose numbers do not.",
-    )
-    vllm_python: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Python in whose environment vLLM is installed, on each machine with samplers, such as "
-        "/opt/vllm/bin/python: it needs neither Covey nor Ray. none = the one that runs Covey.",
-    )
-    vllm_arguments: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        default=(),
-        description='More options of `vllm serve`, word by word, such as ["--max-model-len", "4096"].',
+        le=1,
+        description="GPUs of each sampler, parts of one included; none = 1 where the cluster has any and model.device "
+        "is not cpu, else 0.",
     )
     groups_per_unit: int = Field(
         default=2,
@@ -82,7 +60,7 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
     max_restarts: int = Field(
         default=3,
         ge=0,
-        description="How often in a row a sampler, or another worker, is replaced before the run goes on without it, "
+        description="How often in a row a sampler is replaced before the run goes on without it, "
         "and how often covey train starts all learners again when one dies.",
     )
     reward_workers: int | None = Field(
@@ -92,36 +70,8 @@ class DistributedConfig(BaseModel, extra="forbid", frozen=True, strict=True, all
         description="Ray actors that score completions, whole groups at a time, each on a CPU of its own. 0: this "
         "process scores, group by group as they would; none = this process, all rows of a step in one call.",
     )
-    world_workers: int = Field(
-        default=0,
-        ge=0,
-        le=100_000,
-        description="Ray actors that hold an agent's worlds, environment.parallel_episodes shared out among them; "
-        "0 = processes of this machine.",
-    )
-    keep_units: bool = Field(
-        default=True,
-        description="Write sampled units to the run folder until the next checkpoint, so that a run that is killed "
-        "does not sample them again.",
-    )
-
-    @model_validator(mode="after")
-    def _one_gpu_or_vllm(self) -> Self:
-        gpus = self.gpus_per_sampler
-        if gpus is not None and gpus > 1:
-            if gpus != int(gpus):
-                raise ValueError(f"gpus_per_sampler={gpus:g}: must be at most 1, or a whole number")
-            if self.sampler_kind != "vllm":
-                raise ValueError(
-                    f"gpus_per_sampler={gpus:g}: Covey's engine samples on one GPU; set it to 1 or less, or "
-                    "sampler_kind to vllm"
-                )
-        ours = [word for word in self.vllm_arguments if word.partition("=")[0].replace("_", "-") in _OURS]
-        if ours:
-            raise ValueError(f"vllm_arguments={ours[0]!r:.100}: each sampler sets this option itself; leave it out")
-        return self
 
     @property
     def actors(self) -> int:
         """Ray actors in all."""
-        return (self.samplers or 0) + (self.reward_workers or 0) + self.world_workers
+        return (self.samplers or 0) + (self.reward_workers or 0)

@@ -46,13 +46,10 @@ def _set(field: str) -> _Condition:
 
 
 def another_program_samples(config: Any) -> bool:
-    """True when not Covey's engine samples: vLLM in this process or in actors, or another server."""
+    """True when not Covey's engine samples: vLLM in this process, or another server."""
     server = config.server
-    return (
-        config.sampling.engine == "vllm"
-        or _by_vllm(config)
-        or (server.upload_adapters_to_server and server.inference_server_kind != "covey")
-    )
+    by_server = server.upload_adapters_to_server and server.inference_server_kind != "covey"
+    return bool(by_server or config.sampling.engine == "vllm")
 
 
 def correction_mode(config: Any) -> str:
@@ -71,16 +68,8 @@ def correction_mode(config: Any) -> str:
 _OF_RANKS = ("groups_per_unit", "timeout_seconds", "max_restarts", "allow_mixture")
 
 
-_OF_ACTORS = ("gpus_per_sampler", "sampler_kind")
-_OF_VLLM = ("vllm_python", "vllm_arguments")
-
-
 def _vllm_here(config: Any) -> bool:
     return bool(config.sampling.engine == "vllm")
-
-
-def _by_vllm(config: Any) -> bool:
-    return bool(config.distributed.samplers) and config.distributed.sampler_kind == "vllm"
 
 
 def _has_units(config: Any) -> bool:
@@ -89,7 +78,7 @@ def _has_units(config: Any) -> bool:
 
 
 def _has_workers(config: Any) -> bool:
-    return config.distributed.reward_workers is not None or config.distributed.world_workers > 0
+    return config.distributed.reward_workers is not None
 
 
 def _has_ranks(config: Any) -> bool:
@@ -134,15 +123,13 @@ _ACTS_WHEN: tuple[tuple[str, _Condition, str], ...] = (
     ),
     *((field, _makes_an_adapter, "an adapter is made: model.use_peft and no model.adapter") for field in _OF_ADAPTERS),
     ("inference_server_kind", _set("inference_server_url"), "server.inference_server_url is set"),
-    ("keep_units", _has_units, "distributed.samplers is set, or there are several servers"),
     *((field, _has_ranks, "there are several samplers, learners, workers or servers") for field in _OF_RANKS),
     (
         "ray_address",
         lambda c: c.distributed.actors or c.distributed.learners > 1,
         "distributed.learners is above 1, or there are Ray actors: samplers or workers",
     ),
-    *((field, _set("samplers"), "distributed.samplers is above 0") for field in _OF_ACTORS),
-    *((field, _by_vllm, "distributed.sampler_kind is vllm, and samplers above 0") for field in _OF_VLLM),
+    ("gpus_per_sampler", _set("samplers"), "distributed.samplers is above 0"),
     *((field, _vllm_here, "sampling.engine is vllm") for field in VLLMConfig.model_fields),
     ("offload", lambda c: c.model.device != "cpu", "the model is on a GPU"),
     ("reward_workers", lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),

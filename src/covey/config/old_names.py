@@ -19,9 +19,20 @@ COMMANDS: dict[str, str] = {
 }
 """Command -> what to type instead, such as `covey doctor RECIPE`."""
 
+_SERVERS = (
+    "vLLM samples in this process (sampling.engine=vllm) or behind URLs (server.inference_server_url, one or several)"
+)
 SETTINGS: dict[str, tuple[Any, str]] = {
     "backend": ("pytorch", "recipes train with PyTorch; in JAX train with covey.jax.GRPOTrainer (docs/jax.md)"),
     "mesh": (None, "recipes train with PyTorch; covey.jax.GRPOTrainer takes a mesh (docs/jax.md)"),
+    "sampler_kind": ("covey", _SERVERS),
+    "vllm_python": (None, _SERVERS),
+    "vllm_arguments": ([], _SERVERS),
+    "world_workers": (
+        0,
+        "leave it out: environment.parallel_episodes play on this machine, or let the world call a server",
+    ),
+    "keep_units": (True, "leave it out: a run that was killed samples its last step again, with the same numbers"),
 }
 """Field -> the default that it had, and what to write instead.
 

@@ -1,9 +1,8 @@
-"""What vLLM samplers cannot do, and which of its two kinds of log-probability a run's are."""
+"""What vLLM cannot do in this process, and which of its two kinds of log-probability a run's are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 
@@ -19,11 +18,11 @@ def logprobs_mode(config: Any) -> str:
 
 
 def vllm_problems(config: Any) -> Iterator[str]:
-    """A sentence for each setting of a `GRPOConfig` that vLLM, in actors or in this process, cannot follow."""
-    here = config.sampling.engine == "vllm"
-    if not here and not (config.distributed.samplers and config.distributed.sampler_kind == "vllm"):
+    """A sentence for each setting of a `GRPOConfig` that a vLLM in the learner's process cannot follow."""
+    if config.sampling.engine != "vllm":
         return
-    instead = "or sampling.engine to covey" if here else "or distributed.sampler_kind to covey"
+    words, chosen, instead = "sampling.engine='vllm'", config.distributed, "or sampling.engine to covey"
+    servers = "for vLLM behind URLs set server.upload_adapters_to_server=true, server.inference_server_kind=vllm and"
     if config.algorithm.keep_sampling_mask:
         yield (
             "algorithm.keep_sampling_mask=True: vLLM does not tell which tokens could be drawn; set it to false, "
@@ -46,22 +45,6 @@ def vllm_problems(config: Any) -> Iterator[str]:
             f"sampling.sampler_dtype={config.sampling.sampler_dtype!r}: vLLM samples in the model's own number format; "
             f"set it to model, {instead}"
         )
-    if here:
-        yield from _problems_here(config)
-        return
-    name = config.model.model
-    path = Path(name).expanduser()
-    if name.startswith("pkg:") or path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
-        yield (
-            f"model.model={name!r:.200}: vLLM reads a folder with config.json and safetensors, or a name on the hub; "
-            f"save the model so, {instead}"
-        )
-
-
-def _problems_here(config: Any) -> Iterator[str]:
-    """What a vLLM cannot do that shares its process with the learner."""
-    words, chosen = "sampling.engine='vllm'", config.distributed
-    actors = "for vLLM in processes of its own set distributed.samplers=1, distributed.sampler_kind=vllm and"
     if config.model.quantization != "none" and config.vllm.llm_argument("enable_lora", False):
         yield (
             f"{words} with model.quantization={config.model.quantization!r} and vllm.llm_arguments.enable_lora: vLLM "
@@ -70,16 +53,13 @@ def _problems_here(config: Any) -> Iterator[str]:
     if config.server.upload_adapters_to_server:
         yield f"{words} and server.inference_server_url: either the server samples or vLLM here; set one"
     if chosen.samplers:
-        yield (
-            f"{words} and distributed.samplers={chosen.samplers}: the actors sample, with "
-            "distributed.sampler_kind; set sampling.engine to covey"
-        )
+        yield f"{words} and distributed.samplers={chosen.samplers}: the actors sample; set sampling.engine to covey"
     elif chosen.learners > 1:
-        yield f"{words} and distributed.learners={chosen.learners}: {actors} sampling.engine=covey"
+        yield f"{words} and distributed.learners={chosen.learners}: {servers} sampling.engine=covey"
     if config.schedule.max_staleness > 0:
         yield (
             f"{words} and schedule.max_staleness={config.schedule.max_staleness}: vLLM sleeps while the policy learns; "
-            f"set max_staleness to 0; {actors} sampling.engine=covey"
+            f"set max_staleness to 0; {servers} sampling.engine=covey"
         )
 
 

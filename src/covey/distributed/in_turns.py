@@ -1,7 +1,7 @@
 """Sampling by the ranks that also train, in turns: each samples its share of the units, with its own engine.
 
 Units are sampled alone, so the numbers are those of any other number of ranks. Agents' conversations are sampled turn
-by turn, see `covey.distributed.conversations.RoundDevice`.
+by turn, see `covey.distributed.units.RoundDevice`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from covey.distributed.conversations import Calls, RoundDevice
 from covey.distributed.ranks import Ranks
 from covey.distributed.replicated import run_shared
-from covey.distributed.units import make_units
+from covey.distributed.units import Calls, RoundDevice, make_units
 from covey.pytorch.engine import Engine
 from covey.rollout.learning import Weights
 from covey.rollout.turns import Session

@@ -7,9 +7,14 @@ call all wait until each has built its parts, which one on a busy machine does l
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
 import re
+import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,12 +24,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from covey.config.whole import GRPOConfig
+from covey.distributed.guards import (
+    Facts,
+    check_mixture,
+    check_models,
+    check_versions,
+    facts_here,
+    installed,
+    mixtures,
+)
 from covey.distributed.members import START_SECONDS
-from covey.distributed.whereabouts import await_all
 from covey.errors import ConfigError, ModelError
 
 IDLE = "idle"
 STOP = "stop"
+_SUM_NUMBERS = 1 << 17
+"""Whole numbers that are added up on trial: 1 MB."""
 
 
 class RankLostError(ModelError):
@@ -45,9 +61,6 @@ class Ranks:
     def __init__(self, rank: int = 0, world: int = 1, timeout_seconds: float = 600.0) -> None:
         """Join the others, which the environment tells of (`RANK`, `WORLD_SIZE`, `MASTER_ADDR` and so on, as torchrun
         sets them).
-
-        Raises:
-            ModelError: they did not all come in time.
         """
         self.rank, self.world = rank, world
         self._timeout = timeout_seconds
@@ -228,3 +241,78 @@ def _plain(error: BaseException) -> str:
     """What gloo and the store say, without where in their source they say it and what they guess."""
     line = re.sub(r"^\[/\S+\]\s*", "", str(error).splitlines()[0] if str(error) else type(error).__name__)
     return line.partition(" This is typically caused")[0][:600]
+
+
+# ---------------------------------------------------------------------- before the first step
+
+
+def check_ranks(ranks: Ranks, config: GRPOConfig) -> list[str]:
+    """Refuse ranks whose numbers would differ, and try one sum; every rank calls this and raises the same."""
+    own = (installed(), {**facts_here(config.model.model), "threads": torch.get_num_threads()}, whereabouts())
+    told: list[Any] = ranks.gather(own)
+    (versions, first, where), others = told[0], told[1:]
+    facts = {f"rank {rank} on {place}": Facts(**found) for rank, (_, found, place) in enumerate(others, 1)}
+    differences = []
+    for rank, (theirs, _, place) in enumerate(others, 1):
+        differences += check_versions(f"rank {rank} on {place}", theirs, versions, "rank 0")
+    leader = Facts(**first)
+    check_models(config.model.model, leader, {f"rank 0 on {where}": leader, **facts})
+    on_gpus = config.model.device != "cpu" and bool(leader.gpus)
+    said = mixtures(leader, facts, gpus=on_gpus, name_of_own="rank 0")
+    total = torch.full((_SUM_NUMBERS,), ranks.rank + 1, dtype=torch.int64)
+    ranks.add(total)
+    if not bool((total == ranks.world * (ranks.world + 1) // 2).all()):
+        raise ModelError(f"the ranks' sum of 1 MB is wrong on {whereabouts()}: look at its network and memory")
+    return check_mixture([*differences, *said], allowed=config.run.allow_mixture)
+
+
+def await_all(store: Any, rank: int, world: int, seconds: float) -> None:
+    """Wait until every rank has come.
+
+    Raises:
+        RuntimeError: some have not; it names them, and where the others are.
+    """
+    store.set(f"here-{rank}", whereabouts())
+    deadline = time.monotonic() + seconds
+    for other in range(world):
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            store.wait([f"here-{other}"], timedelta(seconds=left))
+        except RuntimeError:
+            break
+    missing = [other for other in range(world) if not store.check([f"here-{other}"])]
+    if missing:
+        came = [other for other in range(world) if other not in missing]
+        there = [f"rank {other} on {store.get(f'here-{other}').decode()}" for other in came[:8]]
+        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        raise RuntimeError(
+            f"rank {names} of {world} did not come; {', '.join(there)} did. Look there, and that the machines reach "
+            "each other through these interfaces (GLOO_SOCKET_IFNAME chooses another one)"
+        )
+
+
+def whereabouts() -> str:
+    """The name of this machine, with the address and interface by which it reaches the other ranks."""
+    master = (os.environ.get("MASTER_ADDR", "127.0.0.1"), 9)
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(master)  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or _interface_of(address)
+    return f"{socket.gethostname()} ({address}{f', {interface}' if interface else ''})"
+
+
+def _interface_of(address: str) -> str:
+    """Its name on Linux, "" elsewhere."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            try:
+                fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue
+            if socket.inet_ntoa(request[20:24].tobytes()) == address:
+                return name
+    return ""

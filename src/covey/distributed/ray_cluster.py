@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,30 +18,26 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.head import reach
-from covey.distributed.machines import (
-    Facts,
-    check_mixture,
-    check_models,
-    check_vllm,
-    clock_ahead,
-    clock_warnings,
-    facts_here,
-    mixtures,
-)
-from covey.distributed.members import MemberError
-from covey.distributed.preflight import (
+from covey.distributed.guards import (
     PACKAGES,
     PROCESS_BYTES,
+    Facts,
     Node,
-    check_alike,
     check_learners,
     check_memory,
+    check_mixture,
+    check_models,
     check_room,
+    check_versions,
+    facts_here,
     gpus_of_learner,
     gpus_of_sampler,
+    has_room,
     installed,
+    mixtures,
+    reach,
 )
+from covey.distributed.members import MemberError
 from covey.errors import ConfigError, CoveyError
 from covey.processes import total_memory
 
@@ -55,22 +48,7 @@ PROBE_SECONDS = 20.0
 _QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 _LOCAL_MARK = "covey-local"
 """Resource of a Ray that ends with the run that has started it: no cluster for others."""
-_watching: list[subprocess.Popen[bytes]] = []
-"""See `_end_agents_later`."""
 _LOCAL_STORE_BYTES = 200 << 20
-_AGENTS_END = """
-import os, signal, sys, time
-sys.stdin.read()  # until the process that has started it is gone
-time.sleep(3)
-for pid in map(int, sys.argv[1:]):
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            ours = file.read().startswith((b"ray::DashboardAgent", b"ray::RuntimeEnvAgent"))
-        if ours:
-            os.kill(pid, signal.SIGKILL)
-    except OSError:
-        pass
-"""
 
 
 def connect(address: str, actors: int, stored_bytes: int = 0) -> bool:
@@ -86,7 +64,6 @@ def connect(address: str, actors: int, stored_bytes: int = 0) -> bool:
         here: dict[str, Any] = {"num_cpus": max(os.cpu_count() or 1, actors), "include_dashboard": False}
         here["resources"] = {_LOCAL_MARK: 1}
         _init("local", object_store_memory=int(max(_LOCAL_STORE_BYTES, 1.2 * stored_bytes)), **here)
-        _end_agents_later()
     return True
 
 
@@ -126,27 +103,9 @@ def join(address: str) -> bool:
     return True
 
 
-def _end_agents_later() -> None:
-    """When this process is killed its Ray ends with it, but for two agents of each node, which try for a minute to tell
-    somebody that the node is dead.
-    """
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = path.read_text().rpartition(")")[2].split()[1]
-            grandparent = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1]
-            if int(grandparent) == os.getpid():
-                found.append(path.parent.name)
-    command = [sys.executable, "-S", "-c", _AGENTS_END, *found]
-    _watching.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
-
-
 def leave() -> None:
     """Leave the cluster; one that was started here ends."""
     ray.shutdown()
-    while _watching:
-        with _watching.pop() as watching:
-            watching.kill()
 
 
 def is_local() -> bool:
@@ -185,14 +144,12 @@ def nodes_there() -> list[Node]:
     for node in ray.nodes():
         held = node["Resources"]
         if node["Alive"]:
-            kinds = frozenset(name.partition(":")[2] for name in held if name.startswith("accelerator_type:"))
-            cpus, gpus, store = (held.get(name, 0.0) for name in ("CPU", "GPU", "object_store_memory"))
-            memory = held.get("memory", 0.0)
-            found.append(Node(node["NodeID"], cpus, gpus, store, kinds, memory=memory))
+            kinds = ("CPU", "GPU", "object_store_memory", "memory")
+            found.append(Node(node["NodeID"], *(held.get(kind, 0.0) for kind in kinds)))
     return found
 
 
-def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None = None) -> list[Node]:
+def with_facts(nodes: Sequence[Node], model: str) -> list[Node]:
     """The nodes that run a task, with what is installed there and what they are.
 
     Raises:
@@ -200,10 +157,9 @@ def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None =
     """
     here = ray.get_runtime_context().get_node_id()
     probe: Any = ray.remote(num_cpus=0, max_retries=0)(_make_probe())
-    began = time.time()
     asked = {
         node.name: probe.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.name, soft=False)).remote(
-            list(PACKAGES), model, vllm_python
+            list(PACKAGES), model
         )
         for node in nodes
         if node.name != here
@@ -223,7 +179,7 @@ def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None =
             found.append(node)
             continue
         try:
-            versions, clock, told = ray.get(asked[node.name], timeout=PROBE_SECONDS)
+            versions, told = ray.get(asked[node.name], timeout=PROBE_SECONDS)
         except RayError:
             continue
         if isinstance(told, str) and versions.get("covey"):
@@ -231,7 +187,7 @@ def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None =
                 f"Ray node {node.name} cannot import Covey ({told:.300}); install it there as it is here, such as with "
                 "one container image"
             )
-        facts = None if isinstance(told, str) else Facts(**told, clock=clock_ahead(clock, began, time.time()))
+        facts = None if isinstance(told, str) else Facts(**told)
         found.append(replace(node, versions=versions, facts=facts))
     return found
 
@@ -239,33 +195,28 @@ def with_facts(nodes: Sequence[Node], model: str = "", vllm_python: str | None =
 def _make_probe() -> Any:
     """A function that is sent by value, so that it runs where Covey is missing."""
 
-    def probe(names: Sequence[str], model: str, vllm_python: str | None) -> tuple[dict[str, str], float, Any]:
+    def probe(names: Sequence[str], model: str) -> tuple[dict[str, str], Any]:
         import platform
-        import time
         from importlib import metadata
 
-        clock, found = time.time(), {"python": platform.python_version()}
+        found = {"python": platform.python_version()}
         for name in names:
             try:
                 found[name] = metadata.version(name)
             except metadata.PackageNotFoundError:
                 found[name] = ""
         try:
-            from covey.distributed.machines import facts_here
+            from covey.distributed.guards import facts_here
 
-            return found, clock, facts_here(model, vllm_python) if model else {}
+            return found, facts_here(model)
         except Exception as error:  # whatever an import can do there
-            return found, clock, f"{type(error).__name__}: {error}"
+            return found, f"{type(error).__name__}: {error}"
 
     return probe
 
 
 def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[str]]:
-    """Refuse a cluster that does not do for what a run places there.
-
-    Raises:
-        ConfigError: they have no room, other versions, another model, or differ in what numbers depend on.
-    """
+    """Refuse a cluster that does not do for what a run places there."""
     nodes, model, allowed = nodes_there(), config.model.model, config.run.allow_mixture
     samplers, of_sampler = config.distributed.samplers or 0, gpus_of_sampler(config, nodes)
     of_learner = gpus_of_learner(config, nodes)
@@ -278,26 +229,23 @@ def check_cluster(config: GRPOConfig, learners: int) -> tuple[list[Node], list[s
             check_room(nodes, samplers, CPUS, of_sampler)
 
     check_places()
-    by_vllm = samplers > 0 and config.distributed.sampler_kind == "vllm"
-    vllm_python = (config.distributed.vllm_python or "") if by_vllm else None
-    nodes = with_facts(nodes, model, vllm_python)
+    nodes = with_facts(nodes, model)
     check_places()
-    said = check_alike(nodes, installed(), CPUS, gpus, allow_mixture=allowed)
-    own = Facts(**facts_here(model, vllm_python))
+    differences, versions = list[str](), installed()
+    for node in nodes:
+        if node.versions is not None and has_room(node, CPUS, gpus):
+            differences += check_versions(f"Ray node {node.name}", node.versions, versions, "this process")
+    own = Facts(**facts_here(model))
     others = {f"Ray node {node.name}": node.facts for node in nodes if node.facts is not None}
     check_models(model, own, others)
     with_gpus = {name: facts for name, facts in others.items() if facts.gpus or not gpus}
-    said += check_mixture(mixtures(own, with_gpus, gpus=gpus > 0), allowed=allowed)
-    if by_vllm:
-        placed = [node for node in nodes if node.cpus >= CPUS and node.gpus >= of_sampler]
-        sampling = {f"Ray node {node.name}": own if node.name == here else node.facts for node in placed}
-        said += check_mixture(check_vllm({name: facts for name, facts in sampling.items() if facts}), allowed=allowed)
+    said = check_mixture([*differences, *mixtures(own, with_gpus, gpus=gpus > 0)], allowed=allowed)
     if not gpus:
         check_memory(nodes, learners + samplers, CPUS, own.model_bytes + PROCESS_BYTES)
     counts = {"learners": learners, "samplers": samplers}
     what = " and ".join(f"{name}={count}" for name, count in counts.items() if count) or "samplers=0"
     await_room(f"distributed.{what}", (learners + samplers) * CPUS, learners * of_learner + samplers * of_sampler)
-    return nodes, said + clock_warnings(others)
+    return nodes, said
 
 
 def await_room(what: str, cpus: float, gpus: float) -> None:

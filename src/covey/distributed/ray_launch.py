@@ -29,10 +29,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.head import Head
-from covey.distributed.preflight import gpus_of_learner
+from covey.distributed.guards import Head, gpus_of_learner
 from covey.distributed.ranks import RankLostError
-from covey.distributed.ray_cluster import CPUS, check_cluster, join, nodes_there, translated
+from covey.distributed.ray_cluster import CPUS, check_cluster, nodes_there, translated
 from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.signals import ENDING, EndedError
 
@@ -86,17 +85,6 @@ class RayRanks:
         here = ray.get_runtime_context()
         self._head, self._here = Head(here.gcs_address), here.get_node_id()
         self._gpus = 0.0
-
-    @classmethod
-    def connected(
-        cls,
-        config: GRPOConfig,
-        arguments: Sequence[str],
-        work: Callable[[GRPOConfig], object],
-        say: Callable[[str], None],
-    ) -> RayRanks | None:
-        """On the cluster that `distributed.ray_address` names or that this machine is part of; None: there is none."""
-        return cls(config, arguments, work, say) if join(config.distributed.ray_address) else None
 
     def close(self) -> None:
         """Leave the cluster."""

@@ -24,9 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from covey.adapters import Adapter, fingerprint
 from covey.config.whole import GRPOConfig
-from covey.distributed.head import CONNECT_SECONDS, Head
+from covey.distributed.guards import (
+    CONNECT_SECONDS,
+    STORED_ADAPTERS,
+    Head,
+    check_store,
+    gpus_of_learner,
+    gpus_of_sampler,
+)
 from covey.distributed.members import START_SECONDS, Held, Member, MemberError, adapter_hash, in_thread
-from covey.distributed.preflight import STORED_ADAPTERS, check_store, gpus_of_learner, gpus_of_sampler
 from covey.distributed.ray_cluster import (
     CPUS,
     answer_of,
@@ -38,7 +44,6 @@ from covey.distributed.ray_cluster import (
     leave,
     nodes_there,
 )
-from covey.distributed.vllm_host import VLLMHost
 from covey.errors import ConfigError
 from covey.pytorch.backend import BACKEND
 from covey.pytorch.engine.merge import bare_model, weights_of
@@ -111,14 +116,6 @@ class EngineHost:
         view: Any = SimpleNamespace(model=self._model, tokenizer=self._loaded.tokenizer)
         self._engine = None
         self._engine = BACKEND.make_sampler(self._config, view)
-
-
-class VLLMActor(VLLMHost):
-    """The same with vLLM."""
-
-    def start(self) -> dict[str, Any]:
-        """Start vLLM; where it is, and what it has."""
-        return _place() | super().start()
 
 
 def _place() -> dict[str, Any]:
@@ -261,24 +258,15 @@ class Cluster:
         for sentence in said:
             log.warning("%s", sentence)
 
-    def _host(self) -> tuple[Any, ...]:
-        """What actors run, and its arguments after the first two."""
-        if self._config.distributed.sampler_kind == "covey":
-            return EngineHost, torch.get_num_threads()
-        configs = getattr(self._policy.model, "peft_config", {}).values()
-        rank = max((size for one in configs for size in (one.r, *one.rank_pattern.values())), default=0)
-        return VLLMActor, self._gpus, rank, self._policy.vocabulary
-
     def _start(self, session: int) -> Member:
         chosen = self._config.distributed
         with self._lock:
             if session != self._session:
                 raise MemberError("the run is over")
             self.connect()
-            kind, *arguments = self._host()
-            host: Any = ray.remote(concurrency_groups={"watch": 1})(kind)
+            host: Any = ray.remote(concurrency_groups={"watch": 1})(EngineHost)
             options = {"num_cpus": CPUS, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
-            actor = host.options(**options).remote(self._config, self._dtype, *arguments)
+            actor = host.options(**options).remote(self._config, self._dtype, torch.get_num_threads())
             self._actors.append(actor)
         try:
             about = get_result(actor.start.remote(), max(START_SECONDS, chosen.timeout_seconds))
@@ -310,8 +298,8 @@ def look_at_cluster(config: GRPOConfig) -> list[str]:
         if own:
             leave()
     lines = [
-        f"node {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs{' of ' if node.kinds else ''}"
-        f"{', '.join(sorted(node.kinds))}, {node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"
+        f"node {node.name}: {node.cpus:g} CPUs, {node.gpus:g} GPUs, "
+        f"{node.memory / 1e9:.1f} GB, object store {node.store_bytes / 1e9:.1f} GB"
         for node in nodes
     ]
     placed = [(learners, "learners", gpus_of_learner)] if learners else []

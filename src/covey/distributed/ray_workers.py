@@ -1,147 +1,113 @@
-"""Actors that hold no model: reward workers, and worlds. Ray places them on any machine of the cluster."""
+"""Reward functions in Ray actors, which hold no model: Ray places them on any machine, and replaces those that die."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import ray
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.members import START_SECONDS, MemberError, in_thread
-from covey.distributed.preflight import installed
-from covey.distributed.ray_cluster import CPUS, answer_of, await_room, connect, get_result, kill, leave
-from covey.distributed.reward_workers import Warnings
-from covey.distributed.world_workers import Script
-from covey.environments.pool import Found
-from covey.errors import ConfigError
-from covey.rollout.scoring import Asked, Scored
+from covey.distributed.guards import installed
+from covey.distributed.members import START_SECONDS, MemberError
+from covey.distributed.ray_cluster import CPUS, await_room, connect, get_result, kill, leave
+from covey.distributed.reward_workers import Answer, Piece, RewardHost, Rewards, placed
+from covey.errors import ConfigError, RewardError, ServingError
 
-M = TypeVar("M")
 _NUMBERS = ("python", "covey", "numpy")
 """What must be alike here and there."""
-_CONNECT_SECONDS = 5.0
+_MOST_TRIES = 3
+"""Rows that as many workers fail at are taken to be what makes them fail."""
 
 
-class RayWorker:
-    """An actor, whose calls are futures."""
-
-    def __init__(self, actor: Any, about: dict[str, Any]) -> None:
-        self.actor, self.pid = actor, int(about["pid"])
-        self._here = about["node"] == ray.get_runtime_context().get_node_id()
-        self.name = f"process {self.pid} on {about['host']}"
-
-    def watch(self) -> None:
-        """Ray says at once when it dies."""
-
-    def stop(self, *, failed: bool) -> None:
-        """Kill the process; one on this machine even if it takes no message any more."""
-        kill(self.actor)
-        if failed and self._here:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
-class RayRewards(RayWorker):
-    """See `covey.distributed.reward_workers.RewardMember`."""
-
-    def score(self, asked: Asked) -> Future[tuple[Scored, Warnings]]:
-        """One call of the actor."""
-        return answer_of(self.actor.score.remote, asked)
-
-
-class RayWorlds(RayWorker):
-    """See `covey.distributed.world_workers.WorldMember`."""
-
-    def play(self, place: int, script: Script) -> Future[Found]:
-        """One call of the actor, beside those for its other places."""
-        return answer_of(self.actor.play.remote, place, script)
-
-
-class Workers(Generic[M]):
-    """Starts actors of one kind in the cluster.
+class RewardActors:
+    """Actors that score pieces, started when they are needed.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or has no room.
+        ConfigError: the cluster cannot be reached, has no room, or other versions or files than this process.
+        ServingError: an actor cannot be started.
     """
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        setting: str,
-        host: type,
-        arguments: Sequence[Any],
-        member: Callable[[Any, dict[str, Any]], M],
-        *,
-        calls: int = 1,
-    ) -> None:
-        self._config, self._setting = config, setting
-        self._host, self._arguments, self._member, self._calls = host, arguments, member, calls
-        self._own = self._connected = False
-        self._session = 0
+    def __init__(self, config: GRPOConfig, rewards: Rewards, timeout_seconds: float) -> None:
+        self._config, self._rewards, self._timeout = config, rewards, timeout_seconds
         self._actors: list[Any] = []
-        self._starting: list[Future[Any]] = []
-        self._connect()
+        self._own = False
+        self._start()
+
+    def _start(self) -> None:
+        chosen, count = self._config.distributed, self._config.distributed.reward_workers or 0
+        self._own = connect(chosen.ray_address, chosen.actors)
         try:
-            count = getattr(config.distributed, setting)
-            await_room(f"distributed.{setting}={count}", count * CPUS, 0.0)
+            await_room(f"distributed.reward_workers={count}", count * CPUS, 0.0)
+            host: Any = ray.remote(num_cpus=CPUS, max_restarts=-1, max_task_retries=_MOST_TRIES - 1)(RewardHost)
+            spread = host.options(scheduling_strategy="SPREAD")
+            self._actors = [spread.remote(self._rewards) for _ in range(count)]
+            here = installed()
+            for told in [actor.start.remote() for actor in self._actors]:
+                where, there = get_result(told, max(self._timeout, START_SECONDS))
+                for package in _NUMBERS:
+                    if there[package] != here[package]:
+                        raise ConfigError(
+                            f"distributed.reward_workers: {where} has {package} {there[package]}, this process has "
+                            f"{here[package]}; install the same on every machine"
+                        )
+        except MemberError as error:
+            self.close()
+            raise ServingError(f"a reward worker cannot be started: {error}") from error
         except BaseException:
             self.close()
             raise
 
-    def make(self, again: bool) -> Future[M]:
-        """Start an actor; it waits for a place in the cluster if one was lost."""
-        started = in_thread(partial(self._start, self._session))
-        self._starting = [*(future for future in self._starting if not future.done()), started]
-        return started
+    def score(self, pieces: Sequence[Piece]) -> list[Answer]:
+        """The pieces' rewards, each from the next free worker.
+
+        Raises:
+            RewardError: as a function raised it; or workers died, or fell silent, at the same rows again and again.
+        """
+        if not self._actors:
+            self._start()
+        idle, waiting, calls = list(self._actors), list(range(len(pieces))), dict[Any, tuple[int, Any]]()
+        found: dict[int, Answer] = {}
+        silent = 0
+        while len(found) < len(pieces):
+            while idle and waiting:
+                number, actor = waiting.pop(0), idle.pop(0)
+                calls[actor.score.remote(pieces[number].asked)] = number, actor
+            over, _ = ray.wait(list(calls), timeout=self._timeout)
+            silent = 0 if over else silent + 1
+            if silent == _MOST_TRIES:
+                number = min(number for number, _ in calls.values())
+                raise _hopeless(pieces[number], f"silent for {self._timeout:g} s (distributed.timeout_seconds)")
+            for _, actor in () if over else calls.values():  # Ray starts them anew, and asks them again
+                with suppress(Exception):
+                    ray.kill(actor, no_restart=False)
+            for call in over:
+                number, actor = calls.pop(call)
+                try:
+                    found[number] = get_result(call, self._timeout)
+                except RewardError as error:
+                    raise placed(error, pieces[number].first) from error
+                except MemberError as error:
+                    raise _hopeless(pieces[number], f"{error}") from error
+                idle.append(actor)
+        return [found[number] for number in range(len(pieces))]
 
     def close(self) -> None:
-        """End the actors; who has connected to the cluster leaves it. Actors may be started again after it."""
-        self._session += 1
+        """End the actors; who has connected to the cluster leaves it."""
         for actor in self._actors if ray.is_initialized() else ():
             kill(actor)
-        self._actors = []
-        wait(self._starting, timeout=_CONNECT_SECONDS)  # a call of Ray's after its end would start it again
         if self._own and ray.is_initialized():
             leave()
-        self._own = self._connected = False
+        self._actors, self._own = [], False
 
-    def _connect(self) -> None:
-        if not self._connected or not ray.is_initialized():
-            self._own = connect(self._config.distributed.ray_address, self._config.distributed.actors)
-            self._connected = True
 
-    def _start(self, session: int) -> M:
-        def node() -> str:  # sent by value: an actor need not import this file, and torch with it
-            import ray
-
-            return str(ray.get_runtime_context().get_node_id())
-
-        if session != self._session:
-            raise MemberError("the run is over")
-        self._connect()
-        options = {"num_cpus": CPUS, "max_restarts": 0, "max_task_retries": 0, "max_concurrency": self._calls}
-        made: Any = ray.remote(self._host)
-        actor = made.options(scheduling_strategy="SPREAD", **options).remote(*self._arguments)
-        self._actors.append(actor)
-        try:
-            about = get_result(actor.start.remote(node), max(START_SECONDS, self._config.distributed.timeout_seconds))
-            there, here = about["versions"], installed()
-            for package in _NUMBERS:
-                if there[package] != here[package]:
-                    raise ConfigError(
-                        f"distributed.{self._setting}: {about['host']} has {package} {there[package]}, this process "
-                        f"has {here[package]}; install the same on every machine"
-                    )
-            return self._member(actor, about)
-        except BaseException:
-            kill(actor)
-            raise
+def _hopeless(piece: Piece, why: str) -> RewardError:
+    rows = ", ".join(sorted({prompt.uid for prompt in piece.asked.prompts}))
+    return RewardError(
+        f"{_MOST_TRIES} reward workers failed one after another while they scored the same completions, of the rows "
+        f"{rows:.300}; the last one: {why:.1000}"
+    )
 
 
 def pickled(functions: Sequence[Any]) -> bytes:

@@ -1,6 +1,6 @@
-"""Scoring by workers: pieces of whole groups for a pool of them, put together in the order of the rows.
+"""Scoring by workers: pieces of whole groups, put together in the order of the rows.
 
-    rows -> pieces of whole groups -> `covey.distributed.pool` -> rewards, what was logged, warnings, in order
+    rows -> pieces of whole groups -> this process, or `ray_workers` -> rewards, what was logged, warnings, in order
 
 A reward that is a function of a row or of its group has the same bits wherever it is computed. One that says
 `whole_batch = True` is called in the trainer's process, with all rows; one that does not say so and still depends on
@@ -16,29 +16,27 @@ import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.members import done
-from covey.distributed.pool import Maker, Piece, Pool
-from covey.distributed.preflight import installed
-from covey.errors import CoveyError, RewardError
+from covey.distributed.guards import installed
+from covey.errors import RewardError
 from covey.functions import USER_FILES, load_function, require_files, user_file_hashes
 from covey.rollout.scoring import Asked, Scored, Scorer
 from covey.tasks import configured_task
-from covey.types import Progress
 
 log = logging.getLogger(__name__)
 
 Warnings = list[tuple[str, int, str]]
 """Loggers' names, levels and messages."""
+Answer = tuple[Scored, Warnings]
+"""What was found in some rows."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +82,22 @@ def named_rewards(config: GRPOConfig) -> list[Any]:
 
 
 class RewardHost:
-    """What a reward worker runs."""
+    """What a reward worker runs. One that Ray starts in the place of another makes its functions when it is asked."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._rewards = rewards
         self._scorer: Scorer | None = None
 
-    def start(self, node: Callable[[], str]) -> dict[str, Any]:
-        """Make the functions; where they are. `node` tells which of the cluster's."""
+    def start(self) -> tuple[str, dict[str, str]]:
+        """Make the functions; the machine's name, and what is installed there."""
         chosen = self._rewards.config.rewards
         self._scorer = Scorer(self._rewards.make(), chosen.reward_weights, timeout=chosen.reward_timeout)
-        return {"pid": os.getpid(), "host": socket.gethostname(), "node": node(), "versions": installed()}
+        return socket.gethostname(), installed()
 
-    def score(self, asked: Asked) -> tuple[Scored, Warnings]:
+    def score(self, asked: Asked) -> Answer:
         """Score some rows; with what was warned of meanwhile."""
+        if self._scorer is None:
+            self.start()
         assert self._scorer is not None
         heard = _Listening()
         logging.getLogger().addHandler(heard)
@@ -116,114 +116,61 @@ class _Listening(logging.Handler):
         self.records.append((record.name, record.levelno, record.getMessage()))
 
 
-class RewardMember(Protocol):
-    """Scores one piece at a time; see `covey.distributed.pool.Worker`."""
-
-    name: str
-
-    def score(self, asked: Asked) -> Future[tuple[Scored, Warnings]]:
-        """Score rows.
-
-        The future raises MemberError if the member failed, and CoveyError for what no other one could do either.
-        """
-        ...
-
-    def watch(self) -> None: ...
-
-    def stop(self, *, failed: bool) -> None: ...
-
-
-class LocalRewards:
-    """Scoring in the trainer's process, when it is asked."""
-
-    name = "this process"
-    stays = True
-
-    def __init__(self, scorer: Scorer) -> None:
-        self._scorer = scorer
-
-    def score(self, asked: Asked) -> Future[tuple[Scored, Warnings]]:
-        """Score at once."""
-        try:
-            return done((self._scorer.score_rows(asked), []))
-        except CoveyError as error:
-            failed: Future[tuple[Scored, Warnings]] = Future()
-            failed.set_exception(error)
-            return failed
-
-    def watch(self) -> None:
-        """There is nothing to ask."""
-
-    def stop(self, *, failed: bool) -> None:
-        """There is nothing to end."""
-
-
-@dataclass(slots=True, eq=False)
-class _Rows(Piece):
+@dataclass(frozen=True)
+class Piece:
     """Rows from `first` on, to be scored."""
 
     asked: Asked
     first: int
 
 
-class RewardWorkers(Pool):
-    """Workers that score as one; the `elsewhere` of a `covey.rollout.scoring.Scorer`."""
+class RewardWorkers:
+    """Scoring by pieces; the `elsewhere` of a `covey.rollout.scoring.Scorer`."""
 
-    noun: ClassVar[str] = "reward worker"
-    work: ClassVar[str] = "scoring"
-    failure: ClassVar[type[CoveyError]] = RewardError
+    def __init__(
+        self,
+        score: Callable[[Sequence[Piece]], list[Answer]],
+        unit_size: int,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Who scores pieces, which are whole groups of at least so many rows."""
+        self._score, self._unit_size, self.close = score, unit_size, close
+        self._compared = False
 
-    def __init__(self, makers: Sequence[Maker], *, unit_size: int, **options: Any) -> None:
-        self._unit_size, self._compared = unit_size, False
-        super().__init__(makers, **options)
+    @classmethod
+    def here(cls, scorer: Scorer, unit_size: int) -> RewardWorkers:
+        """In this process."""
+
+        def score(pieces: Sequence[Piece]) -> list[Answer]:
+            found: list[Answer] = []
+            for piece in pieces:
+                try:
+                    found.append((scorer.score_rows(piece.asked), []))
+                except RewardError as error:
+                    raise placed(error, piece.first) from error
+            return found
+
+        return cls(score, unit_size)
 
     def __call__(self, asked: Asked) -> Scored:
-        """Score rows, whole groups in each piece.
-
-        Raises:
-            RewardError: as a function raised it; or three workers failed at the same rows, or none is left.
-        """
+        """Score rows, whole groups in each piece."""
         asked = replace(asked, trainer_state=_counters(asked.trainer_state))
         ends = [*_starts(asked, self._unit_size), len(asked.episodes)]
-        pieces = [_Rows(_part(asked, start, end), start) for start, end in pairwise(ends)]
+        pieces = [Piece(_part(asked, start, end), start) for start, end in pairwise(ends)]
         beside = []
         if not self._compared and len(pieces) > 1:  # once: do other groups make a difference?
-            beside, self._compared = [_Rows(_part(asked, 0, ends[2]), 0)], True
-        self.do([*pieces, *beside], lambda: all(piece.result is not None for piece in (*pieces, *beside)))
-        for name, level, message in chain.from_iterable(piece.result[1] for piece in pieces):
+            beside, self._compared = [Piece(_part(asked, 0, ends[2]), 0)], True
+        answers = self._score([*pieces, *beside])
+        found = [scored for scored, _ in answers[: len(pieces)]]
+        for name, level, message in chain.from_iterable(warned for _, warned in answers[: len(pieces)]):
             logging.getLogger(name).log(level, "%s", message)
-        found = [piece.result[0] for piece in pieces]
         if beside:
-            _compare(found[:2], beside[0].result[0], asked)
+            _compare(found[:2], answers[-1][0], asked)
         return Scored(
             {name: np.concatenate([each.parts[name] for each in found]) for name in found[0].parts} if found else {},
             _joined([each.metrics for each in found]),
             _joined([each.columns for each in found]),
         )
-
-    def _ask(self, member: RewardMember, piece: _Rows, progress: Progress) -> Future[Any]:
-        answer: Future[Any] = Future()
-
-        def over(scored: Future[Any]) -> None:
-            error = scored.exception()
-            if isinstance(error, RewardError):
-                error = _placed(error, piece)
-            if error is None:
-                answer.set_result(scored.result())
-            else:
-                answer.set_exception(error)
-
-        member.score(piece.asked).add_done_callback(over)
-        return answer
-
-    def _fault(self, piece: _Rows, found: tuple[Scored, Warnings]) -> str:
-        lengths = {len(values) for values in found[0].parts.values()}
-        wanted = len(piece.asked.episodes)
-        return "" if lengths == {wanted} else f"rewards of {sorted(lengths)} rows, not {wanted}"
-
-    def _named(self, piece: _Rows) -> str:
-        rows = sorted({prompt.uid for prompt in piece.asked.prompts})
-        return f"while they scored the same completions, of the rows {', '.join(rows):.300}"
 
 
 def _starts(asked: Asked, size: int) -> list[int]:
@@ -256,14 +203,14 @@ def _joined(found: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
     return {name: [value for each in found for value in each.get(name, ())] for name in names}
 
 
-def _placed(error: RewardError, piece: _Rows) -> RewardError:
-    """The same with the place of the sample among all rows."""
-    if error.sample is None or piece.first == 0:
+def placed(error: RewardError, first: int) -> RewardError:
+    """The same with the place of the sample among all rows, of which the piece begins with `first`."""
+    if error.sample is None or first == 0:
         return error
-    placed = copy.copy(error)
-    placed.sample = error.sample + piece.first
-    placed.args = (f"{error} (sample {error.sample} of this worker's rows is {placed.sample} of the step)",)
-    return placed
+    moved = copy.copy(error)
+    moved.sample = error.sample + first
+    moved.args = (f"{error} (sample {error.sample} of this worker's rows is {moved.sample} of the step)",)
+    return moved
 
 
 def _compare(alone: Sequence[Scored], together: Scored, asked: Asked) -> None:

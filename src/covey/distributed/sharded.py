@@ -232,11 +232,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def require_tied(source: str, model: nn.Module, tied: list[list[str]]) -> None:
-    """Refuse a model of which `tied_names` are not one parameter any more.
-
-    Raises:
-        ModelError: naming them.
-    """
+    """Refuse a model of which `tied_names` are not one parameter any more."""
     names = dict(model.named_parameters(remove_duplicate=False))
     for first, *others in tied:
         if any(names[other] is not names[first] for other in others):

@@ -35,11 +35,7 @@ class SlicedPolicy(ShardedPolicy):
     """A sharded policy that was never whole."""
 
     def __init__(self, few: Policy, hollow: HollowPolicy, config: GRPOConfig, ranks: Ranks, over: int) -> None:
-        """Read this rank's slices; all ranks call this.
-
-        Raises:
-            ModelError: sharded, its first layers compute something else, or its files cannot be read.
-        """
+        """Read this rank's slices; all ranks call this."""
         files, device = hollow.files, few.device
         runner, why = choose_runner(few.model, sampler_dtype(config, files.dtype), device)
         self.runner = runner.name

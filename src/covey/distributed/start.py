@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +15,7 @@ from covey.rollout.learning import Sampler, TrainedPolicy
 from covey.rollout.scoring import Scorer
 
 if TYPE_CHECKING:  # a run on one machine loads none of it
-    from covey.distributed.fleet import Fleet
-    from covey.distributed.pool import Maker
-    from covey.distributed.world_workers import WorldWorkers
-    from covey.environments.base import World
-    from covey.environments.pool import EnvironmentPool
+    from covey.distributed.fleet import Fleet, Maker
 
 _GRACE_SECONDS = 5.0
 """Beyond its own time limits, that a worker has to say which reward function hangs."""
@@ -61,73 +55,34 @@ def scale_scoring(config: GRPOConfig, scorer: Scorer, *, named: bool) -> None:
     chosen, count = config.distributed, config.distributed.reward_workers
     if count is None:
         return
-    from covey.distributed.members import done
-    from covey.distributed.reward_workers import LocalRewards, RewardHost, Rewards, RewardWorkers
+    from covey.distributed.reward_workers import Rewards, RewardWorkers
 
     if all(spec.whole_batch for spec in scorer.specs):
         raise ConfigError(
             f"distributed.reward_workers={count}: {', '.join(scorer.names)} has whole_batch = True, so that it is "
             "called in this process: nothing is left for workers; set reward_workers to none"
         )
-    makers: list[Maker] = [lambda again: done(LocalRewards(scorer))]
-    closing: Callable[[], None] = lambda: None  # noqa: E731
-    if count:
-        with _needing_ray(f"distributed.reward_workers={count}", "none"):
-            from covey.distributed import ray_workers as on_ray
-        functions = [] if named else [spec.function for spec in scorer.specs]
-        rewards = Rewards.of(config, on_ray.pickled(functions) if functions else b"")
-        workers = on_ray.Workers(config, "reward_workers", RewardHost, [rewards], on_ray.RayRewards)
-        makers, closing = [workers.make] * count, workers.close
-    scorer.elsewhere = RewardWorkers(
-        makers,
-        unit_size=chosen.groups_per_unit * config.sampling.num_generations,
-        timeout_seconds=max(chosen.timeout_seconds, len(scorer.specs) * config.rewards.reward_timeout + _GRACE_SECONDS),
-        max_restarts=chosen.max_restarts,
-        closing=closing,
-    )
-
-
-def make_worlds(config: GRPOConfig, world: World) -> EnvironmentPool | WorldWorkers:
-    """Where episodes are played: in processes of this machine, or on workers.
-
-    Raises:
-        ConfigError: the world cannot be sent, or the cluster does not do.
-    """
-    from covey.distributed.world_workers import Seats, WorldHost, Worlds, WorldWorkers
-    from covey.environments.pool import FEWEST_RESETS_AT_ONCE, EnvironmentPool
-
-    chosen, wanted = config.environment, config.distributed
-    reset_seconds, step_seconds = 3 * chosen.step_seconds, chosen.step_seconds
-    if not wanted.world_workers:
-        return EnvironmentPool(world, chosen.parallel_episodes, reset_seconds=reset_seconds, step_seconds=step_seconds)
-    with _needing_ray(f"distributed.world_workers={wanted.world_workers}"):
-        from covey.distributed import ray_workers as on_ray
-    count = min(wanted.world_workers, chosen.parallel_episodes)
-    each = math.ceil(chosen.parallel_episodes / count)
-    turns = math.ceil(each / FEWEST_RESETS_AT_ONCE)  # of resets that wait for one another
-    longest = turns * reset_seconds + step_seconds + _GRACE_SECONDS
-    sent = Worlds.of(world, each, reset_seconds=reset_seconds, step_seconds=step_seconds)
-    workers = on_ray.Workers(config, "world_workers", WorldHost, [sent], on_ray.RayWorlds, calls=each)
-    return WorldWorkers(
-        Seats(workers.make, count),
-        chosen.parallel_episodes,
-        timeout_seconds=max(wanted.timeout_seconds, longest),
-        max_restarts=wanted.max_restarts,
-        closing=workers.close,
-    )
+    unit_size = chosen.groups_per_unit * config.sampling.num_generations
+    if count == 0:
+        scorer.elsewhere = RewardWorkers.here(scorer, unit_size)
+        return
+    with _needing_ray(f"distributed.reward_workers={count}", "none"):
+        from covey.distributed.ray_workers import RewardActors, pickled
+    rewards = Rewards.of(config, b"" if named else pickled([spec.function for spec in scorer.specs]))
+    longest = len(scorer.specs) * config.rewards.reward_timeout + _GRACE_SECONDS
+    actors = RewardActors(config, rewards, max(chosen.timeout_seconds, longest))
+    scorer.elsewhere = RewardWorkers(actors.score, unit_size, actors.close)
 
 
 def layout(config: GRPOConfig) -> str:
     """Who samples and who trains, in a sentence; "" for one process."""
     chosen, urls = config.distributed, config.server.urls
     to_servers = config.server.upload_adapters_to_server
-    workers = ((chosen.reward_workers, "score"), (chosen.world_workers, "hold worlds"))
-    beside = "".join(f", {count} Ray actors {what}" for count, what in workers if count)
+    beside = f", {chosen.reward_workers} Ray actors score" if chosen.reward_workers else ""
     if chosen.learners == 1 and chosen.samplers is None and not beside and not (to_servers and len(urls) > 1):
         return ""
     train = "1 process trains" if chosen.learners == 1 else f"{chosen.learners} processes train ({_starter(config)})"
-    how = " with vLLM" if chosen.sampler_kind == "vllm" else ""
-    who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample{how}"
+    who = f"{len(urls)} servers sample" if to_servers else f"{chosen.samplers} Ray actors sample"
     if not to_servers and not chosen.samplers:
         who = "the same process samples" if chosen.learners == 1 else "the same processes sample"
     size = f"{chosen.groups_per_unit} x {config.sampling.num_generations} completions"
@@ -184,15 +139,11 @@ def _actors(config: GRPOConfig, policy: TrainedPolicy) -> Fleet:
 def _fleet(config: GRPOConfig, makers: list[Maker], closing: Callable[[], None] = lambda: None) -> Fleet:
     from covey.distributed.fleet import Fleet
 
-    chosen, told = config.distributed, config.to_dict()
-    # what numbers depend on besides weights, requests and how tokens are drawn
-    salt = hashlib.sha256(repr((told["model"], told["sampling"])).encode()).hexdigest()
+    chosen = config.distributed
     return Fleet(
         makers,
         unit_size=chosen.groups_per_unit * config.sampling.num_generations,
         timeout_seconds=chosen.timeout_seconds,
         max_restarts=chosen.max_restarts,
-        keeps=chosen.keep_units,
-        salt=salt,
         closing=closing,
     )

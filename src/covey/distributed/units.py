@@ -2,19 +2,29 @@
 
 The log-probabilities of a completion change in their last digits with what is sampled beside it, and about one draw in
 a thousand with them. So what is beside it is settled by the requests alone, before anybody knows who will sample.
+
+Conversations are sampled turn by turn: each turn is asked for with all that was said before. On a fleet, the turns that
+a conversation's member has to take when it becomes free are one call. A member that dies loses the turns that it was
+taking, and nothing else: worlds and histories are here, so another one takes those turns, with the same random numbers.
+Ranks take turns in rounds.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 
-from covey.distributed.pool import Piece
+from covey.rollout.drawing import cut_choices, stream_key
+from covey.rollout.turns import Device, Drawn, Row
 from covey.types import Completion, Request, SamplingSettings
+
+_PATIENCE_SECONDS = 0.05
+"""Then the worlds are asked whether they have more to say."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +41,16 @@ class Unit:
 
 
 @dataclass(slots=True, eq=False)
-class Job(Piece):
-    """A unit under way; its `result` is the completions."""
+class Job:
+    """A unit under way; `home` is the member that is to have it as long as that lives."""
 
     requests: Sequence[Request]
     settings: SamplingSettings
     version: int
-    key: str = ""
-    result: list[Completion] | None = field(default=None, kw_only=True)
+    home: int | None = None
+    finished: int = 0
+    tries: int = 0
+    result: list[Completion] | None = None
 
 
 def make_units(requests: Sequence[Request], size: int) -> list[Unit]:
@@ -51,11 +63,119 @@ def make_units(requests: Sequence[Request], size: int) -> list[Unit]:
     return [Unit(start, tuple(requests[start:end])) for start, end in pairwise([*starts, len(requests)])]
 
 
-def unit_key(requests: Sequence[Request], settings: SamplingSettings, weights: str) -> str:
-    """SHA-256 of all that the completions depend on: requests, settings, and `weights`, the hash of the weights."""
-    digest = hashlib.sha256(f"{weights}\n{settings!r}\n".encode())
-    for request in requests:
-        ids = np.ascontiguousarray(request.token_ids, "<i8")
-        digest.update(f"{len(ids)} {tuple(map(int, request.stream))} {request.choices!r}\n".encode())
-        digest.update(ids.tobytes())
-    return digest.hexdigest()
+class Workers(Protocol):
+    """What samples turns: a `covey.distributed.fleet.Fleet`."""
+
+    def do(
+        self, jobs: Sequence[Job], over: Callable[[], bool], tell: Callable[[], None] = ..., seconds: float = ...
+    ) -> None: ...
+
+
+class _Turns(Device):
+    """A `covey.rollout.turns.Device` that has whole turns sampled: first ones, as next ones, wait for `decode`."""
+
+    def __init__(self, context_length: int, own_tokens: int, places: int = 1) -> None:
+        super().__init__(context_length, own_tokens)
+        self._waiting: list[list[Row]] = [[] for _ in range(places)]
+
+    def begin(self, queue: deque[Row]) -> Iterator[Drawn]:
+        return self.extend(queue)
+
+    def extend(self, resuming: list[Row] | deque[Row]) -> Iterator[Drawn]:
+        for row in resuming:
+            row.place = self
+            self._waiting[stream_key(row.stream[:-1]) % len(self._waiting)].append(row)
+        resuming.clear()
+        return iter(())
+
+    def drop(self, row: Row) -> None:
+        """Nobody waits for its turn any more."""
+        row.place = None
+        for rows in self._waiting:
+            if row in rows:
+                rows.remove(row)
+
+
+class FleetDevice(_Turns):
+    """Turns on a fleet, each at its conversation's member."""
+
+    def __init__(self, workers: Workers, version: int, context_length: int, own_tokens: int, homes: int) -> None:
+        super().__init__(context_length, own_tokens, homes)
+        self._workers, self._version = workers, version
+        self._asked: list[tuple[Job, list[Row]]] = []
+
+    def decode(self, waiting: int) -> Iterator[Drawn]:
+        """The turns that are over, after a moment none if there are none."""
+        jobs = [job for home in range(len(self._waiting)) for job in self._jobs_of(home)]
+        self._workers.do(jobs, lambda: any(job.result for job, _ in self._asked), seconds=_PATIENCE_SECONDS)
+        over = [(job, rows) for job, rows in self._asked if job.result is not None]
+        self._asked = [(job, rows) for job, rows in self._asked if job.result is None]
+        for job, rows in over:
+            for row, found in zip(rows, job.result or (), strict=True):
+                if row.place is self:
+                    yield _drawn(row, found)
+
+    def _jobs_of(self, home: int) -> list[Job]:
+        """All turns that wait for a member which has nothing of ours to do; one job for each way of drawing."""
+        if any(job.home == home for job, _ in self._asked):
+            return []
+        rows, self._waiting[home] = self._waiting[home], []
+        alike: dict[SamplingSettings, list[Row]] = {}
+        for row in sorted(rows, key=lambda row: row.stream):
+            alike.setdefault(_settings_of(row), []).append(row)
+        jobs = []
+        for settings, some in alike.items():
+            jobs.append(Job([_request_of(row) for row in some], settings, self._version, home=home))
+            self._asked.append((jobs[-1], some))
+        return jobs
+
+
+Calls = list[tuple[list[Request], SamplingSettings]]
+"""Requests that are sampled in one call each, alone."""
+
+
+class RoundDevice(_Turns):
+    """Turns in rounds: all that wait are sampled, and then worlds answer.
+
+    What is sampled beside a turn is settled by random streams: the present turns of the conversations of its unit. So
+    the numbers are those of any number of samplers, and do not depend on how fast worlds are.
+    """
+
+    in_rounds = True
+
+    def __init__(
+        self, sample: Callable[[Calls], list[list[Completion]]], context_length: int, own_tokens: int, unit_size: int
+    ) -> None:
+        super().__init__(context_length, own_tokens)
+        self._sample, self._unit_size = sample, unit_size
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def decode(self, waiting: int) -> Iterator[Drawn]:
+        """A round: every turn that waits, to its end."""
+        rows, self._waiting = sorted(self._waiting[0], key=lambda row: row.stream), [[]]
+        alike: dict[tuple[int, SamplingSettings], list[Row]] = {}
+        for row in rows:
+            number = self._numbers.setdefault(row.stream[:-1], len(self._numbers))
+            alike.setdefault((number // self._unit_size, _settings_of(row)), []).append(row)
+        calls = [([_request_of(row) for row in some], settings) for (_, settings), some in alike.items()]
+        for some, found in zip(alike.values(), self._sample(calls), strict=True):
+            for row, completion in zip(some, found, strict=True):
+                yield _drawn(row, completion)
+
+
+def _settings_of(row: Row) -> SamplingSettings:
+    settings = replace(row.settings, max_tokens=row.limit)
+    # an engine refuses what cannot be said whole: here the turn is cut short
+    return settings if row.choices is None else replace(settings, stop_strings=())
+
+
+def _request_of(row: Row) -> Request:
+    """A turn, with all that was said before."""
+    return Request(row.history(), row.stream, cut_choices(row.choices, row.limit))
+
+
+def _drawn(row: Row, found: Completion) -> Drawn:
+    support: Any = None
+    if found.support is not None:
+        support = [np.split(found.support.ids, found.support.offsets[1:-1])]
+    return Drawn([row], found.token_ids[None], found.logprobs[None], support, [found.finish_reason])

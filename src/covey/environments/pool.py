@@ -42,8 +42,7 @@ from covey.processes import end_python, start_python
 from covey.rewards.jail import messages
 
 _START_SECONDS = 120.0
-FEWEST_RESETS_AT_ONCE = 8
-RESETS_AT_ONCE = max(FEWEST_RESETS_AT_ONCE, os.cpu_count() or 1)
+RESETS_AT_ONCE = max(8, os.cpu_count() or 1)
 _SERVE = "import sys; from covey.environments.pool import serve_template; serve_template(int(sys.argv[1]))"
 
 Found = Observation | Outcome | EpisodeError
@@ -179,34 +178,6 @@ class EnvironmentPool:
         if not isinstance(action, str) or not action.strip() or action.encode("utf-8", "replace").decode() != action:
             raise EpisodeError(f"expert_action returned {action!a:.80}; return an action as text, or None")
         return action
-
-    def prepare(self) -> None:
-        """Import and prepare the world, which the first episode does otherwise.
-
-        Raises:
-            ConfigError: it cannot be.
-        """
-        self._template.start()
-
-    def answer(self, place: int, message: dict[str, Any], what: str) -> Found:
-        """Ask and wait for the answer; different places may be asked from different threads.
-
-        Args:
-            place: which one; nothing else is asked of it meanwhile.
-            message: `{"task": ..., "seed": ...}` or `{"action": ...}`.
-            what: "reset" or "step", whose time limit holds.
-        """
-        asked = self._places[place]
-        try:
-            asked.send(message, what, self._limits[what])
-        except (OSError, ValueError, TypeError) as error:
-            asked.stop()
-            return EpisodeError(f"the environment could not be asked: {error}")
-        while asked.channel is not None and _ready([asked.channel.fileno()], asked.deadline - time.monotonic()):
-            found = asked.receive()
-            if found is not None:
-                return found
-        return asked.give_up()
 
     def close(self) -> None:
         """End every process, and let environments give back what they hold; those that are needed again start anew."""

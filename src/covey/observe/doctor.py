@@ -445,13 +445,11 @@ def _scoring(recent: _Window, limits: Thresholds) -> Iterator[Diagnosis]:
     slow = min(scoring, scoring if waited is None else waited)
     if slow <= limits.slow_scoring_seconds or slow <= limits.slow_scoring * step:
         return
-    there = recent.values("reward_workers/restarts")
     yield Diagnosis(
         "scoring_slow",
         f"reward functions take {scoring:.1f} s of a step of {step:.1f} s (last {len(recent.steps)} steps)",
-        "Use more distributed.reward_workers"
-        if there
-        else "Let other processes or machines score, distributed.reward_workers; or make the slowest one faster",
+        "Let other processes or machines score, distributed.reward_workers, or more of them; or make the slowest one "
+        "faster",
     )
 
 

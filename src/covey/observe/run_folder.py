@@ -10,7 +10,6 @@
     batches/                step_000012.parquet: what the step was trained on; see covey.training.tables
     checkpoints/            step_000010/: see covey.training.checkpoint
     samplers.json           who samples, with which weights
-    units/                  what was sampled since the newest one, where units are kept: see covey.distributed.journal
     best/ adapter/          the best and the final policy, for use elsewhere
     learning_curve.png      drawn from metrics.jsonl
     events.jsonl log.txt    what happened, for programs and for people
@@ -135,7 +134,7 @@ class FolderLock:
 DEFAULT_FREE_BYTES = 200_000_000
 _TABLE = re.compile(r"^(step|eval)_(\d{6,})\.parquet$")
 _IGNORED = {FolderLock.NAME, ".DS_Store"}
-_FOLDERS = ("completions", "ledger", "batches", "checkpoints", "units", "best", "adapter")
+_FOLDERS = ("completions", "ledger", "batches", "checkpoints", "best", "adapter")
 _FILES = (
     "config.toml",
     "versions.json",
@@ -167,7 +166,7 @@ class RunFolder:
         self.curve_path = path / "learning_curve.png"
         self.completions, self.checkpoints = path / "completions", path / "checkpoints"
         self.ledger, self.batches = path / "ledger", path / "batches"
-        self.units, self.samplers_path = path / "units", path / "samplers.json"
+        self.samplers_path = path / "samplers.json"
         self.best, self.adapter = path / "best", path / "adapter"
         self._lock: FolderLock | None = None
         for name in _FILES:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from covey.config.whole import GRPOConfig
-from covey.distributed.start import make_worlds
 from covey.environments.base import World
 from covey.errors import ConfigError, DataError, naming
 from covey.rollout.agents import Player
@@ -89,7 +88,11 @@ def make_collector(
     else:
         words = " ".join(filter(None, (words, _HOW_TO_ACT.get(chosen.action_format)))) or None
     template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
-    pool = make_worlds(config, world)
+    from covey.environments.pool import EnvironmentPool  # single answers load none of it
+
+    pool = EnvironmentPool(
+        world, chosen.parallel_episodes, reset_seconds=3 * chosen.step_seconds, step_seconds=chosen.step_seconds
+    )
     limits = {
         "max_turns": chosen.max_turns or world.max_turns,
         "max_conversation_tokens": min(chosen.max_conversation_tokens, engine.context_length),

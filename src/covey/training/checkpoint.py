@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from covey.adapters import CONFIG_FILE, WEIGHTS_FILE
 from covey.config.whole import GRPOConfig
-from covey.distributed.machines import model_files
+from covey.distributed.guards import model_files
 from covey.errors import CheckpointError, ConfigError, CoveyError
 from covey.files import (
     NAMES_NOTHING,
@@ -405,10 +405,7 @@ def checked_state(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, Any]], 
 
 _FREE = ("output_dir", "run_name", "report_to", "progress", "logging_steps", "num_completions_to_print")
 """Settings of [run] that change nothing in what is learned."""
-_FREE_HERE = (
-    *("learners", "ray_address", "gpus_per_sampler", "timeout_seconds", "max_restarts", "keep_units"),
-    *("reward_workers", "world_workers", "vllm_python", "vllm_arguments"),
-)
+_FREE_HERE = ("learners", "ray_address", "gpus_per_sampler", "timeout_seconds", "max_restarts", "reward_workers")
 """The same of [distributed]."""
 _SHAPE = {
     "model": ("model", "use_peft", "lora_r", "lora_alpha", "lora_target_modules", "quantization"),

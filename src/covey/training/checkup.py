@@ -26,9 +26,9 @@ from covey.errors import ConfigError, ModelError
 from covey.observe.doctor import Diagnosis, Thresholds, diagnose
 from covey.processes import forget_peak, peak_cuda_bytes, peak_rss_bytes
 from covey.pytorch.footprint import Choices, Shape, empty_model, kv_bytes, peak_bytes, phases
-from covey.pytorch.models.quantised import quantisable_layers
 from covey.pytorch.models.form import is_known
 from covey.pytorch.models.loading import causal_lm, trained_dtype
+from covey.pytorch.models.quantised import quantisable_layers
 from covey.rollout.agents import PlayStats
 from covey.training.evaluate import no_answer_ratio, rollout_metrics
 from covey.training.schedule import Elapsed

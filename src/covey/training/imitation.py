@@ -80,7 +80,7 @@ def imitate(
             raise ConfigError(f"{folder}: it is not empty, and nothing is overwritten; choose another folder")
     try:
         steps = -(-episodes // episodes_per_step) * epochs
-        here = {"phases": (), "max_steps": steps, "world_workers": 0, "num_iterations": 1, "num_minibatches": 1}
+        here = {"phases": (), "max_steps": steps, "num_iterations": 1, "num_minibatches": 1}
         config = config.replace(**here, max_optimizer_steps=None)
         with closing(GRPOTrainer(args=config)) as trainer:
             measured = len(trainer.eval_prompts) if evaluate else 0

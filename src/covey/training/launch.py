@@ -21,13 +21,12 @@ from covey import signals
 from covey.backend import adamw_options
 from covey.config.whole import GRPOConfig
 from covey.distributed.in_turns import LeadingSampler, RankSampler
-from covey.distributed.memory import MemoryNote
-from covey.distributed.ranks import NoMemoryError, RankLostError, Ranks, TornError
+from covey.distributed.ranks import NoMemoryError, RankLostError, Ranks, TornError, check_ranks
 from covey.distributed.replicated import LeadingLearner, SharedPacks, follow
-from covey.distributed.roll_call import check_ranks
 from covey.distributed.sharded import LeadingPolicy
 from covey.distributed.sharded_learner import (
     LeadingShardedLearner,
+    MemoryNote,
     ShardedLearner,
     ShardedPacks,
     ShardedRankSampler,
@@ -133,7 +132,7 @@ class RanksBackend:
         if not isinstance(engine, Engine):
             raise ConfigError(
                 f"sampling.engine={config.sampling.engine!r}: ranks that train together sample with Covey's engine; "
-                "set it to covey, or distributed.samplers=1 with distributed.sampler_kind=vllm"
+                "set it to covey, or let vLLM sample behind a URL (server.upload_adapters_to_server)"
             )
         return (ShardedRankSampler if own is not policy else RankSampler)(engine, policy, self._ranks)
 
@@ -286,6 +285,7 @@ def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], 
         return None
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # see `covey.distributed.start`
     try:
+        from covey.distributed.ray_cluster import join
         from covey.distributed.ray_launch import RayRanks
     except ModuleNotFoundError as error:
         if error.name != "ray":
@@ -296,7 +296,7 @@ def _cluster(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], 
             f"distributed.ray_address={address!r:.200}: Ray is not installed; run pip install 'covey[ray]', or "
             "leave it out"
         ) from error
-    return RayRanks.connected(config, arguments, run, say)
+    return RayRanks(config, arguments, run, say) if join(address) else None
 
 
 def _train(config: GRPOConfig, resume: bool, backend: RanksBackend | None = None) -> GRPOTrainer:

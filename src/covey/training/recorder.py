@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from covey.config.whole import GRPOConfig
 from covey.distributed.fleet import Fleet
-from covey.distributed.journal import Journal
-from covey.distributed.pool import Pool
 from covey.errors import CheckpointError, CoveyError, ModelError
 from covey.functions import user_file_hashes
 from covey.observe.curve import draw_run
@@ -87,8 +85,6 @@ class Recorder:
         self._failures: set[tuple[str, str]] = set()
         self._sources = source_hashes(run.args)
         self._fleet = run.engine if isinstance(run.engine, Fleet) else None
-        parts = (run.engine, run.data.scorer.elsewhere, getattr(run.collect, "worlds", None))
-        self._pools = [each for each in parts if isinstance(each, Pool)]
         self.evaluated_at = -1
 
     # ------------------------------------------------------------------ life of a run
@@ -127,8 +123,6 @@ class Recorder:
             )
             for note in self._notes:
                 self.event("warning", note)
-            if self._fleet is not None and self._fleet.keeps:
-                self._fleet.journal = Journal(folder.units)
             status = "failed"
             try:
                 yield
@@ -142,7 +136,6 @@ class Recorder:
 
     def _finish(self, folder: RunFolder) -> None:
         self._save(folder)
-        Journal(folder.units).forget()
         whose = self._take_best(folder)
         with folder.publishing(folder.adapter) as aside:
             self._run.policy.save_pretrained(aside)
@@ -217,8 +210,8 @@ class Recorder:
             self._folder.append_answers(state.global_step, answers)
         self._unsaved = True
         self._tell_news()
-        for pool in self._pools:
-            metrics |= pool.take_metrics()
+        if self._fleet is not None:
+            metrics |= self._fleet.take_metrics()
         if self._folder is not None:
             members = self._run.engine.members() if hasattr(self._run.engine, "members") else []
             self._folder.write_samplers(state.global_step, members)
@@ -278,9 +271,8 @@ class Recorder:
         return metrics
 
     def _tell_news(self) -> None:
-        for pool in self._pools:
-            for sentence in pool.take_news():
-                self.event(pool.noun, sentence)
+        for sentence in () if self._fleet is None else self._fleet.take_news():
+            self.event("sampler", sentence)
 
     def _tell_failures(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The first error of each kind that an environment ended an episode with."""
@@ -322,7 +314,6 @@ class Recorder:
         )
         folder.append_event("checkpoint", f"step {state.global_step} is saved")
         self._unsaved = False
-        Journal(folder.units).forget(before=state.policy_version)
         self._callbacks("on_save")  # before old ones go: a callback may keep folders of its own that go with them
         best = state.best_step if run.args.evaluation.load_best_model_at_end else None
         prune_checkpoints(folder.checkpoints, self._settings.save_total_limit, best)

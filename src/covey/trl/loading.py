@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from covey.errors import ConfigError, RewardError
-from covey.pytorch.models.loading import PACKAGE_PREFIX, locate
-from covey.pytorch.models.loading import require_tokenizer
+from covey.pytorch.models.loading import PACKAGE_PREFIX, locate, require_tokenizer
 from covey.trl.arguments import GRPOConfig
 from covey.trl.translate import as_mapping
 

@@ -1,8 +1,9 @@
-"""Which machines may work together, and what ranks say when one of them is missing or different."""
+"""Which machines may work together, what is refused before anything is asked of a cluster, and a head that is lost."""
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -12,26 +13,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from covey import GRPOConfig
-from covey.distributed import machines, roll_call
-from covey.distributed.machines import (
+from covey.distributed import guards
+from covey.distributed.guards import (
     Facts,
+    Head,
+    Node,
+    check_learners,
+    check_memory,
     check_mixture,
     check_models,
-    check_vllm,
-    clock_ahead,
-    clock_warnings,
+    check_room,
+    check_store,
+    check_versions,
     facts_here,
+    gpus_of_learner,
+    gpus_of_sampler,
+    installed,
     mixtures,
     model_hash,
 )
-from covey.distributed.preflight import Node, check_memory, installed
-from covey.distributed.ranks import Ranks
-from covey.distributed.whereabouts import await_all, whereabouts
-from covey.errors import ConfigError, ModelError
+from covey.distributed.ranks import Ranks, await_all, check_ranks, whereabouts
+from covey.errors import ClusterLostError, ConfigError, ModelError
 
 H100 = Facts(gpus=("H100",) * 8, driver="560", model="a")
 
@@ -91,30 +95,6 @@ def test_mixtures_are_refused_unless_the_run_allows_them() -> None:
     assert check_mixture([], allowed=False) == []
 
 
-def test_vllm_is_the_same_where_samplers_are() -> None:
-    assert check_vllm({}) == []
-    assert check_vllm({"a": Facts(vllm="0.32.0"), "b": Facts(vllm="0.32.0")}) == []
-    assert check_vllm({"a": Facts(vllm="0.32.0"), "b": Facts(vllm="0.31.1")}) == ["b has vLLM 0.31.1, a has 0.32.0"]
-    there_is_none = facts_here("somebody/model", "/nowhere/python")
-    with pytest.raises(ConfigError, match=r"node b: distributed\.vllm_python='/nowhere/python': it does not start"):
-        check_vllm({"node a": Facts(vllm="0.32.0"), "node b": Facts(**there_is_none)})
-
-
-@given(st.floats(-1e6, 1e6), st.floats(0, 100), st.floats(0, 1))
-def test_clocks_are_compared_up_to_the_time_that_asking_takes(ahead: float, took: float, when: float) -> None:
-    """Whatever part of the time the way there took, a clock is never said to differ by more than it does."""
-    theirs = took * when + ahead
-    found = clock_ahead(theirs, 0.0, took)
-    assert abs(found) <= abs(ahead) + 1e-6
-    assert abs(found) >= abs(ahead) - took - 1e-6
-
-
-def test_clocks_that_differ_are_told() -> None:
-    told = clock_warnings({"a": Facts(clock=4.0), "b": Facts(clock=-61.0)})
-    assert len(told) == 1
-    assert "clock of b is 61 s behind" in told[0]
-
-
 def test_gpus_are_those_that_the_driver_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 560.35'\necho 'NVIDIA H100 80GB HBM3, 560.35'\n")
@@ -127,7 +107,7 @@ def test_gpus_are_those_that_the_driver_tells(tmp_path: Path, monkeypatch: pytes
         "model_bytes": 0,
     }
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(machines, "_SMI_SECONDS", 0.3)
+    monkeypatch.setattr(guards, "_SMI_SECONDS", 0.3)
     began = time.monotonic()
     assert facts_here("somebody/model")["gpus"] == ()
     assert time.monotonic() - began < 30
@@ -201,7 +181,7 @@ class Two(Ranks):
     ("versions", "facts", "message"),
     [
         ({"covey": "0.0.1"}, {}, r"rank 1 on other-.* has covey 0\.0\.1, rank 0 has .*: install the same versions"),
-        ({"transformers": ""}, {}, "has transformers none"),
+        ({"transformers": ""}, {}, "lacks transformers, rank 0 has"),
         ({"torch": "2.12.0"}, {}, r"has torch 2\.12\.0, rank 0 has 2.*run\.allow_mixture=true"),
         ({}, {"threads": 7}, "rank 1 on other-.* has 7 threads, rank 0 has 1.*allow_mixture"),
         ({}, {"model": "0" * 64}, "on rank 1 on .* it is another one than here"),
@@ -212,14 +192,109 @@ def test_ranks_that_differ_are_refused(
 ) -> None:
     config = GRPOConfig(**settings)
     with pytest.raises(ConfigError, match=message):
-        roll_call.check_ranks(Two(versions, facts), config)
+        check_ranks(Two(versions, facts), config)
     if "allow_mixture" in message:
-        said = roll_call.check_ranks(Two(versions, facts), config.replace(allow_mixture=True))
+        said = check_ranks(Two(versions, facts), config.replace(allow_mixture=True))
         assert len(said) == 1
 
 
 def test_ranks_that_are_alike_add_up(settings: dict[str, Any]) -> None:
-    assert roll_call.check_ranks(Two({}, {}), GRPOConfig(**settings)) == []
+    assert check_ranks(Two({}, {}), GRPOConfig(**settings)) == []
     with pytest.raises(ModelError, match="sum of 1 MB is wrong on"):
-        roll_call.check_ranks(Two({}, {}, lost=1), GRPOConfig(**settings))
+        check_ranks(Two({}, {}, lost=1), GRPOConfig(**settings))
     assert installed()["covey"]
+
+
+# ---------------------------------------------------------------------- room, and versions
+
+
+OWN = {"python": "3.11.9", "torch": "2.13.0"}
+
+
+def node(name: str = "a", cpus: float = 8, gpus: float = 2, **others: object) -> Node:
+    return Node(name, cpus, gpus, 1e9, **others)  # type: ignore[arg-type]
+
+
+def test_room_is_counted_node_by_node() -> None:
+    nodes = [node("a", 8, 2), node("b", 1, 8), node("c", 3.5, 0)]
+    check_room(nodes, 3, 1, 1)
+    check_room(nodes, 12, 1, 0)
+    check_room(nodes, 4, 1, 0.25 * 2)
+    with pytest.raises(
+        ConfigError, match=r"samplers=4: each takes 1 CPU and 1 GPU.* has room for 3: a \(8 CPUs, 2 GPUs\)"
+    ):
+        check_room(nodes, 4, 1, 1)
+    with pytest.raises(ConfigError, match="has room for 0"):
+        check_room([], 1, 1, 0)
+
+
+def test_learners_and_samplers_need_room_together() -> None:
+    nodes = [node("a", 8, 2), node("b", 1, 8), node("c", 3.5, 0)]  # in all 12.5 CPUs and 10 GPUs, 3 of both on a node
+    check_learners(nodes, "a", (3, 1, 1), (9, 1, 0.5))
+    check_learners(nodes, "c", (12, 1, 0), (0, 1, 0))
+    with pytest.raises(ConfigError, match=r"learners=4: 4 CPUs and 4 GPUs are needed, .* room for 3 learners: a \(8 "):
+        check_learners(nodes, "a", (4, 1, 1), (0, 1, 1))
+    with pytest.raises(ConfigError, match=r"learners=3 and samplers=10: 13 CPUs and 3 GPUs are needed.* has 12.5 CPUs"):
+        check_learners(nodes, "a", (3, 1, 1), (10, 1, 0))
+    with pytest.raises(ConfigError, match=r"the first learner runs where the command does, .*: c \(3.5 CPUs, 0 GPUs\)"):
+        check_learners(nodes, "c", (2, 1, 1), (0, 1, 0))
+    with pytest.raises(ConfigError, match="nowhere"):
+        check_learners(nodes, "nowhere", (2, 1, 0), (0, 1, 0))
+
+
+def test_gpus_are_used_where_there_are_any() -> None:
+    nodes = [node("a", 8, 0), node("b", 8, 2)]
+    assert gpus_of_learner(GRPOConfig(), nodes) == 1
+    assert gpus_of_learner(GRPOConfig(device="cpu"), nodes) == gpus_of_learner(GRPOConfig(), nodes[:1]) == 0
+    assert gpus_of_sampler(GRPOConfig(samplers=1, gpus_per_sampler=0.5), nodes) == 0.5
+    assert gpus_of_sampler(GRPOConfig(samplers=1), nodes) == 1
+
+
+def test_versions_are_compared() -> None:
+    assert check_versions("node a", OWN, OWN, "this process") == []
+    found = check_versions("node b", OWN | {"torch": "2.12.1"}, OWN, "this process")
+    assert found == ["node b has torch 2.12.1, this process has 2.13.0"]
+    with pytest.raises(ConfigError, match=r"node b has python 3\.12\.1, this process has 3\.11\.9: install the same"):
+        check_versions("node b", OWN | {"python": "3.12.1"}, OWN, "this process")  # nor would they be understood
+    with pytest.raises(ConfigError, match="node b lacks torch"):
+        check_versions("node b", {"python": "3.11.9"}, OWN, "this process")
+
+
+def test_weights_fit_the_store_four_times() -> None:
+    check_store([node()], 250_000_000)
+    with pytest.raises(ConfigError, match=r"node a: its object store has 1000 MB, and 4 versions .* have 1004 MB"):
+        check_store([node()], 251_000_000)
+
+
+def test_what_is_installed_here() -> None:
+    found = installed(["torch", "no-such-package"])
+    assert found["torch"].startswith("2.")
+    assert found["no-such-package"] == ""
+    assert found["python"].startswith("3.")
+
+
+# ---------------------------------------------------------------------- the head
+
+
+def test_a_head_is_lost_when_it_has_been_silent_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"t": 100.0}
+    monkeypatch.setattr(guards.time, "monotonic", lambda: now["t"])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        head = Head(address)
+        for _ in range(20):
+            now["t"] += 3.0
+            head.check()
+            server.accept()[0].close()
+    now["t"] += 1000.0
+    head.check()  # nobody has asked meanwhile: it may come back
+    now["t"] += 19.0
+    head.check()
+    assert not head.lost
+    now["t"] += 2.0
+    with pytest.raises(ClusterLostError, match=f"{address}, has not answered for 20 s.*start again") as caught:
+        head.check()
+    assert caught.value.exit_status == 75
+    assert head.lost
+    with pytest.raises(ClusterLostError):
+        head.check()

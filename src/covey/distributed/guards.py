@@ -1,0 +1,345 @@
+"""What is looked at before and while several machines work together: whether they are alike, whether there is room,
+and whether a cluster's head is still there. Nothing here waits without end, and none of it needs torch or Ray: a node
+of a cluster is asked by a function that runs there, a rank tells the others itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from covey.config.whole import GRPOConfig
+from covey.errors import ClusterLostError, ConfigError
+from covey.files import sampled_hash
+
+PACKAGES = ("covey", "torch", "transformers", "peft", "numpy", "safetensors", "ray")
+"""Those whose versions are part of the numbers, or of what processes say to each other."""
+PROCESS_BYTES = 300_000_000
+"""That a process takes with its libraries, before it holds a model."""
+STORED_ADAPTERS = 4
+"""That the object store must have room for: the one in use, the next one, and those of readers that are late."""
+MIXTURE = ("torch", "numpy")
+"""Packages whose versions are part of the numbers alone, and of nothing that processes say to each other."""
+_SMI_SECONDS = 5.0
+CONNECT_SECONDS = 5.0
+_LOST_SECONDS = 20.0
+"""Without an answer until the cluster is taken to be lost. Ray waits 60 s, then it ends every process of the cluster,
+the trainer too; the time between is for a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a machine is."""
+
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
+    model: str = ""
+    model_bytes: int = 0
+    model_problem: str = ""
+    threads: int = 0
+
+
+# ---------------------------------------------------------------------- what a machine is
+
+
+def installed(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Python's version and those of packages in this process, "" for one that is missing."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = ""
+    return found
+
+
+def facts_here(model: str) -> dict[str, Any]:
+    """The fields of this machine's `Facts`, without its threads."""
+    gpus, driver = _gpus()
+    found: dict[str, Any] = {"gpus": gpus, "driver": driver}
+    try:
+        digest, size = model_hash(model)
+        return found | {"model": digest, "model_bytes": size}
+    except OSError as error:
+        return found | {"model_problem": f"{type(error).__name__}: {error!s:.200}"}
+
+
+def model_hash(model: str) -> tuple[str, int]:
+    """`sampled_hash` of a model's config, index and weight files, and the bytes of its weights.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+    """
+    files = model_files(model)
+    total = sum(path.stat().st_size for path in files if path.suffix in (".safetensors", ".gguf", ".bin"))
+    return (sampled_hash(files) if files else ""), total
+
+
+def model_files(model: str) -> list[Path]:
+    """Config, index and weights of a model; none for a hub id that is not in the cache.
+
+    Raises:
+        OSError: it is not there.
+    """
+    if model.startswith("pkg:"):
+        name, _, file = model.removeprefix("pkg:").partition("/")
+        spec = importlib.util.find_spec(name.replace("-", "_")) if name.replace("-", "_").isidentifier() else None
+        places = list(spec.submodule_search_locations or ()) if spec is not None else []
+        if not places:
+            raise FileNotFoundError(f"no package {name!r} is installed")
+        return _checked([Path(places[0]) / file] if file else sorted(Path(places[0]).glob("*.gguf")), model)
+    path = Path(model).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _checked(_of_folder(path), model)
+    if os.sep in model.strip(os.sep).partition(os.sep)[2] or path.is_absolute() or path.suffix == ".gguf":
+        raise FileNotFoundError(f"{model}: there is no such file or folder")
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json")
+    except HFValidationError as error:
+        raise FileNotFoundError(f"{model}: there is no such file or folder") from error
+    return _of_folder(Path(cached).parent) if isinstance(cached, str) else []
+
+
+def _of_folder(path: Path) -> list[Path]:
+    kinds = ("config.json", "*.index.json", "*.safetensors", "*.gguf", "*.bin")
+    return sorted(found for kind in kinds for found in path.glob(kind) if not found.name.startswith("adapter_"))
+
+
+def _checked(files: list[Path], model: str) -> list[Path]:
+    if not files:
+        raise FileNotFoundError(f"{model}: holds no model")
+    return files
+
+
+def _gpus() -> tuple[tuple[str, ...], str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return (), ""
+    command = [program, "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return (), ""
+    lines = [[cell.strip() for cell in line.rpartition(",")[::2]] for line in told.splitlines() if line.strip()]
+    return tuple(name for name, _ in lines), ", ".join(sorted({driver for _, driver in lines}))
+
+
+# ---------------------------------------------------------------------- whether machines are alike
+
+
+def check_versions(who: str, theirs: Mapping[str, str], own: Mapping[str, str], whose: str) -> list[str]:
+    """Refuse other versions of what is part of the numbers, or of what processes say to each other; those that are part
+    of the numbers alone are returned as differences, a sentence each.
+    """
+    differences = []
+    for name in sorted({*own, *theirs}):
+        there, here = theirs.get(name, ""), own.get(name, "")
+        if there == here:
+            continue
+        if there and here and name in MIXTURE:
+            differences.append(f"{who} has {name} {there}, {whose} has {here}")
+            continue
+        has = f"has {name} {there}" if there else f"lacks {name}"
+        raise ConfigError(
+            f"{who} {has}, {whose} has {here or 'none'}: install the same versions everywhere, such as with one "
+            "container image"
+        )
+    return differences
+
+
+def check_models(model: str, own: Facts, others: Mapping[str, Facts]) -> None:
+    """Refuse machines that have another model under the same name, or cannot read it."""
+    for name, facts in others.items():
+        if facts.model_problem:
+            raise ConfigError(
+                f"model.model={model!r:.200}: cannot be read on {name} ({facts.model_problem}); give every machine the "
+                "same files, under the same path"
+            )
+        if own.model and facts.model and facts.model != own.model:
+            raise ConfigError(
+                f"model.model={model!r:.200}: on {name} it is another one than here (its config, index or weights "
+                "differ); give every machine the same files"
+            )
+
+
+def mixtures(own: Facts, others: Mapping[str, Facts], *, gpus: bool, name_of_own: str = "this machine") -> list[str]:
+    """Differences between machines that make their numbers differ, one sentence each."""
+    found = []
+    asked = [(name_of_own, own), *others.items()] if own.gpus or not gpus else list(others.items())
+    if not asked:
+        return []
+    first, expected = asked[0]
+    for name, facts in asked[1:]:
+        if gpus and set(facts.gpus) != set(expected.gpus):
+            found.append(f"{name} has {_named(facts.gpus)}, {first} has {_named(expected.gpus)}")
+        if gpus and facts.driver != expected.driver:
+            found.append(f"{name} has the GPU driver {facts.driver or 'none'}, {first} has {expected.driver or 'none'}")
+        if facts.threads != expected.threads:
+            found.append(f"{name} has {facts.threads} threads, {first} has {expected.threads}")
+    return found
+
+
+def check_mixture(differences: Sequence[str], *, allowed: bool) -> list[str]:
+    """Refuse machines whose numbers differ, unless the run allows it; then what is to be said."""
+    if differences and not allowed:
+        raise ConfigError(
+            f"{'; '.join(differences[:4])}{'; ...' if len(differences) > 4 else ''}: what is computed would depend on "
+            "which machine does it; use machines of one kind, or set run.allow_mixture=true"
+        )
+    return [f"machines differ (run.allow_mixture): {difference}" for difference in differences]
+
+
+def _named(gpus: Sequence[str]) -> str:
+    return " and ".join(sorted(set(gpus))) or "no GPU"
+
+
+# ---------------------------------------------------------------------- whether a cluster has room
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of a cluster, as Ray sees it."""
+
+    name: str
+    cpus: float
+    gpus: float
+    store_bytes: float
+    memory: float = float("inf")
+    versions: Mapping[str, str] | None = None
+    facts: Facts | None = None
+
+
+def gpus_of_sampler(config: GRPOConfig, nodes: Sequence[Node]) -> float:
+    """See `distributed.gpus_per_sampler`."""
+    chosen = config.distributed.gpus_per_sampler
+    return gpus_of_learner(config, nodes) if chosen is None else chosen
+
+
+def gpus_of_learner(config: GRPOConfig, nodes: Sequence[Node]) -> float:
+    """1 where there are GPUs and they are wanted."""
+    return 1.0 if config.model.device != "cpu" and any(node.gpus for node in nodes) else 0.0
+
+
+def check_room(nodes: Sequence[Node], samplers: int, cpus: float, gpus: float) -> None:
+    """Refuse more samplers than the cluster has room for: Ray would wait for a larger one, without a word."""
+    room = sum(has_room(node, cpus, gpus) for node in nodes)
+    if room >= samplers:
+        return
+    raise ConfigError(
+        f"distributed.samplers={samplers}: each takes {cpus:g} CPU and {gpus:g} GPU, and the Ray cluster has room for "
+        f"{room}: {_listed(nodes)}; use {room} or fewer, or add machines"
+    )
+
+
+def check_memory(nodes: Sequence[Node], samplers: int, cpus: float, model_bytes: int) -> None:
+    """Refuse more samplers than there is memory for, on nodes without GPUs; each holds the model at the least."""
+    room = sum(min(has_room(node, cpus, 0), int(min(node.memory // max(model_bytes, 1), 1e6))) for node in nodes)
+    if room < samplers:
+        held = sum(node.memory for node in nodes)
+        raise ConfigError(
+            f"distributed.samplers={samplers}: each takes {model_bytes / 1e9:.1f} GB or more, and the "
+            f"nodes of the Ray cluster have {held / 1e9:.1f} GB, room for {room}; use fewer, or add machines"
+        )
+
+
+def check_learners(nodes: Sequence[Node], here: str, learners: Sequence[float], samplers: Sequence[float]) -> None:
+    """Refuse learners, and samplers beside them, that the cluster has no room for; Ray would wait for it."""
+    number, cpus, gpus = learners
+    needed = [number * own + samplers[0] * other for own, other in zip(learners[1:], samplers[1:], strict=True)]
+    held = [sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)]
+    room = sum(has_room(node, cpus, gpus) for node in nodes)
+    if room < number or any(have < need for have, need in zip(held, needed, strict=True)):
+        beside = f" and samplers={samplers[0]:g}" if samplers[0] else ""
+        raise ConfigError(
+            f"distributed.learners={number:g}{beside}: {needed[0]:g} CPUs and {needed[1]:g} GPUs are needed, each "
+            f"learner's {cpus:g} CPU and {gpus:g} GPU on one machine; the Ray cluster has {held[0]:g} CPUs and "
+            f"{held[1]:g} GPUs, with room for {room} learners: {_listed(nodes)}; use fewer, or add machines"
+        )
+    own = [node for node in nodes if node.name == here]
+    if not any(has_room(node, cpus, gpus) for node in own):
+        raise ConfigError(
+            f"distributed.learners={number:g}: the first learner runs where the command does, and that node has no "
+            f"room for {cpus:g} CPU and {gpus:g} GPU: {_listed(own) or here}; start the command on another machine of "
+            "the Ray cluster"
+        )
+
+
+def check_store(nodes: Sequence[Node], size: int) -> None:
+    """Refuse object stores that are too small for the weights that samplers are given."""
+    for node in nodes:
+        if node.store_bytes < STORED_ADAPTERS * size:
+            raise ConfigError(
+                f"Ray node {node.name}: its object store has {node.store_bytes / 1e6:.0f} MB, and {STORED_ADAPTERS} "
+                f"versions of the weights have {STORED_ADAPTERS * size / 1e6:.0f} MB; start Ray there with a larger "
+                "--object-store-memory"
+            )
+
+
+def _listed(nodes: Sequence[Node]) -> str:
+    there = ", ".join(f"{node.name} ({node.cpus:g} CPUs, {node.gpus:g} GPUs)" for node in nodes[:8])
+    return there + (", ..." if len(nodes) > 8 else "")
+
+
+def has_room(node: Node, cpus: float, gpus: float) -> int:
+    """Samplers or learners that there is room for on a node."""
+    room = [have // need for have, need in ((node.cpus, cpus), (node.gpus, gpus)) if need > 0]
+    return int(min(room))
+
+
+# ---------------------------------------------------------------------- whether a cluster's head is there
+
+
+class Head:
+    """The head of the Ray cluster that this process is connected to."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.lost = address, False
+        self._asked = time.monotonic()
+        self._silent_since: float | None = None
+
+    def check(self) -> None:
+        """Ask now and then whether it still answers; to be called often.
+
+        Raises:
+            ClusterLostError: it has not for some time.
+        """
+        now = time.monotonic()
+        if now - self._asked >= _LOST_SECONDS / 10:
+            self._asked = now
+            try:
+                reach(self.address)
+                self._silent_since = None
+            except OSError:
+                self._silent_since = self._silent_since or now
+        self.lost = self._silent_since is not None and now - self._silent_since > _LOST_SECONDS
+        if self.lost:
+            raise ClusterLostError(
+                f"the head of the Ray cluster, {self.address}, has not answered for {_LOST_SECONDS:g} s: the cluster "
+                "is lost; when it is there again, start again: the run continues from its last checkpoint"
+            )
+
+
+def reach(address: str) -> None:
+    """Connect to HOST:PORT and leave it.
+
+    Raises:
+        OSError: nobody answers.
+        OverflowError: it is no port.
+    """
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
