@@ -37,7 +37,7 @@ def test_the_adapter_comes_before_the_best_evaluation(tmp_path: Path, capsys: py
     run = a_run(tmp_path / "run", "best", "adapter")
     config = config_for(str(run.path), None, None)
     assert config.model.adapter == str(run.adapter)
-    assert config.upload_adapters_to_server is False  # the server that trained it is not needed
+    assert config.inference_server_url is None  # the server that trained it is not needed
     assert f"weights: {run.adapter} (step 7)" in capsys.readouterr().err
     assert config_for(str(run.path), "another", None).model.adapter == "another"
     assert capsys.readouterr().err == ""

@@ -33,25 +33,25 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-class Failing(Learner):
-    """Fails once, in its first pack on rank 1, or on the only rank."""
+def fail_once(learner: Learner, fault: Exception) -> None:
+    """In its next pack."""
+    score = learner.policy.score
 
-    fails: Exception | None = None
+    def fail(*args: Any, **settings: Any) -> Any:
+        learner.policy.score = score  # type: ignore[method-assign]
+        raise fault
 
-    def _score(self, *args: Any, **settings: Any) -> Any:
-        failed, self.fails = self.fails, None
-        if failed is not None:
-            raise failed
-        return super()._score(*args, **settings)
+    learner.policy.score = fail  # type: ignore[method-assign]
 
 
 def build(case: str, ranks: Ranks) -> Learner:
     budget = {"one pack": 4096, "memory": 100, "a fault": 100}.get(case, 48)
     plain = make_learner(tokens_per_micro_batch=budget, side_by_side=False)
-    learner = Failing(plain.policy, learning_rate=1e-2, tokens_per_micro_batch=budget, share=SharedPacks(ranks))
+    learner = Learner(plain.policy, learning_rate=1e-2, tokens_per_micro_batch=budget, share=SharedPacks(ranks))
     if ranks.rank == min(1, ranks.world - 1):
         faults = {"memory": torch.OutOfMemoryError("injected"), "a fault": ArithmeticError("injected")}
-        learner.fails = faults.get(case)
+        if case in faults:
+            fail_once(learner, faults[case])
     return learner
 
 

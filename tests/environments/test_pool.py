@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -300,18 +299,6 @@ def test_an_answer_that_is_too_long_says_so(pool: EnvironmentPool) -> None:
     pool.reset(0, {"uid": "t", "reset": "long"}, 0)
     ((_, found),) = pool.wait()
     assert "its answer is a message of" in str(found)
-
-
-def test_threads_wait_for_their_turn_too() -> None:
-    with (
-        EnvironmentPool(Trouble(), places=5, reset_seconds=0.9, resets_at_once=2) as pool,
-        ThreadPoolExecutor(5) as threads,
-    ):
-        asked = [
-            threads.submit(pool.answer, n, {"task": {"uid": "t", "reset": "slow"}, "seed": 0}, "reset")
-            for n in range(5)
-        ]
-        assert all(isinstance(each.result(), Observation) for each in asked)
 
 
 def test_what_cannot_be_said_is_a_failure(pool: EnvironmentPool) -> None:

@@ -32,7 +32,6 @@ def playing(settings: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
         "max_conversation_tokens": 900,
         "show_actions": False,
         "system_prompt": "Play.",
-        "history_length": 0,
         "action_format": "choice",
         "max_completion_length": 60,
         "learning_rate": 1e-2,
@@ -61,7 +60,7 @@ def test_an_action_is_read_back(format: Any, action: str) -> None:
 )  # three calls of tools are more characters than the tiny model's context
 def test_the_expert_speaks_as_the_policy_would(playing: dict[str, Any], format: str, mode: str) -> None:
     trainer = GRPOTrainer(
-        args=GRPOConfig(**playing | {"action_format": format, "history_length": 2 if mode == "steps" else None})
+        args=GRPOConfig(**playing | {"action_format": format, "history_length": 0 if mode == "steps" else None})
     )
     played = by_the_expert(trainer)
     for trajectory in played:

@@ -380,7 +380,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     monkeypatch.chdir(tmp_path)
     shutil.copy(GMPO_FILE, "mine.py")
     settings |= {"loss_type": "mine.py:gmpo", "loss_parameters": {"clip": 0.2}, "num_iterations": 2, "max_steps": 5}
-    settings |= {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.01, "save_steps": 2}
+    settings |= {"adaptive_entropy": {"target": 9.0, "delta": 0.01}, "save_steps": 2}
 
     def trainer(run: str, callbacks: Any = ()) -> GRPOTrainer:
         args = GRPOConfig(**(settings | {"output_dir": run}))

@@ -247,11 +247,14 @@ def test_vllm_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return settings(args, num_prompts=8, lora=True)
 
     plain = asked()
-    assert (plain.sampling.engine, plain.vllm.sleep_level, plain.vllm.gpu_memory_utilization) == ("vllm", 0, 0.3)
-    assert plain.algorithm.importance_sampling_correction == "sequence_mask"  # TRL's default
+    assert (plain.sampling.engine, plain.vllm.gpu_memory_utilization) == ("vllm", 0.3)
+    assert plain.vllm.llm_arguments == {"enable_sleep_mode": False, "tensor_parallel_size": 1}
+    assert plain.algorithm.correction.mode == "sequence_mask"  # TRL's default
     more = asked(vllm_enable_sleep_mode=True, vllm_max_model_len=512, vllm_model_impl="transformers")
-    assert (more.vllm.sleep_level, more.vllm.max_model_len) == (1, 512)
-    assert more.vllm.llm_arguments == {"model_impl": "transformers"}
+    assert more.vllm.llm_arguments == {
+        **{"enable_sleep_mode": True, "tensor_parallel_size": 1, "max_model_len": 512},
+        "model_impl": "transformers",
+    }
     plain = asked(vllm_importance_sampling_correction=False)
     correction = plain.algorithm.correction
     assert correction.cap == np.float32(correction.floor) == 1  # ratios begin at the learner's own, of weight 1
