@@ -142,7 +142,8 @@ class Estimator:
         return (
             f"algorithm.adv_estimator={self.name!r} and loss_type={objective.loss.name!r}: tokens of a completion get "
             "advantages of their own, and this loss, whose tokens share one ratio, would give all of them the mean; "
-            "set algorithm.loss_type to 'gspo_token' or 'grpo', or its importance_sampling_level to 'gspo_token'"
+            "set algorithm.loss_type to 'gspo_token' or 'grpo', or importance_sampling_level='gspo_token' in "
+            "algorithm.loss_parameters"
         )
 
     def checked(self, step: Outcomes) -> NDArray[np.float64]:

@@ -172,8 +172,8 @@ def gspo_token(
 def _not_by_token(name: str, level: str) -> None:
     if level == "token":
         raise ConfigError(
-            f"importance_sampling_level='token': loss_type {name!r} is defined by its sequence ratio; remove "
-            "algorithm.importance_sampling_level, or set algorithm.loss_type to 'grpo'"
+            f"importance_sampling_level='token': loss_type {name!r} is defined by its sequence ratio; leave "
+            "importance_sampling_level out of algorithm.loss_parameters, or set algorithm.loss_type to 'grpo'"
         )
 
 

@@ -22,7 +22,7 @@ def vllm_problems(config: Any) -> Iterator[str]:
     if config.sampling.engine != "vllm":
         return
     words, chosen, instead = "sampling.engine='vllm'", config.distributed, "or sampling.engine to covey"
-    servers = "for vLLM behind URLs set server.upload_adapters_to_server=true, server.inference_server_kind=vllm and"
+    servers = "for vLLM behind URLs set server.inference_server_url=URL, server.inference_server_kind=vllm and"
     if config.algorithm.keep_sampling_mask:
         yield (
             "algorithm.keep_sampling_mask=True: vLLM does not tell which tokens could be drawn; set it to false, "

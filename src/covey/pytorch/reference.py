@@ -61,7 +61,7 @@ class Reference:
             ConfigError: a value is out of range.
         """
         if update not in ("none", "copy", "ema"):
-            raise ConfigError(f"algorithm.reference_update={update!r}: is no rule; use none, copy or ema")
+            raise ConfigError(f"update={update!r}: is no rule for a reference; use none, copy or ema")
         if every < 1:
             raise ConfigError(f"algorithm.reference_update_steps={every}: must be 1 or more")
         if not 0.0 <= ema_decay < 1.0:

@@ -132,7 +132,7 @@ class RanksBackend:
         if not isinstance(engine, Engine):
             raise ConfigError(
                 f"sampling.engine={config.sampling.engine!r}: ranks that train together sample with Covey's engine; "
-                "set it to covey, or let vLLM sample behind a URL (server.upload_adapters_to_server)"
+                "set it to covey, or let vLLM sample behind a URL (server.inference_server_url)"
             )
         return (ShardedRankSampler if own is not policy else RankSampler)(engine, policy, self._ranks)
 
