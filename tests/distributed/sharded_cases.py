@@ -269,8 +269,10 @@ def fail_in_the_second_pack(learner: ShardedLearner) -> None:
 def fail_on(rank: str, ranks: Ranks, folder: Path) -> None:
     """All ranks: memory runs out on one of them, and all end."""
     leading = LeadingPolicy(build({}, {}), ranks)
-    kind = Failing if ranks.rank == int(rank) else ShardedLearner
-    learner = kind(leading.shard(), share=ShardedPacks(ranks), learning_rate=1e-3, tokens_per_micro_batch=48)
+    options: dict[str, Any] = {"learning_rate": 1e-3, "tokens_per_micro_batch": 48}
+    learner = ShardedLearner(leading.shard(), share=ShardedPacks(ranks), **options)
+    if ranks.rank == int(rank):
+        fail_in_the_second_pack(learner)
     if ranks.rank > 0:
         follow(ranks, learner, None, leading.own)
         return
