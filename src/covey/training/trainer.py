@@ -57,7 +57,6 @@ from covey.training.evaluate import (
     with_logged,
 )
 from covey.training.prefetch import PrefetchedSamples, Sampled, Samples
-from covey.training.recorder import Recorder
 from covey.training.schedule import ACCURACY_STEPS, Callbacks, Elapsed, ResolvedPhase, TrainerState, check_callbacks
 from covey.training.setup import best_metric, require_memory
 from covey.training.step import episode_credit, scorer, step_batch, step_update
@@ -68,6 +67,7 @@ from covey.types import Batch, Group, Progress, Prompt
 if TYPE_CHECKING:  # loaded where they are needed: most runs have no world, and many trainers are never trained
     from covey.environments.base import World
     from covey.tasks.base import Task
+    from covey.training.recorder import Recorder
 
 TRAINING_STREAM = 0
 """Second entry of every training request's random stream; see `evaluate.EVALUATION_STREAM`."""
