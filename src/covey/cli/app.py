@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,6 +75,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     accept_any_text(sys.stdout)
+    warnings.formatwarning = _warning_in_a_line
     # Waiting threads spin about 10 us, then sleep. Longer spins take the core from the thread that is waited for when
     # the machine has other work (8 times slower sampling); no spin costs a quarter of the speed on a quiet one.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -89,6 +91,14 @@ def main() -> None:
     except KeyboardInterrupt:
         err.print("covey: interrupted", style="red")
         sys.exit(130)
+
+
+def _warning_in_a_line(
+    message: Warning | str, category: type[Warning], file: str, line: int, text: str | None = None
+) -> str:
+    """Covey's own without the line of code that says it."""
+    own = Path(file).is_relative_to(Path(__file__).parents[1])
+    return f"covey: {message}\n" if own else f"{file}:{line}: {category.__name__}: {message}\n"
 
 
 def _let_segments_expand(environment: MutableMapping[str, str]) -> None:

@@ -246,4 +246,4 @@ def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None 
         result.problems.append(str(error))
     if result.problems:
         raise ConfigError("\n".join(result.problems))
-    return result.values | old_names.translate(moved, result.values, base or {}, result.written)
+    return result.values | old_names.translate(moved, result.values, base or {}, result.written, field_path)

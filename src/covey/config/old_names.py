@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -246,7 +247,15 @@ PUBLISHED = frozenset({"upload_adapters_to_server"})
 """Old names that a published recipe has: they stay good, and are read without a word."""
 
 
-def translate(given: Values, values: Values, known: Values, written: Mapping[str, str]) -> dict[str, Any]:
+def _in_toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_in_toml(each)}" for name, each in value.items()) + "}"
+    return json.dumps(value) if isinstance(value, str | bool) else repr(value)
+
+
+def translate(
+    given: Values, values: Values, known: Values, written: Mapping[str, str], path: Callable[[str], str] = str
+) -> dict[str, Any]:
     """Fields that old names stand for; they hold in place of what `values` says of the same fields.
 
     Args:
@@ -254,6 +263,7 @@ def translate(given: Values, values: Values, known: Values, written: Mapping[str
         values: fields that are given beside them.
         known: fields that hold where nothing is given, before these.
         written: old name -> how it was written, for the warning.
+        path: field -> what the warning calls it.
     """
     found: dict[str, Any] = {}
     by_hand = len(given) < len(OLD_NAMES) / 2  # most of them at once are a run folder's, which nobody writes again
@@ -264,7 +274,9 @@ def translate(given: Values, values: Values, known: Values, written: Mapping[str
             now = write({**old, **own}, {**known, **values, **found})
             changed = [name for name, value in own.items() if value != old[name]]
             if by_hand and any(name not in PUBLISHED for name in changed):
-                instead = ", ".join(f"{field} = {value!r}" for field, value in now.items() if value is not None)
+                instead = ", ".join(
+                    f"{path(field)} = {_in_toml(value)}" for field, value in now.items() if value is not None
+                )
                 what = ", ".join(written[name] for name in changed)
                 advice = (
                     f"an old name; write {instead}" if instead else "an old name, without effect here; leave it out"
