@@ -94,11 +94,11 @@ def main() -> None:
 
 
 def _warning_in_a_line(
-    message: Warning | str, category: type[Warning], file: str, line: int, text: str | None = None
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Covey's own without the line of code that says it."""
-    own = Path(file).is_relative_to(Path(__file__).parents[1])
-    return f"covey: {message}\n" if own else f"{file}:{line}: {category.__name__}: {message}\n"
+    own = Path(filename).is_relative_to(Path(__file__).parents[1])
+    return f"covey: {message}\n" if own else f"{filename}:{lineno}: {category.__name__}: {message}\n"
 
 
 def _let_segments_expand(environment: MutableMapping[str, str]) -> None:
