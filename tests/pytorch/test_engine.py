@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from engine_helpers import groups, plain_logits, plain_logprobs, prompts, with_lora
+from engine_helpers import generated, groups, plain_logits, plain_logprobs, prompts, with_lora
 from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 from covey.errors import ConfigError, GenerationError, ModelError
@@ -33,6 +33,13 @@ def test_greedy_is_the_plain_models_argmax(family: str) -> None:
         assert len(completion.token_ids) == 12
         assert plain_logits(model, request, completion).argmax(-1).tolist() == completion.token_ids.tolist()
     assert engine.runner == ("fast" if family in DENSE else "general")
+
+
+def test_greedy_equals_generate_with_a_head_of_its_own() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    (ids,) = prompts((9,))
+    (completion,) = Engine(model)([Request(ids)], GREEDY, policy_version=0)
+    assert completion.token_ids.tolist() == generated(model, ids, 12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

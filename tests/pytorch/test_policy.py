@@ -420,6 +420,7 @@ def assert_parity(family: str, policy: Policy) -> None:
     torch.testing.assert_close(scores.logp, expected, rtol=1e-4, atol=1e-4)
     grads = gradients(policy, (scores.logp * WEIGHTS).sum())
     assert len(grads) >= 14
+    assert grads.keys() == policy.state_dict().keys()
     assert_gradients(grads, expected_grads)
 
 
