@@ -188,6 +188,13 @@ def test_every_variant_equals_the_reference_in_loops(settings: dict[str, Any]) -
     assert float(metrics["mask_ratio"]) == pytest.approx(expected["mask_ratio"])
 
 
+def test_a_recipes_names_will_do() -> None:
+    ours, theirs = GRPOConfig(kl_coeff=0.3, num_samples_per_prompt=3), GRPOConfig(beta=0.3, num_generations=3)
+    assert ours == theirs
+    assert (ours.kl_coeff, ours.num_samples_per_prompt) == (0.3, 3)
+    assert ours != GRPOConfig()
+
+
 def test_rows_per_pass_changes_memory_only() -> None:
     settings = {"loss_type": "grpo", "adv_estimator": "grpo", "kl_estimator": "exact", "entropy_coef": 0.1}
     whole, state = make_trainer(**settings)
