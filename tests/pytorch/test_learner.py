@@ -31,7 +31,13 @@ def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> 
     return {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("loss_type", sorted(LOSSES))
+@pytest.mark.parametrize(
+    "loss_type",
+    [
+        pytest.param(name, marks=() if name in ("dapo", "gspo", "kl_cov") else pytest.mark.slow)
+        for name in sorted(LOSSES)
+    ],
+)
 @pytest.mark.parametrize("agents", [False, True], ids=["one turn", "agents"])
 def test_split_into_micro_batches_leaves_the_gradient(loss_type: str, agents: bool) -> None:
     batch = make_batch(agents=agents)

@@ -261,7 +261,7 @@ def test_compiled_for_this_processor() -> None:
 # ---------------------------------------------------------------------- the probe
 
 CASE = Case(torch.device("cpu"), torch.float32, 4, 2, 16, 16, Rule(0.25, 70))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow))
 
 
 @pytest.fixture
@@ -273,7 +273,11 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))],
+    ids=str,
+)
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
 def test_right_kernels_are_taken_in_each_precision(
