@@ -33,7 +33,7 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
 
     Options and their defaults: loss_type="grpo", level=None, epsilon, epsilon_high, delta, epsilon_max=5, beta=0,
     kl_estimator="k3", entropy_coef=0, off_policy=None, drift=None, drift_reduction="per_token_mean", quantile=1,
-    correction=None, cap=3, max_length=1, kl_cov_ratio, clip_cov_ratio, clip_cov_lb, clip_cov_ub.
+    correction=None, cap=3, floor=0 (with masks), max_length=1, kl_cov_ratio, clip_cov_ratio, clip_cov_lb, clip_cov_ub.
     """
     get = options.get
     loss_type = get("loss_type", "grpo")
@@ -72,7 +72,7 @@ def reference_loss(sequences: Sequence[Completed], **options: Any) -> tuple[Tens
             if get("correction").startswith("sequence"):
                 differences = [sum(differences)] * length
             factors = [math.exp(d) for d in differences]
-            over = [f > get("cap", 3.0) for f in factors]
+            over = [f > get("cap", 3.0) or f < get("floor", 0.0) for f in factors]
             instead = get("cap", 3.0) if get("correction").endswith("truncate") else 0.0
             factors = [instead if beyond else f for f, beyond in zip(factors, over, strict=True)]
             old = s.trainer_old

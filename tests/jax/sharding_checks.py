@@ -70,6 +70,11 @@ def placement(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
+def shard_shapes(variables: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree.leaves_with_path(variables)
+    return {jax.tree_util.keystr(path[1:]): x.sharding.shard_shape(x.shape) for path, x in leaves}
+
+
 def check_numbers(folder: Path, meshes: list[str]) -> Any:
     """Two steps on a record: the same tokens, losses, moments (so gradients) and parameters on each mesh.
 
@@ -103,11 +108,30 @@ def check_numbers(folder: Path, meshes: list[str]) -> Any:
         if name == "data 8":
             other = trainer, begin, record
         if name == "data 2, tensor 4":
+            check_kernels(begin)
             check_compiled_sampling(trainer, begin, one, metrics)
             check_resume(folder, trainer, begin, one, two, record)
             if "data 8" in meshes:
                 check_resume_elsewhere(folder, *other, two)
     return {name: value for name, value in record.items() if name != "constants"}
+
+
+def check_kernels(state: TrainState) -> None:
+    """Quarters; heads are of width 4."""
+    shapes = shard_shapes(state.params)
+    attention, mlp = "['layer_0_attention']", "['layer_0_mlp']"
+    wanted = {
+        "['embedding']": (4, 16),
+        "['head']": (16, 4),
+        f"{attention}['q_proj']['kernel']": (16, 8),
+        f"{attention}['q_proj']['bias']": (8,),
+        f"{attention}['k_proj']['kernel']": (16, 4),
+        f"{attention}['o_proj']['kernel']": (8, 16),
+        f"{attention}['o_proj']['bias']": (16,),
+        f"{mlp}['up_proj']['kernel']": (16, 6),
+        f"{mlp}['down_proj']['kernel']": (6, 16),
+    }
+    assert {name: shapes[name] for name in wanted} == wanted
 
 
 def check_compiled_sampling(trainer: GRPOTrainer, begin: TrainState, one: TrainState, metrics: Any) -> None:
@@ -155,6 +179,12 @@ def check_lora(record: Any) -> None:
         after, metrics = trainer.train_step(state, numbers(record))
         found.append(numbers((metrics["loss"], after.params, after.opt_state)))
     assert_close(*found)
+    shapes, attention = shard_shapes(after.params), "['layer_0_attention']"
+    assert shapes[f"{attention}['q_proj']['a']"] == (16, 2)
+    assert shapes[f"{attention}['q_proj']['b']"] == (2, 8)
+    assert shapes[f"{attention}['o_proj']['a']"] == (8, 2)
+    assert shapes[f"{attention}['o_proj']['b']"] == (2, 16)
+    assert shard_shapes(trainer.frozen_params)[f"{attention}['q_proj']['kernel']"] == (16, 8)
     for placed in (after.params, trainer.frozen_params):
         assert placement(placed) == variables_sharding(placed, trainer.mesh, trainer.policy_model)
 

@@ -24,9 +24,9 @@ TOKENS = np.random.default_rng(0).integers(0, 97, (3, 11))
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_log_probabilities_and_gradients_equal_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
     """Of the embedding, in which PyTorch leaves the row of the padding token alone where it is read."""
-    small = tiny_model(family, num_layers=2 if tied else 1)
-    changes = {"pad_token_id": 5, "tie_word_embeddings": tied}
-    theirs = type(small)(type(small).config_class(**(small.config.to_dict() | changes))).eval()
+    small = tiny_model(family, tie_word_embeddings=tied, num_layers=2 if tied else 1)
+    theirs = type(small)(type(small).config_class(**(small.config.to_dict() | {"pad_token_id": 5}))).eval()
+    theirs.load_state_dict(small.state_dict())  # larger than transformers' own at the beginning, biases too
     theirs.save_pretrained(tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     config, params = load_hf(tmp_path)
@@ -87,6 +87,19 @@ def test_cache_and_columns_change_nothing(window: int | None) -> None:
         position = position + 1
 
 
+def test_lora_is_a_collection_that_can_be_left_out() -> None:
+    config = ModelConfig(31, 16, 24, 1, 2, 1, lora_rank=2)
+    model = Transformer(config)
+    tokens = jnp.arange(6)[None]
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
+    apply = jax.jit(model.apply)
+    assert {leaf.shape[-1] for leaf in jax.tree.leaves(variables["lora"]["layer_0_mlp"]["up_proj"])} == {2, 24}
+    plain = apply({"params": variables["params"]}, tokens)
+    np.testing.assert_array_equal(apply(variables, tokens), plain)  # B = 0
+    moved = {**variables, "lora": jax.tree.map(lambda x: x + 0.1, variables["lora"])}
+    assert float(jnp.abs(apply(moved, tokens) - plain).max()) > 1e-3
+
+
 def test_sums_of_narrow_factors_stay_wide() -> None:
     rng = np.random.default_rng(0)
     x, y = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((2, 5, 300), (2, 300, 7)))
@@ -105,6 +118,14 @@ def test_sums_of_narrow_factors_stay_wide() -> None:
     ):
         assert gradient.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, atol=0.02 * abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_wide_factors_are_multiplied_as_ever(dtype: Any) -> None:
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), dtype)
+        assert wide_product(x, x).dtype == dtype
+        np.testing.assert_array_equal(wide_product(x, x), x @ x)
 
 
 def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:

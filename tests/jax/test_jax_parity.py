@@ -21,6 +21,7 @@ from covey.pytorch.policy import Policy
 from covey.types import Batch
 
 LAYERS = {"self_attn": "attention", "mlp": "mlp"}
+KL = ("exact_weighted", "k1", "k3+", "k3_unbiased")
 NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
 
 
@@ -60,8 +61,13 @@ def as_tree(gradients: dict[str, Any]) -> dict[str, Any]:
     [
         (True, {"loss_type": "dapo", "kl_estimator": "k3", "kl_coeff": 0.1, "entropy_coef": 0.01}),
         (False, {"loss_type": "grpo", "kl_coeff": 0.0}),
+        *((True, {"loss_type": "dapo", "kl_estimator": kind, "kl_coeff": 0.1}) for kind in KL[:1]),
+        *(
+            pytest.param(True, {"loss_type": "dapo", "kl_estimator": kind, "kl_coeff": 0.1}, marks=pytest.mark.slow)
+            for kind in KL[1:]
+        ),
     ],
-    ids=["lora", "all weights"],
+    ids=["lora", "all weights", *KL],
 )
 def test_loss_and_gradients_equal_those_of_pytorch(lora: bool, settings: dict[str, Any], tmp_path: Path) -> None:
     if lora:
@@ -132,7 +138,7 @@ def test_bfloat16_is_as_exact_as_the_plain_model_s(tmp_path: Path) -> None:
     truth = torch_scores(make_learner().policy, torch.float32)
     theirs = torch_scores(make_learner().policy, torch.bfloat16)
     tiny_model("llama").save_pretrained(tmp_path)
-    config, params = load_hf(tmp_path, dtype=jnp.bfloat16, lora_rank=4, lora_alpha=32)
+    config, params = load_hf(tmp_path, dtype="bfloat16", lora_rank=4, lora_alpha=32)
     record = as_record(batch)
     how = {name: record[name] for name in ("tokens", "lengths", "responses")} | {"config": GRPOConfig()}
     found = jax.jit(lambda variables: score(Transformer(config), variables, **how).logp)({**params, "lora": lora})

@@ -41,6 +41,13 @@ def test_tokens_are_drawn_from_the_policy(temperature: float) -> None:
     assert stats.chisquare(np.bincount(second, minlength=VOCAB), 4000 * probabilities[3] @ probabilities).pvalue > 0.01
 
 
+def test_recorded_log_probabilities_are_those_of_a_plain_forward() -> None:
+    trainer, state = make_trainer(temperature=0.8)
+    record = trainer.rollout(state.params, {"prompts": PROMPTS})
+    expected = table_logp(state.params["params"]["table"] / 0.8, record)
+    np.testing.assert_allclose(record["old_logprobs"], expected, atol=1e-5)
+
+
 def test_a_cache_changes_nothing() -> None:
     """Token by token with a cache, and whole rows without one: the same responses and log-probabilities."""
     model = small_transformer()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from jax_cases import PROMPTS, make_trainer, small_transformer
 
 from covey.errors import CheckpointError, ConfigError
@@ -128,6 +129,27 @@ def test_checkpoint_errors(tmp_path: Path) -> None:
     other, wrong = make_trainer(optimizer=optax.sgd(0.1))
     with pytest.raises(CheckpointError, match="cannot be restored"):
         other.load_checkpoint(tmp_path, wrong)
+
+
+def test_steps_of_the_optimiser_are_those_of_pytorch() -> None:
+    """AdamW behind a clipped gradient, with weight decay and a rate that rises."""
+    rng = np.random.default_rng(0)
+    ours: Any = {"a": jnp.asarray(rng.normal(size=(3, 2)), jnp.float32), "b": jnp.asarray([2.0, -1.0])}
+    theirs = {name: torch.nn.Parameter(torch.tensor(np.asarray(x))) for name, x in ours.items()}
+    optimizer = make_optimizer(0.1, warmup_steps=2, weight_decay=0.3, max_grad_norm=0.5, betas=(0.8, 0.9))
+    adamw = torch.optim.AdamW(theirs.values(), lr=0.1, weight_decay=0.3, betas=(0.8, 0.9))
+    state = optimizer.init(ours)
+    for rate, size in ((0.0, 1.0), (0.05, 0.01), (0.1, 3.0)):  # the second is not clipped
+        gradient = {name: size * rng.normal(size=x.shape).astype(np.float32) for name, x in ours.items()}
+        updates, state = optimizer.update(jax.tree.map(jnp.asarray, gradient), state, ours)
+        ours = optax.apply_updates(ours, updates)
+        for name, parameter in theirs.items():
+            parameter.grad = torch.from_numpy(gradient[name])
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        adamw.param_groups[0]["lr"] = rate
+        adamw.step()
+    for name, parameter in theirs.items():
+        np.testing.assert_allclose(ours[name], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_schedules() -> None:

@@ -7,8 +7,8 @@ import logging
 import numpy as np
 import pytest
 import torch
-from engine_helpers import groups, plain_logits, plain_logprobs, prompts, with_lora
-from tiny_models import FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from engine_helpers import generated, groups, plain_logits, plain_logprobs, prompts, with_lora
+from tiny_models import DENSE, FAMILIES, VOCAB_SIZE, tiny_model, tiny_tokenizer
 
 from covey.errors import ConfigError, GenerationError, ModelError
 from covey.pytorch.engine import Engine
@@ -20,6 +20,53 @@ GREEDY = SamplingSettings(temperature=0.0, max_tokens=12)
 
 def texts(completions: list[Completion]) -> list[list[int]]:
     return [c.token_ids.tolist() for c in completions]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_the_plain_models_argmax(family: str) -> None:
+    model = tiny_model(family)
+    engine = Engine(model)
+    requests = groups(2)
+    completions = engine(requests, GREEDY, policy_version=0)
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.finish_reason == "length"
+        assert len(completion.token_ids) == 12
+        assert plain_logits(model, request, completion).argmax(-1).tolist() == completion.token_ids.tolist()
+    assert engine.runner == ("fast" if family in DENSE else "general")
+
+
+def test_greedy_equals_generate_with_a_head_of_its_own() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    (ids,) = prompts((9,))
+    (completion,) = Engine(model)([Request(ids)], GREEDY, policy_version=0)
+    assert completion.token_ids.tolist() == generated(model, ids, 12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_logprobs_are_the_plain_models(family: str) -> None:
+    model = tiny_model(family)
+    requests = groups(3)
+    for temperature in (1.0, 0.6):
+        settings = SamplingSettings(temperature=temperature, max_tokens=10, eos_token_ids=(2, 9))
+        for request, completion in zip(requests, Engine(model)(requests, settings, policy_version=0), strict=True):
+            expected = plain_logprobs(model, request, completion, temperature)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapter_is_merged_into_the_copy_only(family: str) -> None:
+    model = with_lora(family)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    requests = groups(2)
+    engine = Engine(model)
+    settings = SamplingSettings(max_tokens=8)
+    completions = engine(requests, settings, policy_version=0)
+    for request, completion in zip(requests, completions, strict=True):
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=1e-4)
+        with model.disable_adapter():
+            without = plain_logprobs(model, request, completion)
+        assert np.abs(completion.logprobs - without).max() > 1e-2
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
 def test_sync_takes_new_adapter_weights_and_their_version() -> None:
@@ -44,6 +91,23 @@ def test_sync_takes_new_adapter_weights_and_their_version() -> None:
     for request, completion in zip(requests, second, strict=True):
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=1e-4)
     assert all(torch.equal(snapshot[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_full_fine_tuning_copies_the_weights(family: str) -> None:
+    model = tiny_model(family)
+    engine = Engine(model)
+    (request,) = groups(1, (5,))
+    (before,) = engine([request], GREEDY, policy_version=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter, generator=None))
+    (still,) = engine([request], GREEDY, policy_version=0)
+    assert texts([still]) == texts([before])
+    np.testing.assert_array_equal(still.logprobs, before.logprobs)
+    engine.publish(weights_of(model, 1))
+    (after,) = engine([request], GREEDY, policy_version=1)
+    np.testing.assert_allclose(after.logprobs, plain_logprobs(model, request, after), atol=1e-4)
 
 
 def test_an_interrupted_sync_is_never_sampled_from() -> None:
@@ -274,6 +338,15 @@ def test_the_models_training_mode_is_left_alone() -> None:
     modes = [m.training for m in model.modules()]
     Engine(model)
     assert [m.training for m in model.modules()] == modes
+
+
+def test_bfloat16_copy_of_a_float32_model() -> None:
+    model = tiny_model("llama")
+    requests = groups(2)
+    completions = Engine(model, dtype=torch.bfloat16)(requests, SamplingSettings(max_tokens=8), policy_version=0)
+    for request, completion in zip(requests, completions, strict=True):
+        difference = np.abs(completion.logprobs - plain_logprobs(model, request, completion))
+        assert 1e-5 < difference.max() < 0.5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ import torch
 from learner_cases import make_batch, make_learner
 from tiny_models import tiny_model, tiny_tokenizer
 
-from covey.algorithms import compute_unbiased_kl, make_objective
+from covey.algorithms import LOSSES, compute_unbiased_kl, make_objective
 from covey.pytorch.learner import Learner
 from covey.pytorch.policy import Policy
 from covey.rollout.learning import Correction, rows_with_gradient
@@ -29,6 +29,23 @@ def gradient(learner: Learner, batch: Batch, loss_type: str, **options: Any) -> 
         selected = objective.select(logp, batch.old_logprobs, batch.advantages, batch.mask)
     learner.forward_backward(batch, rows, objective, reference=reference, selected=selected, **settings)
     return {name: p.grad.clone() for name, p in learner.policy.named_trainable_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "loss_type",
+    [
+        pytest.param(name, marks=() if name in ("dapo", "gspo", "kl_cov") else pytest.mark.slow)
+        for name in sorted(LOSSES)
+    ],
+)
+@pytest.mark.parametrize("agents", [False, True], ids=["one turn", "agents"])
+def test_split_into_micro_batches_leaves_the_gradient(loss_type: str, agents: bool) -> None:
+    batch = make_batch(agents=agents)
+    whole = gradient(make_learner(tokens_per_micro_batch=10_000), batch, loss_type, beta=0.1)
+    split = gradient(make_learner(tokens_per_micro_batch=16), batch, loss_type, beta=0.1)
+    assert whole
+    for name in whole:
+        torch.testing.assert_close(whole[name], split[name], rtol=2e-4, atol=1e-6)
 
 
 def test_gradient_matches_the_formula_on_the_plain_model() -> None:

@@ -7,21 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import huggingface_hub.constants
+import numpy as np
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from tiny_models import CHATML, END, END_ID, PAD_ID, tiny_model, tiny_tokenizer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from covey.errors import ModelError
 from covey.pytorch.models.loading import load_model
 from covey.pytorch.models.lora import attach_lora, save_adapter
 from covey.pytorch.models.saving import _SPLITS, write_gguf
-
-pytest.importorskip("gguf")
 
 TOKENS = torch.arange(4, 12)[None]
 
@@ -36,9 +36,64 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, tokenizer = tmp_path_factory.mktemp("gguf") / "tiny.gguf", byte_tokenizer()
-    write_gguf(load_model(tiny_model("llama", vocab_size=len(tokenizer)), tokenizer), path, "float32", "tiny")
+    """The tiny Llama as llama.cpp would write it, with a byte-level tokenizer."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_as_llama_cpp(tiny_model("llama", vocab_size=260), path)
     return path
+
+
+def write_as_llama_cpp(model: PreTrainedModel, path: Path) -> None:
+    config: Any = model.config
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    letters = [chr(code) for code in range(33, 127)] + [chr(0x100 + n) for n in range(161)] + ["ab"]
+    tokens = ["<unk>", "<s>", END, "<pad>", *letters]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3, 3] + [1] * len(letters))
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    names = {
+        "model.embed_tokens.": "token_embd.",
+        "model.norm.": "output_norm.",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "post_attention_layernorm": "ffn_norm",
+        "input_layernorm": "attn_norm",
+        "model.layers.": "blk.",
+    }
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight":  # tied
+            continue
+        array = value.numpy()
+        if "q_proj" in key or "k_proj" in key:  # llama.cpp interleaves the two halves of each rotary head
+            heads = config.num_attention_heads if "q_proj" in key else config.num_key_value_heads
+            halves = array.reshape(heads, 2, array.shape[0] // heads // 2, array.shape[1])
+            array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+        for old, new in names.items():
+            key = key.replace(old, new)
+        writer.add_tensor(key, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def logits(model: nn.Module) -> Tensor:
@@ -60,7 +115,7 @@ def test_a_gguf_file_becomes_a_model_that_can_be_trained_and_saved(
 ) -> None:
     loaded = load_model(gguf_file, device="cpu")
     assert capfd.readouterr() == ("", "")  # no progress bars
-    expected = logits(tiny_model("llama", vocab_size=len(loaded.tokenizer)))
+    expected = logits(tiny_model("llama", vocab_size=260))
     torch.testing.assert_close(logits(loaded.model), expected, rtol=1e-4, atol=1e-4)
     model: Any = loaded.model
     assert model.dtype == torch.float32

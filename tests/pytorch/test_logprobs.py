@@ -145,6 +145,32 @@ def test_values_and_gradients_are_the_textbook_ones(case: str, trainable: str, k
         torch.testing.assert_close(mine_grad, their_grad, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("head_is_trained", [False, True])
+def test_finite_differences(head_is_trained: bool) -> None:
+    hidden, targets, weight, bias = make(bias=True)
+    assert bias is not None
+    reference = reference_of(Head(weight, bias, 0.5, 4.0), "exact_weighted")
+
+    def scores(*tensors: Tensor) -> tuple[Tensor, ...]:
+        h, w, b = tensors if head_is_trained else (tensors[0], weight, bias)
+        out = score_tokens(
+            h,
+            targets,
+            Head(w, b, 0.5, 4.0),
+            temperature=0.9,
+            entropy=True,
+            entropy_grad=True,
+            reference=reference,
+            chunk_rows=4,
+        )
+        assert out.entropy is not None
+        assert out.exact_kl is not None
+        return out.logp, out.entropy, out.exact_kl
+
+    inputs = (hidden, weight.requires_grad_(), bias.requires_grad_()) if head_is_trained else (hidden,)
+    assert torch.autograd.gradcheck(scores, inputs)
+
+
 def test_a_uniform_distribution_by_hand() -> None:
     """Zero hidden states: probability 1/V, entropy log V, divergence 0 from itself."""
     zeros, head = torch.zeros(2, D), Head(torch.randn(V, D))

@@ -24,7 +24,7 @@ from covey.pytorch.attention.probe import find_obstacle
 from covey.pytorch.attention.tree_attention import NAME_PREFIX
 from covey.pytorch.engine import Engine
 from covey.rollout.packing import Pack, pack_episodes
-from covey.types import Episode, Request, SamplingSettings
+from covey.types import Episode, Request, SamplingSettings, Support
 
 TEMPERATURE = 0.8
 
@@ -141,6 +141,34 @@ def test_gradient_checkpointing_leaves_generation_alone() -> None:
     assert policy.score(PACK).logp.requires_grad
 
 
+def test_packs_do_not_show() -> None:
+    """The same scores whether a row is packed alone, with others, or its group is split over packs."""
+    policy = policy_of()
+    expected = np.full((len(EPISODES), 12), np.nan)
+    with torch.no_grad():
+        PACK.put(policy.score(PACK).logp.numpy()[PACK.pair], expected)
+        for budget in (1, 15, 40):
+            found = np.full_like(expected, np.nan)
+            packs = pack_episodes(EPISODES, tokens_per_pack=budget)
+            assert len(packs) > 1
+            for pack in packs:
+                pack.put(policy.score(pack).logp.numpy()[pack.pair], found)
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_half_precision_stays_close() -> None:
+    policy = Policy.load(tiny_model("llama").bfloat16(), tiny_tokenizer(), lora_r=4)
+    assert policy.prefix_sharing_obstacle is None
+    fill(policy, 1)
+    with torch.no_grad():
+        exact = policy_of().score(PACK).logp
+        mine = (policy.score(PACK).logp - exact).abs().mean()
+        plain = (plain_scores(policy, temperature=1.0)[0] - exact).abs().mean()
+    assert mine < 1.5 * plain  # rounding to bfloat16 costs the plain model as much
+    policy.score(PACK).logp.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in policy.trainable_parameters())
+
+
 @pytest.mark.parametrize("use_peft", [True, False], ids=["lora", "full"])
 def test_the_reference_is_the_starting_policy(use_peft: bool) -> None:
     policy = policy_of(use_peft=use_peft, filled=False)
@@ -195,6 +223,15 @@ def test_lora_on_the_head_is_served_through_the_module() -> None:
     kl = policy.score(PACK, exact_kl="exact").exact_kl
     assert kl is not None
     assert kl.mean() > 0.1
+
+
+def test_support_renormalises() -> None:
+    policy = policy_of()
+    only = Support(PACK.targets, np.arange(len(PACK.targets) + 1))
+    assert policy.score(PACK, supports=only).logp.abs().max() < 1e-5
+    count = len(PACK.targets)
+    everything = Support(np.tile(np.arange(VOCAB_SIZE), count), np.arange(count + 1) * VOCAB_SIZE)
+    torch.testing.assert_close(policy.score(PACK, supports=everything).logp, policy.score(PACK).logp)
 
 
 class ForgetfulAttention(LlamaAttention):
@@ -383,6 +420,7 @@ def assert_parity(family: str, policy: Policy) -> None:
     torch.testing.assert_close(scores.logp, expected, rtol=1e-4, atol=1e-4)
     grads = gradients(policy, (scores.logp * WEIGHTS).sum())
     assert len(grads) >= 14
+    assert grads.keys() == policy.state_dict().keys()
     assert_gradients(grads, expected_grads)
 
 

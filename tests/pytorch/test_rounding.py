@@ -19,6 +19,7 @@ from covey.pytorch.engine import engine as engine_module
 from covey.pytorch.models import form
 from covey.pytorch.models.form import LayerForm
 from covey.pytorch.rounding import computing_in, unexplained
+from covey.types import Request, SamplingSettings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SLOW = pytest.mark.slow
@@ -280,3 +281,10 @@ def test_a_model_that_overflows_is_told_so() -> None:
     with pytest.raises(ModelError, match="not finite in the precision"):
         choose.choose_runner(model, torch.float16, CPU)
     assert Engine(model, dtype=torch.bfloat16).runner == "fast"
+
+
+def test_sampling_in_bfloat16_goes_on_where_the_mean_mismatch_is_that_of_rounding() -> None:
+    engine = Engine(tiny_model("llama"), dtype=torch.bfloat16)
+    requests = [Request(np.arange(4, 12), (0, i)) for i in range(4)]
+    completions = engine(requests, SamplingSettings(max_tokens=8), policy_version=0)
+    assert all(np.isfinite(c.logprobs).all() for c in completions)

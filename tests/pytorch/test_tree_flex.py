@@ -187,7 +187,9 @@ def find(branches: list[Branch], leaves: list[torch.Tensor], grad: torch.Tensor,
     return [out, *tree_flex.differentiate(layout, grad, q, k, v, past, rule)]
 
 
-@pytest.mark.parametrize(("shape", "softcap"), [((4, 2, 3, 5), 1.5), ((3, 1, 8, 8), None)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "softcap"), [((4, 2, 3, 5), 1.5), ((3, 1, 8, 8), None), ((2, 2, 5, 4), None)], ids=str
+)
 def test_it_gives_the_same_and_is_compiled_once_for_all_packs(
     shape: tuple[int, int, int, int], softcap: float | None, compilations: list[Any]
 ) -> None:
@@ -259,7 +261,7 @@ def test_compiled_for_this_processor() -> None:
 # ---------------------------------------------------------------------- the probe
 
 CASE = Case(torch.device("cpu"), torch.float32, 4, 2, 16, 16, Rule(0.25, 70))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow))
 
 
 @pytest.fixture
@@ -271,10 +273,17 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rule", [Rule(0.25), Rule(0.25, 70, 2.0), Rule(0.25, None, 50.0)], ids=str)
-def test_right_kernels_are_taken_in_each_precision(dtype: torch.dtype, rule: Rule, traced: None) -> None:
-    assert obstacle(tree_flex.FLEX, CASE._replace(dtype=dtype, rule=rule)) == ""
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(d, marks=pytest.mark.slow) for d in (torch.float32, torch.float16))],
+    ids=str,
+)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+def test_right_kernels_are_taken_in_each_precision(
+    dtype: torch.dtype, window: int | None, softcap: float | None, traced: None
+) -> None:
+    assert obstacle(tree_flex.FLEX, CASE._replace(dtype=dtype, rule=Rule(0.25, window, softcap))) == ""
 
 
 Change = Callable[[Any], Any]
