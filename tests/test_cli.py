@@ -159,6 +159,7 @@ def test_segments_expand_unless_somebody_has_set_the_allocator_up(
     assert len({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()) == 1
 
 
+@pytest.mark.slow
 def test_pytorch_reads_the_variable_and_a_sleeping_vllm_switches_it_off() -> None:
     code = (
         "import sys; sys.argv = ['covey', '--version']\n"

@@ -158,6 +158,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **named, "PATH": path, "FAKES": str(tmp_path), "PYTHON": sys.executable}
 
 
+@pytest.mark.slow
 def test_the_slurm_script_trains_and_goes_on(slurm: dict[str, str], recipe_folder: Path, tmp_path: Path) -> None:
     arguments = [recipe_folder / "recipe.toml", f"run.output_dir={tmp_path / 'run'}", "schedule.max_steps=2"]
     for _ in range(2):  # a job that is requeued is the same command again

@@ -60,6 +60,7 @@ def kill_in_unit(monkeypatch: pytest.MonkeyPatch, doomed: ServerProcess, at: int
     monkeypatch.setattr(RemoteMember, "begin", stopping)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_costs_a_unit(
     by_units: dict[str, Any], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,7 +157,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 def test_bad_settings_are_named() -> None:
     model = build(True)
-    with pytest.raises(ConfigError, match="reference_update='sometimes'"):
+    with pytest.raises(ConfigError, match="update='sometimes'"):
         Reference(model, update="sometimes")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="reference_update_steps=0"):
         Reference(model, every=0)
