@@ -94,7 +94,7 @@ lint: $(VENV)/.dev
 # The wheel in an environment without the working tree: what an outsider installs starts, explains itself, and trains.
 WHEEL := build/wheel
 wheel: $(VENV)/.dev
-	rm -rf $(WHEEL) && $(BIN)/python -m build --quiet --wheel --outdir $(WHEEL)
+	rm -rf $(WHEEL) build/lib && $(BIN)/python -m build --quiet --wheel --outdir $(WHEEL)
 	$(PYTHON) -m venv $(WHEEL)/venv
 	$(WHEEL)/venv/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH) \
 		|| $(WHEEL)/venv/bin/python -m pip install $(TORCH) --index-url https://download.pytorch.org/whl/cpu
