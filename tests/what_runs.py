@@ -30,7 +30,7 @@ SEAMS = (
     "pyproject.toml",
     "constraints.txt",
 )
-BUDGETS: dict[str, int] = defaultdict(lambda: 120)
+BUDGETS: dict[str, int] = defaultdict(lambda: 120, {"training": 180, "pytorch": 150})
 """Room -> core-seconds of its tests in `make test`, on two quiet cores."""
 
 
