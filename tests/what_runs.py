@@ -59,6 +59,8 @@ def changed_rooms(since: str | None) -> list[str]:
     if changed is None or set(changed) & set(SEAMS):
         return rooms
     touched = {room_of(path) for path in changed}
+    if "watch" in touched:
+        touched |= {"browser", "observe"}  # where its tests are
     if any(path.startswith(("src/covey/", "benchmarks/")) for path in changed):
         touched.add(".")
     return [room for room in rooms if room in touched]
