@@ -8,8 +8,8 @@
 
     python tests/what_runs.py [BASE]      # prints the folders whose slow tests are to run
 
-BASE is a commit; left out, the last one of `origin/main`, else of two days ago. Where there is none, every room has
-changed.
+BASE is a commit; left out, where `origin/main` was left, else the last commit of two days ago. Where there is none,
+every room has changed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ def git(*arguments: str) -> list[str]:
 
 
 def base() -> str | None:
-    found = git("merge-base", "HEAD", "origin/main") or git("rev-list", "-1", "--before=2 days ago", "HEAD")
-    return found[0] if found else None
+    """What a change began with; a clone whose main is this commit says nothing of that."""
+    head = git("rev-parse", "HEAD")
+    for found in (git("merge-base", "HEAD", "origin/main"), git("rev-list", "-1", "--before=2 days ago", "HEAD")):
+        if found and found != head:
+            return found[0]
+    return None
 
 
 def room_of(path: str) -> str:
