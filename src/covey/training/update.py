@@ -64,57 +64,79 @@ class Pass:
 
 
 class _Views:
-    """What masks, and the loss's choice of tokens, look at: the policy's log-probabilities on the whole batch."""
+    """What masks, and the loss's choice of tokens, look at: the policy's log-probabilities on the whole batch.
+
+    Attributes:
+        rows: of the batch that are scored.
+        old: `[N, T]` the policy's log-probabilities before the first optimiser step; None until something tells them.
+        masked: the batch as a pass trains on it, with advantages of 0 where a mask takes the surrogate.
+        selected: `[N, T]` tokens that the loss chooses; None = it does not choose.
+    """
 
     def __init__(
         self, learner: Learner, batch: Batch, algorithm: AlgorithmConfig, temperature: float, *, on_policy: bool
     ) -> None:
-        self.batch, self.algorithm, self.objective = batch, algorithm, algorithm.objective()
+        self.batch = self.masked = batch
+        self.algorithm, self.objective = algorithm, algorithm.objective()
+        self.selected: BoolArray | None = None
+        self.old: FloatNT | None = None
+        self.reference: FloatNT | None = None
         drift = algorithm.reference_drift
-        self.needed = masks_by_policy(algorithm) or self.objective.loss.select is not None
+        self._ask = masks_by_policy(algorithm) or self.objective.loss.select is not None
         self._entropies = algorithm.masks_by_entropy or self.objective.loss.entropy
         # Below 1e-3 nats rounding could decide on which side a policy is that has not left the reference.
         near = drift is not None and abs(drift[0]) < 1e-3
-        self.are_samplers = on_policy and self.needed and not self._entropies and not near
+        self._are_samplers = on_policy and self._ask and not self._entropies and not near
         self.rows = rows_with_gradient(batch, self.objective)
-        if self.needed and len(self.rows):
+        if self._ask and len(self.rows):
             # What looks at the policy is taken over all rows of the step, tied groups too.
             self.rows = np.union1d(self.rows, np.flatnonzero(batch.mask.any(axis=1)))
         self._score = partial(learner.scores, batch, self.rows, temperature=temperature)
-        self.reference: FloatNT | None = None
+        self._now: tuple[FloatNT | None, FloatNT | None] = (None, None)
 
     def score_reference(self) -> None:
         """Under the reference, where anything asks for it."""
         if self.objective.estimates_kl or self.algorithm.reference_drift is not None:
             self.reference, _ = self._score(reference=True)
 
-    def old_logprobs(self, parts: int) -> tuple[FloatNT | None, FloatNT | None]:
-        """The policy's own before the first optimiser step, and entropies; None where the first pass itself will tell.
+    def score_old(self, parts: int) -> dict[str, float]:
+        """The policy before the first of `parts` optimiser steps, where the first pass itself will not tell; metrics.
 
         Of all rows: one that is masked in the first pass may take part later.
         """
-        if self.are_samplers:
-            return self.batch.old_logprobs, None
-        if self.needed or (self.algorithm.correction is not None and parts > 1):
-            return self.now()
-        return None, None
+        if self._are_samplers:
+            self._now = self.batch.old_logprobs, None
+        elif self._ask or (self.algorithm.correction is not None and parts > 1):
+            self._now = self._score(entropy=self._ask and self._entropies)
+        self.old = self._now[0]
+        if self.old is None or self._are_samplers or not self._ask:
+            return {}
+        return _mismatch_metrics(self.batch, self.old, self.batch.mask, self.algorithm)
 
-    def now(self) -> tuple[FloatNT, FloatNT | None]:
-        """The policy's own as it is now, and entropies."""
-        return self._score(entropy=self.needed and self._entropies)
-
-    def masks(self, current: FloatNT, entropy: FloatNT | None, old: FloatNT | None) -> tuple[Batch, BoolArray | None]:
-        """The batch as a pass trains on it, with advantages of 0 where a mask takes the surrogate; and the tokens that
-        the loss chooses.
-        """
+    def mask(self, *, first: bool) -> None:
+        """Choose the tokens of the next round of passes by the policy as it is now."""
+        if not self._ask:
+            return
+        current, entropy = self._now if first else self._score(entropy=self._entropies)
+        assert current is not None
         batch, sampler = self.batch, self.batch.old_logprobs
         left = policy_masks(self.algorithm, current, sampler, self.reference, entropy, batch.advantages, batch.mask)
         reasons = dict(batch.excluded) | {name: np.asarray(tokens) for name, tokens in left.excluded.items()}
-        masked = replace(batch, advantages=left.advantages, mask=np.asarray(left.mask), excluded=reasons)
-        if self.objective.loss.select is None:
-            return masked, None
-        before = sampler if self.algorithm.correction is None else old
-        return masked, np.asarray(self.objective.select(current, before, masked.advantages, masked.mask, entropy))
+        self.masked = replace(batch, advantages=left.advantages, mask=np.asarray(left.mask), excluded=reasons)
+        if self.objective.loss.select is not None:
+            before = sampler if self.algorithm.correction is None else self.old
+            chosen = self.objective.select(current, before, left.advantages, self.masked.mask, entropy)
+            self.selected = np.asarray(chosen)
+
+    def told_by(self, done: Pass, *, alone: bool) -> dict[str, float]:
+        """Log-probabilities of the first pass, which are the policy's before any step; metrics."""
+        if self._ask and not self._are_samplers:
+            return {}
+        logp = done.gradients.logp
+        if alone and not self._ask:
+            self.old = np.zeros(self.batch.mask.shape, logp.dtype)  # 0 in rows that do not count
+            self.old[slice(None) if done.part is None else done.part] = logp
+        return _mismatch_metrics(done.batch, logp, done.gradients.scored, self.algorithm)
 
 
 def update(
@@ -138,7 +160,6 @@ def update(
     began = time.perf_counter()
     result, state = Update(batch), TrainerState() if state is None else state
     views = _Views(learner, batch, algorithm, temperature, on_policy=on_policy)
-    objective = views.objective
     if len(views.rows) == 0:
         result.skipped = _why_nothing(batch)
         result.metrics = {"loss": 0.0, "grad_norm": 0.0, "time/reference": 0.0, "time/update": 0.0}
@@ -150,68 +171,70 @@ def update(
     steps = algorithm.optimizer_steps
     rates = [learning_rates] * steps if isinstance(learning_rates, float | int) else learning_rates[:steps]
     parts = _parts(batch, algorithm.num_minibatches, stream)
-    old, entropy = views.old_logprobs(len(parts))
-    if old is not None and views.needed and not views.are_samplers:
-        result.metrics |= _mismatch_metrics(batch, old, batch.mask, algorithm)
-    masked, selected = batch, None
+    result.metrics |= views.score_old(len(parts))
     passes: list[dict[str, float]] = []
     masks: list[dict[str, float]] = []
     tokens: Counter[str] = Counter()
     for number, learning_rate in enumerate(rates):
         part = parts[number % len(parts)]
         if number % len(parts) == 0:
-            if views.needed:
-                current, entropy = (old, entropy) if number == 0 else views.now()
-                assert current is not None
-                masked, selected = views.masks(current, entropy, old)
-            result.batch = replace(masked, advantages=batch.advantages)
-            masks.append(_mask_metrics(batch, masked))
-        trained = _rows_of(masked, part)
-        rows = rows_with_gradient(trained, objective)
-        if len(rows) == 0:
+            views.mask(first=number == 0)
+            result.batch = replace(views.masked, advantages=batch.advantages)
+            masks.append(_mask_metrics(batch, views.masked))
+        done = _pass(number, part, learner, views, state, temperature, max_completion_length)
+        if done is None:
             if len(parts) > 1:
                 continue
-            result.skipped = "" if result.optimizer_steps else _why_nothing(masked)
+            result.skipped = "" if result.optimizer_steps else _why_nothing(views.masked)
             break
-        options: dict[str, Any] = {
-            "temperature": temperature,
-            "max_completion_length": max_completion_length,
-            "reference": _at(views.reference, part),
-            "trainer_old": _at(old, part),
-            "correction": algorithm.correction,
-            "selected": _at(selected, part),
-            "entropy_coef": algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
-        }
-        gradients = learner.forward_backward(trained, rows, objective, **options)
         if observe is not None:
-            observe(Pass(number, part, trained, rows, objective, gradients, options))
+            observe(done)
         norm = learner.optim_step(learning_rate)
-        if number == 0 and (views.are_samplers or not views.needed):
-            result.metrics |= _mismatch_metrics(trained, gradients.logp, gradients.scored, algorithm)
-            if len(parts) == 1 and not views.needed:
-                old = np.zeros(batch.mask.shape, gradients.logp.dtype)  # 0 in rows that do not count
-                old[slice(None) if part is None else part] = gradients.logp
-        passes.append(_pass_metrics(gradients, norm, algorithm, state))
-        if gradients.tokens is not None:
-            tokens.update({f"tokens/{kind}": count for kind, count in asdict(gradients.tokens).items()})
+        if number == 0:
+            result.metrics |= views.told_by(done, alone=len(parts) == 1)
+        passes.append(_pass_metrics(done.gradients, norm, algorithm, state))
+        if done.gradients.tokens is not None:
+            tokens.update({f"tokens/{kind}": count for kind, count in asdict(done.gradients.tokens).items()})
         scale = getattr(learner, "loss_scale", None)  # of PyTorch's learner, where there is float16
         if scale is not None:
             result.metrics["loss_scale"] = scale.value
             result.metrics["skipped_steps"] = result.metrics.get("skipped_steps", 0.0) + (not np.isfinite(norm))
         if not np.isfinite(norm):
-            whose = f" (loss {objective.loss.name!r})" if ":" in objective.loss.name else ""
+            loss = views.objective.loss.name
+            whose = f" (loss {loss!r})" if ":" in loss else ""
             halved = "" if scale is None else f", and float16's loss scale is halved to {scale.value:g}"
             result.skipped = f"the gradient's norm is {norm}: no optimiser step was taken{whose}{halved}"
             break
         result.optimizer_steps += 1
     if not passes and not result.skipped:
-        result.skipped = _why_nothing(masked)
+        result.skipped = _why_nothing(views.masked)
     result.metrics |= {"loss": 0.0, "grad_norm": 0.0} | _of_all_passes(passes) | _means(masks) | tokens
-    if objective.beta and "kl" in result.metrics:
-        result.metrics["kl_penalty"] = objective.beta * result.metrics["kl"]
+    if views.objective.beta and "kl" in result.metrics:
+        result.metrics["kl_penalty"] = views.objective.beta * result.metrics["kl"]
     result.metrics["time/reference"] = referenced - began
     result.metrics["time/update"] = time.perf_counter() - referenced
     return result
+
+
+def _pass(
+    number: int, part: Rows, learner: Learner, views: _Views, state: TrainerState, temperature: float, longest: int
+) -> Pass | None:
+    """Leave the gradient of one part of the batch in the policy's parameters; None where no row has one."""
+    trained, algorithm = _rows_of(views.masked, part), views.algorithm
+    rows = rows_with_gradient(trained, views.objective)
+    if len(rows) == 0:
+        return None
+    options: dict[str, Any] = {
+        "temperature": temperature,
+        "max_completion_length": longest,
+        "reference": _at(views.reference, part),
+        "trainer_old": _at(views.old, part),
+        "correction": algorithm.correction,
+        "selected": _at(views.selected, part),
+        "entropy_coef": algorithm.entropy_weight(state.entropy_coef, state.last_entropy),
+    }
+    gradients = learner.forward_backward(trained, rows, views.objective, **options)
+    return Pass(number, part, trained, rows, views.objective, gradients, options)
 
 
 def _pass_metrics(
