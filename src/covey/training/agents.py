@@ -50,8 +50,8 @@ def world_data(config: GRPOConfig, world: World, others: Sequence[Any] = ()) -> 
     both = {str(task.get("uid")) for task in train} & {str(task.get("uid")) for task in held_out if "uid" in task}
     if both:
         raise DataError(
-            f"{said}: {len(both)} tasks are for training and held out, such as "
-            f"{min(both)!r}; the evaluation would be of what was trained"
+            f"{said}: {len(both)} tasks are for training and held out, such as {min(both)!r}; the evaluation would be "
+            "of what was trained"
         )
     if config.rewards.correctness is not None:
         raise ConfigError(
@@ -90,13 +90,9 @@ def make_collector(
     template = ConversationTemplate(policy.tokenizer, policy.eos_token_ids, words, template_kwargs)
     from covey.environments.pool import EnvironmentPool  # single answers load none of it
 
-    pool = EnvironmentPool(
-        world, chosen.parallel_episodes, reset_seconds=3 * chosen.step_seconds, step_seconds=chosen.step_seconds
-    )
-    limits = {
-        "max_turns": chosen.max_turns or world.max_turns,
-        "max_conversation_tokens": min(chosen.max_conversation_tokens, engine.context_length),
-    }
+    seconds, most = chosen.step_seconds, min(chosen.max_conversation_tokens, engine.context_length)
+    pool = EnvironmentPool(world, chosen.parallel_episodes, reset_seconds=3 * seconds, step_seconds=seconds)
+    limits = {"max_turns": chosen.max_turns or world.max_turns, "max_conversation_tokens": most}
     settings = chosen.model_copy(update=limits)
     return AgentCollector(engine, player(pool, template, decode, policy.tokenizer, settings, policy.eos_token_ids))
 

@@ -80,10 +80,9 @@ def save_checkpoint(
     Raises:
         RunFolderError: full disk, no permission, ...; earlier checkpoints are untouched.
     """
-    root = Path(folder)
-    final = root / checkpoint_name(step)
+    final = Path(folder) / checkpoint_name(step)
     size = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
-    require_free_space(root, size, f"checkpoint {final.name}")
+    require_free_space(final.parent, size, f"checkpoint {final.name}")
     document = {
         "format": _FORMAT_OF_SHARDS if hasattr(tensors, "write") else _FORMAT,
         "step": step,
@@ -107,27 +106,24 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
             that is good, if there is one beside it.
     """
     folder = Path(path)
-    problem = folder_problem(folder, hashes=verify)
-    if problem:
+    if problem := folder_problem(folder, hashes=verify):
         raise CheckpointError(f"checkpoint {folder}: {problem}; {_advice(folder)}")
     try:
         document = json.loads((folder / "state.json").read_text(encoding="utf-8"), object_hook=_from_json)
-        if document["format"] not in (_FORMAT, _FORMAT_OF_SHARDS):
+        if (form := document["format"]) not in (_FORMAT, _FORMAT_OF_SHARDS):
             raise CheckpointError(
-                f"checkpoint {folder} has format {document['format']}, this version of Covey reads {_FORMAT} and "
-                f"{_FORMAT_OF_SHARDS}; resume "
-                "with the version named in the run's versions.json"
+                f"checkpoint {folder} has format {form}, this version of Covey reads {_FORMAT} and "
+                f"{_FORMAT_OF_SHARDS}; resume with the version named in the run's versions.json"
             )
         if not isinstance(document.get("state"), dict):
             raise ValueError("its state.json holds no state")
-        found = str(document["run_id"])
-        step = int(document["step"])
+        found, step = str(document["run_id"]), int(document["step"])
         if _NAME.match(folder.name) and folder.name != checkpoint_name(step):
             raise CheckpointError(
                 f"checkpoint {folder} is of step {step}, not of that in its name; give it its own name back, or move "
                 "it away"
             )
-        if run_id is not None and found != run_id:
+        if run_id not in (None, found):
             raise CheckpointError(
                 f"checkpoint {folder} belongs to run {found or '(none)'}, not to {run_id}; resume from that run's "
                 "own folder"
@@ -142,20 +138,14 @@ def load_checkpoint(path: str | Path, *, run_id: str | None = None, verify: bool
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
     """All that is named as a checkpoint, oldest first, whole or not; remains of killed writes are not among them."""
-    root = Path(folder)
-    if not root.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name))]
+    found = [(int(match[1]), path) for path in Path(folder).glob("*") if (match := _NAME.match(path.name))]
     return [path for _, path in sorted(found)]
 
 
 def latest_checkpoint(folder: str | Path, broken: dict[Path, str] | None = None) -> Path | None:
-    """The newest checkpoint that is whole, hashes compared, or None. What is wrong with those that are skipped goes
-    into `broken`, or is logged.
-    """
+    """The newest whole one, hashes compared, or None; what is wrong with others goes into `broken`, or is logged."""
     for path in reversed(list_checkpoints(folder)):
-        problem = folder_problem(path)
-        if not problem:
+        if not (problem := folder_problem(path)):
             return path
         if broken is not None:
             broken[path] = problem
@@ -179,10 +169,7 @@ def prune_checkpoints(folder: str | Path, keep_last: int | None, best_step: int 
     whole = [path for path in list_checkpoints(folder) if not folder_problem(path, hashes=False)]
     best = "" if best_step is None else checkpoint_name(best_step)
     doomed = [path for path in whole[:-keep_last] if path.name != best]
-    if not doomed:
-        return []
-    problem = folder_problem(whole[-1])
-    if problem:
+    if doomed and (problem := folder_problem(whole[-1])):
         _log.warning("keeping all checkpoints, since the newest, %s, is broken: %s", whole[-1], problem)
         return []
     for path in doomed:
@@ -220,9 +207,7 @@ def _advice(broken: Path) -> str:
 
 
 def _save_group(path: Path, group: Mapping[str, torch.Tensor | NDArray[Any]]) -> None:
-    """One safetensors file. It forbids shared memory: equal tensors become aliases, other overlaps become
-    copies.
-    """
+    """One safetensors file. It forbids shared memory: equal tensors become aliases, other overlaps copies."""
     import torch
     from safetensors.torch import save_file
 
@@ -312,18 +297,15 @@ def find_checkpoint(folder: RunFolder, config: GRPOConfig, notes: list[str]) -> 
             f"{path.name} is passed over: {problem}; resuming from {newest.name}" for path, problem in broken.items()
         ]
         return newest
-    fix = (
-        "restore the folder checkpoints/ from a backup, or start a new run in another run.output_dir; what is there "
-        "was not touched"
-    )
+    again = "restore the folder checkpoints/ from a backup, or start a new run in another run.output_dir"
+    fix = f"{again}; what is there was not touched"
     if broken:
         path, problem = next(iter(broken.items()))
         raise CheckpointError(
             f"{folder.path}: none of its {len(broken)} checkpoints is whole (the newest, {path.name}: {problem}); {fix}"
         )
     last, known = folder.last_step(), folder.last_logged_step()
-    sign = _sign_of_a_checkpoint(folder, config, last)
-    if sign:
+    if sign := _sign_of_a_checkpoint(folder, config, last):
         raise CheckpointError(
             f"{folder.path}: its files reach step {last}, and there is no checkpoint left, though {sign}; {fix}"
         )
@@ -337,9 +319,7 @@ def _sign_of_a_checkpoint(folder: RunFolder, config: GRPOConfig, last: int) -> s
     """What in a folder without checkpoints says that there was one; "" = nothing."""
     for event in folder.read_events():
         kind, message = event.get("kind"), str(event.get("message"))
-        if kind == "checkpoint":
-            return f"events.jsonl says {message!r}"
-        if kind == "run" and (message == "finished" or message.startswith("resumed at step")):
+        if kind == "checkpoint" or (kind == "run" and message.startswith(("finished", "resumed at step"))):
             return f"events.jsonl says {message!r}"
     if folder.adapter.exists():
         return "adapter/ is there"
@@ -430,15 +410,14 @@ def source_hashes(config: GRPOConfig) -> dict[str, str]:
 
 
 def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
-    """Says in a sentence which settings differ from those that the checkpoint was made with, if any, and in others
-    which files of the user's.
-    """
+    """Sentences on the settings, and the files, that are not those that the checkpoint was made with."""
     before, changed = checkpoint.state.get("settings", {}), []
     with damage_explained(checkpoint):
         sources, present = dict(checkpoint.state.get("sources", {})), source_hashes(config)
+        known, now = dict(checkpoint.state.get("files", {})), user_file_hashes()
         moved = {name for name in sources.keys() & present.keys() if sources[name] == present[name]}
         other = sorted((sources.keys() & present.keys()) - moved)
-    with damage_explained(checkpoint):
+        files = sorted(path for path in known.keys() & now.keys() if known[path] != now[path])
         for section, fields in config.to_dict().items() if before else ():
             for name, value in fields.items():
                 was = before.get(section, {}).get(name, value)  # settings of a later version are not compared
@@ -456,9 +435,6 @@ def changed_settings(checkpoint: Checkpoint, config: GRPOConfig) -> list[str]:
             f"model.model={config.model.model!r:.200}: its files are not those that the checkpoint "
             f"{checkpoint.path} was made with; put that model back, or start a new run in another run.output_dir"
         )
-    with damage_explained(checkpoint):
-        known, now = dict(checkpoint.state.get("files", {})), user_file_hashes()
-        files = sorted(path for path in known.keys() & now.keys() if known[path] != now[path])
     made = f"that {checkpoint.path.name} was made with"
     said = [f"settings differ from those {made}: {', '.join(changed)}"] if changed else []
     said += [f"{', '.join(other)}: not the files {made}; the numbers may be others"] if other else []
@@ -487,14 +463,13 @@ def lost_lines(folder: RunFolder, checkpoint: Checkpoint, config: GRPOConfig) ->
                 f"{folder.path}: questions.jsonl, by which data.prompt_order='difficulty' draws, lacks step "
                 f"{min(unanswered)}; restore it and metrics.jsonl from a backup"
             )
-    notes = []
-    if lost:
-        which = f"metrics.jsonl lacks {len(lost)} of the {checkpoint.step} steps before the checkpoint"
-        notes.append(f"{which}: the weights go on as they were, learning curve and history begin later")
-    for step in folder.evaluation_steps():
-        if step < checkpoint.step and step not in evaluated:
-            notes.append(f"metrics.jsonl lacks the evaluation at step {step}: reports and learning curve go without it")
-    return notes
+    which = f"metrics.jsonl lacks {len(lost)} of the {checkpoint.step} steps before the checkpoint"
+    notes = [f"{which}: the weights go on as they were, learning curve and history begin later"] if lost else []
+    return notes + [
+        f"metrics.jsonl lacks the evaluation at step {step}: reports and learning curve go without it"
+        for step in folder.evaluation_steps()
+        if step < checkpoint.step and step not in evaluated
+    ]
 
 
 @contextmanager

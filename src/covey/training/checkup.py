@@ -97,8 +97,7 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
     began, loaded = time.perf_counter(), _peak()
     forget_peak()
     held, sampled_peak = _peak(), 0
-    state, args = trainer.state, trainer.args
-    phase = trainer.phases.at(Elapsed())
+    state, args, phase = trainer.state, trainer.args, trainer.phases.at(Elapsed())
     groups: list[Group] = [] if seen is None else seen
     played: list[PlayStats] = []
     try:
@@ -153,13 +152,12 @@ def measure(trainer: GRPOTrainer, seen: list[Group] | None = None) -> Plan:
 
 
 def _count_evaluations(trainer: GRPOTrainer) -> int:
-    if not trainer.eval_prompts or trainer.length.total_steps is None:
-        return 0
     evaluation, steps = trainer.args.evaluation, trainer.length.total_steps
+    if not trainer.eval_prompts or steps is None:
+        return 0
     due = {steps} if evaluation.eval_at_end else set()
-    if evaluation.eval_steps > 0:
-        due |= set(range(evaluation.eval_steps, steps + 1, evaluation.eval_steps))
-    return len(due) + (1 if evaluation.eval_on_start else 0)
+    every = evaluation.eval_steps or steps + 1
+    return len(due | set(range(every, steps + 1, every))) + evaluation.eval_on_start
 
 
 def _peak() -> int:
@@ -168,18 +166,15 @@ def _peak() -> int:
 
 def checkup(trainer: GRPOTrainer, plan: Plan) -> list[Diagnosis]:
     """What stands in the way of a recipe, the most basic first; the judgements on rewards are the doctor's."""
-    found, rows = [], len(trainer.data.train)
+    rows = len(trainer.data.train)
     lost = rows - len(trainer.prompts)
-    if lost > _LEFT_OUT * rows:
-        found.append(
-            Diagnosis(
-                "prompts_left_out",
-                f"{lost} of {rows} rows are left out: their prompts are too long",
-                "Raise data.max_prompt_length, lower sampling.max_completion_length, or use a model with a longer "
-                "context",
-            )
-        )
-    return found + diagnose([plan.metrics, plan.metrics], Thresholds(min_steps=2))
+    left_out = Diagnosis(
+        "prompts_left_out",
+        f"{lost} of {rows} rows are left out: their prompts are too long",
+        "Raise data.max_prompt_length, lower sampling.max_completion_length, or use a model with a longer context",
+    )
+    found = diagnose([plan.metrics, plan.metrics], Thresholds(min_steps=2))
+    return [left_out, *found] if lost > _LEFT_OUT * rows else found
 
 
 # ---------------------------------------------------------------------- a GPU, by formula
@@ -201,12 +196,10 @@ class Recipe:
             ConfigError: the formulas are not about such a run.
             ModelError: there is no such model.
         """
-        chosen = config.model
-        for name, value, wrong in (
-            ("model.device", chosen.device, chosen.device == "cpu"),
-            ("distributed.learner_kind", config.distributed.learner_kind, config.distributed.learner_kind == "sharded"),
-        ):
-            if wrong:
+        chosen, kind = config.model, config.distributed.learner_kind
+        wrong = {"model.device": "cpu", "distributed.learner_kind": "sharded"}
+        for name, value in (("model.device", chosen.device), ("distributed.learner_kind", kind)):
+            if value == wrong[name]:
                 raise ConfigError(
                     f"{name}={value!r} and --device-memory: it tells what one process with PyTorch takes of a GPU that "
                     "holds the whole model; leave --device-memory out"
@@ -308,10 +301,8 @@ def dtype_of(config: GRPOConfig) -> str:
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:
     """The largest number that fits, 0 where the least one does not."""
-    if not fits(least):
-        return 0
-    if fits(most):
-        return most
+    if not fits(least) or fits(most):
+        return most if fits(least) else 0
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)

@@ -194,26 +194,21 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> 
     """
     trained, groups = rollout.whole.groups, rollout.counted.groups
     rewards = np.concatenate([group.rewards for group in groups])
-    scored = rewards[~np.isnan(rewards)]
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = np.array([episode.num_sampled for episode in episodes])
     ended = lengths[[episode.finish_reason != "length" for episode in episodes]]
     metrics: dict[str, float] = {
-        "reward": float(scored.mean()) if len(scored) else float("nan"),
+        "reward": _mean(rewards),
         "reward_std": float(np.mean([_std(group.rewards, correction) for group in trained])),
         "frac_reward_zero_std": float(np.mean([not estimator.teaches(group) for group in trained])),
         "frac_reward_none": float(np.isnan(rewards).mean()),
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
+        **{f"completions/{name}_length": float(getattr(lengths, name)()) for name in ("mean", "min", "max")},
         "completions/clipped_ratio": 1.0 - len(ended) / len(lengths),
         "time/sampling": rollout.sampling_seconds,
         "time/scoring": rollout.scoring_seconds,
     }
-    if len(ended):
-        metrics["completions/mean_terminated_length"] = float(ended.mean())
-        metrics["completions/min_terminated_length"] = float(ended.min())
-        metrics["completions/max_terminated_length"] = float(ended.max())
+    for name in ("mean", "min", "max") if len(ended) else ():
+        metrics[f"completions/{name}_terminated_length"] = float(getattr(ended, name)())
     metrics |= rollout.metrics
     if added := sum(group.added for group in trained):
         metrics["sampling/added_completions"] = float(added)
@@ -221,8 +216,7 @@ def rollout_metrics(rollout: Rollout, estimator: Estimator, correction: int) -> 
         metrics["dynamic_sampling/discarded_groups"] = float(len(rollout.discarded))
     for name in groups[0].reward_parts:
         values = np.concatenate([group.reward_parts[name] for group in groups])
-        found = values[~np.isnan(values)]
-        metrics[f"rewards/{name}/mean"] = float(found.mean()) if len(found) else float("nan")
+        metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = _std(values, correction)
         metrics[f"rewards/{name}/none"] = float(np.isnan(values).mean())
     return metrics
@@ -245,18 +239,16 @@ def count_answers(rollout: Rollout, correct: BoolArray | None) -> Answers:
 
     What is not judged counts as little as a question that was not asked.
     """
-    answers: Answers = {}
     if correct is None:
-        return answers
-    judged = judged_completions(rollout)
-    row = 0
+        return {}
+    answers: Answers = {}
+    judged, row = judged_completions(rollout), 0
     for group in rollout.groups:
         rows = slice(row, row + len(group.rewards) - group.added)
         right = correct[rows][judged[rows]]
         if len(right):
-            entry = answers.setdefault(group.prompt.uid, [0, 0])
-            entry[0] += int(right.sum())
-            entry[1] += len(right)
+            before = answers.get(group.prompt.uid, [0, 0])
+            answers[group.prompt.uid] = [before[0] + int(right.sum()), before[1] + len(right)]
         row += len(group.rewards)
     return answers
 

@@ -59,8 +59,7 @@ def kept_weights(folder: RunFolder, config: GRPOConfig, *, best: bool = False, i
     if kept is None:
         fix = instead or ("give --adapter" if config.model.use_peft else f"name the model itself, {config.model.model}")
         raise ConfigError(f"{run}: the run has no adapter yet; {fix}, or wait for its first evaluation or its end")
-    problem = folder_problem(kept)
-    if problem:
+    if problem := folder_problem(kept):
         raise ConfigError(f"{kept}: {problem}; {again}")
     said = folder.describe_weights(kept)
     step = _STEP.search(said.removeprefix(str(kept)))
@@ -114,8 +113,7 @@ def export_run(
     if kind in ("adapter", "mlx"):
         if not has_adapter:
             raise ConfigError(f"{folder.path}: all weights were trained, there is no adapter; leave --{kind} out")
-        local = source.startswith(PACKAGE_PREFIX) or Path(source).expanduser().exists()
-        if local and repository is not None:
+        if repository is not None and (source.startswith(PACKAGE_PREFIX) or Path(source).expanduser().exists()):
             raise ConfigError(
                 f"{repository}: others cannot load the adapter's base, {source}; give its hub id with --base, or "
                 "upload the merged model"

@@ -89,11 +89,10 @@ def imitate(
             played = _play(trainer, episodes, told)
             good = [trajectory for trajectory in played if trajectory.success and trajectory.episodes]
             if not good:
-                endings = "; ".join(_endings(played))
                 raise DataError(
-                    f"the expert succeeded in none of {len(played)} episodes ({endings:.500}); look at what it does "
-                    "with covey play --expert, and whether environment.max_turns and max_conversation_tokens leave it "
-                    "room"
+                    f"the expert succeeded in none of {len(played)} episodes ({'; '.join(_endings(played)):.500}); "
+                    "look at what it does with covey play --expert, and whether environment.max_turns and "
+                    "max_conversation_tokens leave it room"
                 )
             lines = _learn(trainer, good, epochs, episodes_per_step, told)
             trainer.state.policy_version += 1
@@ -104,8 +103,8 @@ def imitate(
                 write_atomically(folder / "episodes.jsonl", _as_lines(good))
                 write_atomically(folder / "imitation.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
             trainer.save_model(folder / "adapter")
-        losses = tuple(float(line["loss"]) for line in lines)
         lost = [trajectory for trajectory in played if not (trajectory.success and trajectory.episodes)]
+        losses = tuple(line["loss"] for line in lines)
         return Imitation(folder, len(good), len(lost), _endings(lost), losses, before, after)
     except BaseException:
         if made:
@@ -124,20 +123,16 @@ def _play(trainer: GRPOTrainer, episodes: int, told: Told) -> list[Trajectory]:
     collect = agents.make_collector(
         trainer.args, trainer.world, trainer.policy, trainer.engine, trainer.data, trainer.decode, ExpertPlayer
     )
-    expert, dictation = collect.player, Dictation(trainer.engine.context_length)
-    numbers = range(episodes)
-    try:
-        played = expert.play(
-            [trainer.prompts[number % len(trainer.prompts)] for number in numbers],
-            dictation,
+    with closing(collect):
+        played = collect.player.play(
+            [trainer.prompts[number % len(trainer.prompts)] for number in range(episodes)],
+            Dictation(trainer.engine.context_length),
             setup.sampling_settings(trainer.args, trainer.policy, 1.0),
             num_generations=1,
-            streams=[(trainer.args.run.seed, IMITATION_STREAM, number) for number in numbers],
+            streams=[(trainer.args.run.seed, IMITATION_STREAM, number) for number in range(episodes)],
             policy_version=0,
             progress=lambda done, of: told("the expert plays", done, of),
         )
-    finally:
-        collect.close()
     return [trajectory for (trajectory,) in played]
 
 

@@ -205,11 +205,9 @@ def run(config: GRPOConfig, *, resume: bool = False) -> GRPOTrainer | None:
 def _is_refused() -> bool:
     """Whether another rank of this machine says, now or in a moment, that the run is refused."""
     file, until = os.environ.get(_REFUSED), time.monotonic() + _TELL_SECONDS
-    while file is not None and time.monotonic() < until:
-        if Path(file).exists():
-            return True
+    while file is not None and not Path(file).exists() and time.monotonic() < until:
         time.sleep(0.1)
-    return False
+    return file is not None and Path(file).exists()
 
 
 def start_ranks(config: GRPOConfig, arguments: Sequence[str], say: Callable[[str], None] = log.info) -> bool:

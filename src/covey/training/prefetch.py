@@ -59,10 +59,8 @@ class Sampled:
 
     def ages(self, version: int) -> list[int]:
         """Optimiser steps between the weights that sampled each group and `version`."""
-        return [
-            version - min((episode.policy_version for episode in group.episodes), default=version)
-            for group in self.rollout.groups
-        ]
+        groups = self.rollout.groups
+        return [version - min((e.policy_version for e in group.episodes), default=version) for group in groups]
 
 
 class Source(Protocol):

@@ -99,15 +99,10 @@ class Recorder:
                 self._restore(folder, None if resume is True else Path(resume))
             else:
                 folder.write_config(run.args.to_toml())
+            names = ("run_name", "logging_steps", "log_completions", "num_completions_to_print", "report_completions")
+            options = {name: getattr(self._settings, name) for name in names}
             self._observers = make_observers(
-                self._settings.report_to,
-                folder,
-                run_name=self._settings.run_name,
-                logging_steps=self._settings.logging_steps,
-                log_completions=self._settings.log_completions,
-                num_completions_to_print=self._settings.num_completions_to_print,
-                report_completions=self._settings.report_completions,
-                console=self._settings.progress,
+                self._settings.report_to, folder, console=self._settings.progress, **options
             )
             self._doctor = Doctor(history=run.state.log_history)
             self._observers.on_run_start(
@@ -204,17 +199,16 @@ class Recorder:
 
     def step(self, metrics: dict[str, Any], completions: Sequence[Mapping[str, Any]], answers: Answers) -> None:
         """A step is done: metrics, completions, and a diagnosis in words if something is wrong."""
-        state = self._run.state
+        state, folder = self._run.state, self._folder
+        assert folder is not None
         if answers:
-            assert self._folder is not None
-            self._folder.append_answers(state.global_step, answers)
+            folder.append_answers(state.global_step, answers)
         self._unsaved = True
         self._tell_news()
         if self._fleet is not None:
             metrics |= self._fleet.take_metrics()
-        if self._folder is not None:
-            members = self._run.engine.members() if hasattr(self._run.engine, "members") else []
-            self._folder.write_samplers(state.global_step, members)
+        members = self._run.engine.members() if hasattr(self._run.engine, "members") else []
+        folder.write_samplers(state.global_step, members)
         if metrics["phase"] != self._phase:
             if self._phase >= 0 or metrics["phase"] > 0:
                 self.event("phase", f"step {state.global_step}: phase {metrics['phase'] + 1} begins")
@@ -226,15 +220,13 @@ class Recorder:
         for diagnosis in self._doctor.check(state.log_history[-1]):
             self.event("diagnosis", str(diagnosis))
 
-    def ledger(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the tokens of this step's update."""
+    def tokens(self, ledger: Sequence[Mapping[str, Any]] | None, batch: bytes | None) -> None:
+        """Write what each token of this step's update got, and what the step was trained on."""
         assert self._folder is not None
-        self._folder.write_ledger(self._run.state.global_step, rows)
-
-    def batch(self, content: bytes) -> None:
-        """Write what this step was trained on."""
-        assert self._folder is not None
-        self._folder.write_batch(self._run.state.global_step, content)
+        if ledger is not None:
+            self._folder.write_ledger(self._run.state.global_step, ledger)
+        if batch is not None:
+            self._folder.write_batch(self._run.state.global_step, batch)
 
     def evaluation(self, result: Evaluation, logged: Logged) -> dict[str, Any]:
         """An evaluation is done: returns its metrics, with what reward functions logged; is it the best so far?"""
@@ -277,8 +269,7 @@ class Recorder:
     def _tell_failures(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The first error of each kind that an environment ended an episode with."""
         for text in (str(row["error"]) for row in rows if row.get("ended") == "failed"):
-            place = _PLACE.search(text)
-            kind = (_DETAILS.split(text)[0], place[0] if place else "")
+            kind = (_DETAILS.split(text)[0], "".join(_PLACE.findall(text)[:1]))
             if kind not in self._failures and len(self._failures) < _MOST_FAILURES:
                 self._failures.add(kind)
                 self.event("environment", f"{text}. Its episode failed; others like it are in completions/ only")
@@ -325,8 +316,7 @@ class Recorder:
             folder.write_config(run.args.to_toml())
             if folder.read_metrics():
                 self._notes.append("config.toml was gone; it has the settings of this resume now")
-        if path is None:
-            path = find_checkpoint(folder, run.args, self._notes)
+        path = path or find_checkpoint(folder, run.args, self._notes)
         if path is None:
             folder.truncate_after(-1)
             return

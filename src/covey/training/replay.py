@@ -172,15 +172,10 @@ def _stored_step(folder: RunFolder, step: int) -> StoredStep:
     path, kept = folder.batches / table_name(step), folder.batch_steps()
     if path.exists():
         return read_step(path, step)
-    if not kept:
-        raise RunFolderError(
-            f"{folder.path} has no batches/, so no step of it can be computed again; a run keeps them with "
-            "run.keep_batches=true"
-        )
-    raise RunFolderError(
-        f"{folder.path}: step {step} is not in batches/, which has {len(kept)} steps from {kept[0]} to {kept[-1]}; "
-        "choose one of those (run.keep_batches keeps them)"
-    )
+    why = "there is no batches/, so no step of it can be computed again; a run keeps them with run.keep_batches=true"
+    if kept:
+        why = f"step {step} is not in batches/, which has {len(kept)} steps from {kept[0]} to {kept[-1]}; choose one"
+    raise RunFolderError(f"{folder.path}: {why}")
 
 
 def _settings(stored: StoredStep, moved: Sequence[str]) -> GRPOConfig:
@@ -268,9 +263,8 @@ class _Rerun:
         self.learner: Learner = backend.make_learner(config, self.policy)
         self.state = TrainerState()
         if checkpoint is not None:
-            counted = checkpoint.state.get("trainer")
-            chosen_by = counted.get("best_metric_name") if isinstance(counted, dict) else ""
-            self.state = checked_state(checkpoint, self.learner.tensors(), str(chosen_by))
+            chosen_by = str(_counters(checkpoint).get("best_metric_name"))
+            self.state = checked_state(checkpoint, self.learner.tensors(), chosen_by)
             with damage_explained(checkpoint):
                 restore_random(checkpoint.state["random"])
                 self.learner.restore(checkpoint.tensors, self.state.updates)
@@ -285,10 +279,9 @@ class _Rerun:
             )
         setup.check_estimator(config, cast(Any, any(group.trajectories for group in stored.groups) or None))
         plan, facts = setup.phase_plan(config), stored.facts
-        if facts.phase > 0 and facts.phase >= len(config.schedule.phases):
-            raise RunFolderError(
-                f"batches/step_{facts.step:06d}.parquet: phase {facts.phase + 1} of {len(config.schedule.phases)}"
-            )
+        count = len(config.schedule.phases)
+        if facts.phase >= max(count, 1):
+            raise RunFolderError(f"batches/step_{facts.step:06d}.parquet: phase {facts.phase + 1} of {count}")
         start = {"step": 0, "tokens": 0, "seconds": 0.0}
         plan.restore({"index": facts.phase, "start": start, "learning_rate_factor": facts.learning_rate_factor})
         phase = plan.at(Elapsed())
@@ -325,11 +318,13 @@ def _check_checkpoint(report: Report, folder: RunFolder, rerun: _Rerun, limit: f
         check.wrong.append(str(error))
         return
     check.tensors(checkpoint.tensors, rerun.learner.tensors())
-    counted = checkpoint.state.get("trainer")
     names = ("global_step", "policy_version", "updates", "entropy_coef", "last_entropy")
-    check.values(
-        "state.json", counted if isinstance(counted, dict) else {}, {n: getattr(rerun.state, n) for n in names}
-    )
+    check.values("state.json", _counters(checkpoint), {name: getattr(rerun.state, name) for name in names})
+
+
+def _counters(checkpoint: Checkpoint) -> dict[str, Any]:
+    counted = checkpoint.state.get("trainer")
+    return counted if isinstance(counted, dict) else {}
 
 
 def _plain(value: Any) -> Any:

@@ -112,16 +112,11 @@ class PhasePlan:
     def __init__(self, phases: Sequence[PhaseConfig], *, temperature: float, beta: float, num_generations: int) -> None:
         """Take the phases (none = one phase without end) and the run's own settings."""
         self._phases = tuple(phases) or (PhaseConfig.model_construct(name="train"),)
-        self._base = (temperature, beta, num_generations)
+        self._base: dict[str, Any] = {"temperature": temperature, "beta": beta, "num_generations": num_generations}
         self._index = 0
         self._start = Elapsed()
-        self._factor = 1.0
+        self.learning_rate_factor = 1.0  # what `min_accuracy` has cut the learning rate to
         self._accuracies: list[float] = []
-
-    @property
-    def learning_rate_factor(self) -> float:
-        """What `min_accuracy` has cut the learning rate to so far."""
-        return self._factor
 
     @property
     def total_steps(self) -> int | None:
@@ -136,25 +131,21 @@ class PhasePlan:
         return None if steps is None else self._start.step + steps
 
     def at(self, progress: Elapsed) -> ResolvedPhase:
-        """Return the settings for the step that follows `progress`, moving to the next phase when one is
-        over.
-        """
+        """The settings for the step that follows `progress`, moving to the next phase when one is over."""
         if self._is_over(progress) and self._index < len(self._phases) - 1:
             self._index += 1
             self._start = progress
             self._accuracies = []
             if self._phases[self._index].learning_rate is not None:
-                self._factor = 1.0
+                self.learning_rate_factor = 1.0
         phase = self._phases[self._index]
-        temperature, beta, num_generations = self._base
+        own = {name: value for name in self._base if (value := getattr(phase, name)) is not None}
         return ResolvedPhase(
             index=self._index,
             name=phase.name or f"phase {self._index + 1}",
-            temperature=temperature if phase.temperature is None else phase.temperature,
-            beta=beta if phase.beta is None else phase.beta,
-            num_generations=num_generations if phase.num_generations is None else phase.num_generations,
             learning_rate=phase.learning_rate,
-            learning_rate_factor=self._factor,
+            learning_rate_factor=self.learning_rate_factor,
+            **self._base | own,
         )
 
     def note_accuracy(self, accuracy: float | None) -> bool:
@@ -171,7 +162,7 @@ class PhasePlan:
             return False
         low = sum(self._accuracies) / ACCURACY_STEPS < phase.min_accuracy
         if low:
-            self._factor *= phase.learning_rate_cut
+            self.learning_rate_factor *= phase.learning_rate_cut
         self._accuracies = [] if low else self._accuracies[1:]
         return low
 
@@ -192,7 +183,7 @@ class PhasePlan:
         return {
             "index": self._index,
             "start": asdict(self._start),
-            "learning_rate_factor": self._factor,
+            "learning_rate_factor": self.learning_rate_factor,
             "accuracies": list(self._accuracies),
         }
 
@@ -211,7 +202,7 @@ class PhasePlan:
                 raise ValueError(f"phase {index + 1} begins at {start}")
         if not 0 < factor <= 1 or not all(math.isfinite(value) for value in accuracies):
             raise ValueError(f"learning_rate_factor={factor}, accuracies={accuracies!r:.80}")
-        self._index, self._start, self._factor, self._accuracies = index, start, factor, accuracies
+        self._index, self._start, self.learning_rate_factor, self._accuracies = index, start, factor, accuracies
 
 
 @dataclass

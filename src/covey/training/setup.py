@@ -301,33 +301,24 @@ class RunLength:
 def run_length(config: GRPOConfig, plan: PhasePlan, num_prompts: int) -> RunLength:
     """Steps of the run: those of the phases, `max_steps`, or `num_train_epochs` passes over the prompts."""
     schedule = config.schedule
-    total: int | None
     per_step = config.algorithm.optimizer_steps
+    total = plan.total_steps if schedule.phases else None
     if schedule.max_optimizer_steps is not None:
         total = math.ceil(schedule.max_optimizer_steps / per_step)
-    elif schedule.phases:
-        total = plan.total_steps
-        if schedule.max_steps > 0:
-            total = schedule.max_steps if total is None else min(total, schedule.max_steps)
     elif schedule.max_steps > 0:
-        total = schedule.max_steps
-    else:
+        total = schedule.max_steps if total is None else min(total, schedule.max_steps)
+    elif not schedule.phases:
         total = max(1, math.ceil(schedule.num_train_epochs * num_prompts / config.data.prompts_per_step))
     optim, counted = config.optim, schedule.max_optimizer_steps or total
-    return RunLength(
-        total_steps=total,
-        max_seconds=None if schedule.max_minutes is None else 60 * schedule.max_minutes,
+    seconds = None if schedule.max_minutes is None else 60 * schedule.max_minutes
+    factor = learning_rate_schedule(
+        optim.lr_scheduler_type,
         learning_rate=optim.learning_rate,
-        factor=learning_rate_schedule(
-            optim.lr_scheduler_type,
-            learning_rate=optim.learning_rate,
-            warmup_steps=resolve_warmup_steps(optim.warmup_steps, counted),
-            total_steps=counted,
-            options=optim.lr_scheduler_kwargs,
-        ),
-        optimizer_steps=per_step,
-        max_optimizer_steps=schedule.max_optimizer_steps,
+        warmup_steps=resolve_warmup_steps(optim.warmup_steps, counted),
+        total_steps=counted,
+        options=optim.lr_scheduler_kwargs,
     )
+    return RunLength(total, seconds, optim.learning_rate, factor, per_step, schedule.max_optimizer_steps)
 
 
 def phase_plan(config: GRPOConfig) -> PhasePlan:
@@ -342,11 +333,7 @@ def phase_plan(config: GRPOConfig) -> PhasePlan:
 
 def decoder(policy: TrainedPolicy) -> Callable[[Sequence[int]], str]:
     """Token ids -> text without special tokens."""
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(policy.tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    return decode
+    return lambda ids: str(policy.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 ACCURACY, REWARD = "eval/accuracy", "eval/reward"
@@ -361,18 +348,19 @@ def correctness(config: GRPOConfig, rewards: Sequence[str], by_task: IsCorrect |
     """Who says which completions are right: the task, or the reward named by `rewards.correctness`; None = nobody."""
     named = config.rewards.correctness
     if named is None:
-        fix = "name the reward that is 1 for a right completion and 0 for a wrong one in rewards.correctness, or"
-        if by_task is None and config.data.prompt_order == "difficulty":
+        asking = [
+            (f"schedule.phases[{index}].min_accuracy={phase.min_accuracy}", "remove min_accuracy")
+            for index, phase in enumerate(config.schedule.phases)
+            if phase.min_accuracy is not None
+        ]
+        if config.data.prompt_order == "difficulty":
+            asking.append(("data.prompt_order='difficulty'", "set data.prompt_order to random"))
+        if asking and by_task is None:
+            setting, instead = asking[-1]
             raise ConfigError(
-                "data.prompt_order='difficulty': it needs to know which completions are right, and nothing says so "
-                f"here; {fix} set data.prompt_order to random"
+                f"{setting}: nothing says here which completions are right; name the reward that is 1 for a right "
+                f"completion and 0 for a wrong one in rewards.correctness, or {instead}"
             )
-        for index, phase in enumerate(config.schedule.phases):
-            if by_task is None and phase.min_accuracy is not None:
-                raise ConfigError(
-                    f"schedule.phases[{index}].min_accuracy={phase.min_accuracy}: nothing says here which completions "
-                    f"are right; {fix} remove min_accuracy"
-                )
         return by_task
     if by_task is not None:
         raise ConfigError(
@@ -412,11 +400,10 @@ def require_measured(wanted: str, metrics: Sequence[str]) -> None:
     if wanted in metrics:
         return
     usable = sorted(name for name in metrics if says_which_is_best(name))
-    near = get_close_matches(wanted, usable, n=1)
+    near = "".join(f"did you mean {name!r}? " for name in get_close_matches(wanted, usable, n=1))
     raise ConfigError(
-        f"evaluation.metric_for_best_model={wanted!r}: the evaluation did not measure it; "
-        + (f"did you mean {near[0]!r}? " if near else "")
-        + f"Of what it measured, use {', '.join(usable)}"
+        f"evaluation.metric_for_best_model={wanted!r}: the evaluation did not measure it; {near}Of what it measured, "
+        f"use {', '.join(usable)}"
     )
 
 
@@ -429,14 +416,12 @@ def require_memory(config: GRPOConfig) -> None:
     group = config.largest_group
     grown = "max_generations" if group == sampling.max_generations else "num_generations"
     length = sampling.max_completion_length
-    completions = {
-        f"data.prompts_per_step={config.data.prompts_per_step} x sampling.{grown}={group} x "
-        f"sampling.max_completion_length={length}": config.data.prompts_per_step * group,
-        f"evaluation.num_generations_eval={evaluation.num_generations_eval} x "
-        f"sampling.max_completion_length={length}": evaluation.num_generations_eval,
-    }
-    for name, count in completions.items():
-        require_room_for(name, count, length)
+    prompts, each = config.data.prompts_per_step, evaluation.num_generations_eval
+    for name, count in (
+        (f"data.prompts_per_step={prompts} x sampling.{grown}={group}", prompts * group),
+        (f"evaluation.num_generations_eval={each}", each),
+    ):
+        require_room_for(f"{name} x sampling.max_completion_length={length}", count, length)
     if config.environment.world is not None:
         parallel = config.environment.parallel_episodes
         _require(f"environment.parallel_episodes={parallel}", parallel * _ENVIRONMENT_BYTES)

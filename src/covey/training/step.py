@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,12 +67,19 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
     """`[N, T]` what of agents' advantages is the whole episode's; None where the estimator does not tell, or there are
     no agents.
     """
-    part = estimator_of(args.algorithm).episode_part
+    part, selection = estimator_of(args.algorithm).episode_part, args.algorithm.selection
     if part is None or not any(group.trajectories for group in groups):
         return None
+    compute = partial(agent_advantages, estimator=part, algorithm=args.algorithm, environment=args.environment)
     try:
         with np.errstate(over="ignore"):
-            found = _as_trained(groups, args, partial(agent_advantages, estimator=part))
+            if selection is None:
+                found = compute(groups).astype(np.float32)
+            else:  # 0 for what `down_sampling` left out
+                rows, compared = chosen(groups, selection)
+                width = max(episode.num_sampled for group in groups for episode in group.episodes)
+                whole = spread_over(rows, compute(compared), np.zeros((len(rows), width)))
+                found = np.where(rows[:, None], whole, 0.0).astype(np.float32)
         if np.isfinite(found).all():
             return found
         log.warning("%s: it returned a number that is not finite; tables show whole advantages only", part.name)
@@ -82,18 +88,6 @@ def episode_credit(groups: Sequence[Group], args: GRPOConfig) -> NDArray[np.floa
     except BaseException as error:  # SystemExit of somebody's function is a failure like any other
         log.warning("%s failed (%s: %s); tables show whole advantages only", part.name, type(error).__name__, error)
     return None
-
-
-def _as_trained(groups: Sequence[Group], args: GRPOConfig, of: Callable[..., NDArray[Any]]) -> NDArray[np.float32]:
-    """`[N, T]` what is computed of the groups, or of what `down_sampling` leaves of them: 0 for the others."""
-    sections = {"algorithm": args.algorithm, "environment": args.environment}
-    selection = args.algorithm.selection
-    if selection is None:
-        return of(groups, **sections).astype(np.float32)
-    rows, compared = chosen(groups, selection)
-    width = max(episode.num_sampled for group in groups for episode in group.episodes)
-    whole = spread_over(rows, of(compared, **sections), np.zeros((len(rows), width)))
-    return np.where(rows[:, None], whole, 0.0).astype(np.float32)
 
 
 def step_update(

@@ -313,16 +313,10 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
     slope, *by_weight = torch.autograd.grad(terms.loss, [logp, *own], allow_unused=True, materialize_grads=True)
     with torch.no_grad():
         loss = sum(weight * each for weight, each in zip(own, by_weight, strict=True))
-        inputs = LossInputs(
-            masked(logp, mask),
-            masked(old, mask),
-            masked(advantages, mask),
-            mask,
-            masked(uncertainty, mask),
-            masked(sampler, mask),
-            factor,
-            selected,
+        own_logp, before, given, spread, theirs = (
+            masked(values, mask) for values in (logp, old, advantages, uncertainty, sampler)
         )
+        inputs = LossInputs(own_logp, before, given, mask, spread, theirs, factor, selected)
         surrogate = objective.loss.surrogate(inputs, dict(objective.parameters))
         found = {
             "advantage": advantages,
@@ -339,15 +333,9 @@ def token_columns(done: Pass, chosen: NDArray[np.int64] | None = None) -> dict[s
             found["kl"] = over_vocabulary
         elif ref is not None:
             found["kl"] = objective.estimate_kl(logp, ref, old, mask)
-    return {
-        name: _in_place(values.detach().to(torch.float64).numpy(), numbers, batch) for name, values in found.items()
-    }
-
-
-def _in_place(values: NDArray[np.float64], rows: NDArray[np.int64], batch: Batch) -> NDArray[np.float64]:
-    """Some rows at their places in the batch."""
-    whole = np.zeros(batch.mask.shape)
-    whole[rows] = values
+    whole = {name: np.zeros(batch.mask.shape) for name in found}
+    for name, values in found.items():
+        whole[name][numbers] = values.detach().to(torch.float64).numpy()
     return whole
 
 
@@ -536,9 +524,8 @@ def _step(facts: StepFacts, rows: Sequence[Mapping[str, Any]], parts: Sequence[s
         acted = [row["turns"] is not None for row in own]
         _require(all(acted) or not any(acted), f"group {number} is half an agent's")
         packed = [episode for row in own for episode in row["episodes"]]
-        _require(
-            acted[0] or all(len(row["episodes"]) == 1 for row in own), f"group {number}: an answer is no one episode"
-        )
+        single = all(len(row["episodes"]) == 1 for row in own)
+        _require(acted[0] or single, f"group {number}: an answer is no one episode")
         _require(all(isinstance(episode["has_answer"], bool) for episode in packed), f"has_answer of group {number}")
         answered += [episode["has_answer"] for episode in packed]
         trajectories = tuple(_trajectory(row) for row in own) if acted[0] else ()
@@ -599,7 +586,6 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         _require(isinstance(turn.observation, str) and isinstance(turn.valid, bool), "a turn has gaps")
         _reward(turn.reward)
         _require(type(turn.row) is int and type(turn.segment) is int, "a turn has no place")
-        _require(
-            0 <= turn.row < len(episodes) and 0 <= turn.segment < segments[turn.row], "a turn's place is not there"
-        )
+        there = 0 <= turn.row < len(episodes) and 0 <= turn.segment < segments[turn.row]
+        _require(there, "a turn's place is not there")
     return Trajectory(episodes, turns, row["success"], row["ended"], row["error"] or "")

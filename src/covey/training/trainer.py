@@ -170,7 +170,7 @@ class GRPOTrainer:
             from covey.training import agents
 
             self.data = agents.world_data(args, world, sources)
-        own = (world or task).__class__.__module__.startswith(("covey.", "builtins"))
+        own = type(world or task).__module__.startswith(("covey.", "builtins"))
         own = own or names_file(args.environment.world or args.data.task)
         self.only_in_memory = not own or any(thing is not None for thing in given)
         self.best_metric = best_metric(
@@ -513,21 +513,13 @@ class GRPOTrainer:
         credit = episode_credit(rollout.groups, self.args)
         rows = completion_rows(rollout.groups, done.batch, sampled.logged.columns, sampled.correct, penalty, credit)
         recorder.step(metrics, rows, sampled.answers)
-        if self._ledger is not None:
-            recorder.ledger(self._ledger.rows)
+        packed = None
         if self.args.run.keep_batches:
-            facts = StepFacts(
-                state.global_step,
-                self.args.to_dict(),
-                phase.index,
-                phase.learning_rate_factor,
-                len(self.prompts),
-                self._longest_prompt,
-                len(rollout.discarded),
-                self.learner.tokens_per_micro_batch,
-                type(self.learner).__name__,
-            )
-            recorder.batch(pack_step(facts, rollout.groups, self.data.has_answer))
+            numbers = (len(self.prompts), self._longest_prompt, len(rollout.discarded))
+            passes = (self.learner.tokens_per_micro_batch, type(self.learner).__name__)
+            begun = (state.global_step, self.args.to_dict(), phase.index, phase.learning_rate_factor)
+            packed = pack_step(StepFacts(*begun, *numbers, *passes), rollout.groups, self.data.has_answer)
+        recorder.tokens(None if self._ledger is None else self._ledger.rows, packed)
         self._callbacks("on_step_end")
         self._callbacks("on_log", logs=metrics)
 
