@@ -37,7 +37,8 @@ from covey.cli.serve import serve
 from covey.cli.watch import watch
 from covey.cli.weights import Overrides, config_for, recipe_file
 from covey.config.old_names import gone_command
-from covey.config.whole import GRPOConfig, render_explain
+from covey.config.text import render_explain
+from covey.config.whole import GRPOConfig
 from covey.errors import ClusterLostError, ConfigError, CoveyError
 from covey.observe.console import accept_any_text, print_table, say, visible
 
