@@ -99,9 +99,8 @@ class Adapter:
     def factors(self) -> Mapping[str, Factors]:
         """What plain LoRA adds, by the name of the module in the bare model: `model.layers.0.self_attn.q_proj`.
 
-        Raises:
-            AdapterError: the adapter is more than plain LoRA, or damaged; it says which tensor or setting, what is
-                wrong with it, and what was expected.
+        Raises `AdapterError`: the adapter is more than plain LoRA, or damaged; it says which tensor or setting, what is
+        wrong with it, and what was expected.
         """
         try:
             pairs = self._pairs(*self._scaling())
@@ -119,8 +118,7 @@ class Adapter:
     def sha256(self) -> str:
         """Of names, shapes, scalings and values in float32: equal on both sides if and only if the weights are.
 
-        Raises:
-            AdapterError: see `factors`.
+        Raises `AdapterError`: see `factors`.
         """
         pairs = sorted(self.factors.items())
         return fingerprint(
@@ -130,8 +128,7 @@ class Adapter:
     def check(self, layers: Mapping[str, tuple[int, int]]) -> None:
         """Compare with a model.
 
-        Raises:
-            AdapterError: a pair of factors has no layer there, or one of another shape.
+        Raises `AdapterError`: a pair of factors has no layer there, or one of another shape.
         """
         first, second, prefix, transposed = self._format
         for name, a in sorted(self.tensors.items()):
@@ -155,8 +152,7 @@ class Adapter:
     def write(self, folder: str | Path) -> None:
         """Write config and tensors into a folder, which is made if missing; each file appears whole or not at all.
 
-        Raises:
-            RunFolderError: it cannot be written.
+        Raises `RunFolderError`: it cannot be written.
         """
         folder = Path(folder)
         with explained(folder):
@@ -167,8 +163,7 @@ class Adapter:
     def as_mlx(self, base_model: str) -> Adapter:
         """The same adapter as mlx-lm reads it.
 
-        Raises:
-            AdapterError: see `factors`; or it changes something else than the decoder's layers.
+        Raises `AdapterError`: see `factors`; or it changes something else than the decoder's layers.
         """
         pairs, keys = self.factors, set()
         for module in pairs:
@@ -233,8 +228,7 @@ def read_adapter(
 ) -> Adapter:
     """Read and check an upload.
 
-    Raises:
-        AdapterError: see `Adapter.factors` and `Adapter.check`, or `weights` is no safetensors file.
+    Raises `AdapterError`: see `Adapter.factors` and `Adapter.check`, or `weights` is no safetensors file.
     """
     adapter = Adapter(read_tensors(weights), config)
     _ = adapter.factors  # read, and so checked, now

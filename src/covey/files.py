@@ -48,9 +48,7 @@ _FIXES = {
 
 
 def folder_error(path: str | os.PathLike[str], error: OSError, doing: str = "write") -> RunFolderError:
-    """Turn an `OSError` into a `RunFolderError` that names the path, the reason and the fix (`errno` is
-    kept).
-    """
+    """Turn an `OSError` into a `RunFolderError` that names the path, the reason and the fix (`errno` is kept)."""
     reason, fix = _FIXES.get(
         error.errno or 0, (error.strerror or str(error), "check the folder or choose another run.output_dir")
     )
@@ -72,9 +70,8 @@ def explained(path: str | os.PathLike[str], doing: str = "write") -> Iterator[No
 
 def no_path(value: Any) -> str:
     """Why a text, a path or a list of them that may name files can name none; "" for all others."""
-    for path in value if isinstance(value, list | tuple) else [value]:
-        if not isinstance(path, str | os.PathLike):
-            continue
+    paths = value if isinstance(value, list | tuple) else [value]
+    for path in (path for path in paths if isinstance(path, str | os.PathLike)):
         try:
             encoded = os.fsencode(path)
         except UnicodeEncodeError:
@@ -134,8 +131,7 @@ def _fsync(path: Path) -> None:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a file so that a reader sees the old content or the new, never a part, whatever kills the
-    process.
+    """Write a file so that a reader sees the old content or the new, never a part, whatever kills the process.
 
     Raises `RunFolderError`: the file cannot be written; the old content is untouched.
     """
@@ -177,8 +173,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[Path]:
     removed = []
     with explained(folder, "clean up"):
         for path in sorted(Path(folder).iterdir()):
-            match = _LEFTOVER.match(path.name)
-            if match is None:
+            if (match := _LEFTOVER.match(path.name)) is None:
                 continue
             final = path.with_name(match["final"])
             if match["replaced"] and not final.exists():
@@ -208,28 +203,25 @@ def _sha256(path: Path) -> str:
 
 
 def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str]) -> Path:
-    """Give a finished folder its final name: manifest, fsync, rename; an older folder of that name is
-    replaced.
+    """Give a finished folder its final name: manifest, fsync, rename; an older folder of that name is replaced.
 
     Raises `RunFolderError`: a file cannot be written; what was published under `final` before is still there.
     """
     source, target = Path(aside), Path(final)
     with explained(target, "publish"):
+        files = _files_below(source)
         manifest = {
             path.relative_to(source).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in _files_below(source)
+            for path in files
         }
-        for path in _files_below(source):
+        for path in files:
             _fsync(path)
         write_atomically(source / COMPLETE, json.dumps({"files": manifest}, indent=1) + "\n")
-        for path in sorted(source.rglob("*")):
-            if path.is_dir():
-                _fsync(path)
-        _fsync(source)
+        for path in (*filter(Path.is_dir, sorted(source.rglob("*"))), source):
+            _fsync(path)
         replaced = None
         if os.path.lexists(target):
-            # Two renames, since POSIX cannot swap folders; `remove_leftovers` undoes the first if we die
-            # between.
+            # Two renames, since POSIX cannot swap folders; `remove_leftovers` undoes the first if we die between.
             replaced = _aside(target).with_name(_aside(target).name + "-replaced")
             os.rename(target, replaced)
         try:
@@ -246,10 +238,9 @@ def publish_folder(aside: str | os.PathLike[str], final: str | os.PathLike[str])
 
 @contextmanager
 def publishing(final: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield an empty folder to fill; publish it under `final` when the block ends, remove it when the block
-    raises.
+    """Yield an empty folder to fill; publish it under `final` when the block ends, remove it when the block raises.
 
-    Raises `RunFolderError`: the disk is full, the folder is not writable, .
+    Raises `RunFolderError`: it cannot be written.
     """
     target = Path(final)
     aside = _aside(target)
@@ -300,9 +291,8 @@ def folder_problem(path: str | os.PathLike[str], *, hashes: bool = True, others:
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Delete a published folder; a kill half-way leaves a leftover, never a folder that looks whole."""
-    target = Path(path)
+    target, aside = Path(path), _aside(Path(path))
     with explained(target, "delete"):
-        aside = _aside(target)
         os.rename(target, aside)
         _remove(aside)
 
@@ -350,10 +340,7 @@ def require_free_space(path: str | os.PathLike[str], needed_bytes: int, purpose:
 
 
 def _readable(size: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size / 1e3:.0f} kB"
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
 
 
 def save_tokenizer(tokenizer: Any, folder: str | Path) -> None:

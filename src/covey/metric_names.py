@@ -12,11 +12,10 @@ token that loses its surrogate only (see `mask/<reason>`) is not out of the loss
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class MetricDefinition:
+class MetricDefinition(NamedTuple):
     """Unit ("" = a plain number) and meaning of a metric."""
 
     unit: str
@@ -161,11 +160,11 @@ eval/<metric> | | as <metric>, on the evaluation prompts, sampled at evaluation.
 )
 
 
-def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile("".join(".+" if part.startswith("<") else re.escape(part) for part in re.split(r"(<\w+>)", name)))
-
-
-_FAMILIES = [(_pattern(name), definition) for name, definition in METRICS.items() if "<" in name]
+_FAMILIES = [
+    (re.compile(re.sub(r"<\w+>", ".+", re.escape(name))), definition)
+    for name, definition in METRICS.items()
+    if "<" in name
+]
 
 
 def describe_metric(name: str) -> MetricDefinition | None:

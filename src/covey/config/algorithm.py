@@ -163,8 +163,7 @@ class AlgorithmConfig(Section, frozen=True):
     def objective(self) -> Objective:
         """What is minimised. A parameter of the loss with the name of a setting of this section has its value.
 
-        Raises:
-            ConfigError: the loss cannot be found, fails, or has no such parameters.
+        Raises `ConfigError`: the loss cannot be found, fails, or has no such parameters.
         """
         loss = find_loss(self.loss_type)
         own = {name: getattr(self, name) for name in loss.parameters if name in type(self).model_fields}
@@ -191,8 +190,7 @@ class AlgorithmConfig(Section, frozen=True):
     def selection(self) -> DownSampling | None:
         """Which completions of a group are trained on, None = all.
 
-        Raises:
-            ConfigError: a rule in a file cannot be found.
+        Raises `ConfigError`: a rule in a file cannot be found.
         """
         return find_down_sampling(self.down_sampling)
 

@@ -110,8 +110,7 @@ def field_path(field: str) -> str:
 def resolve(path: str) -> str:
     """The field or option that a written path means.
 
-    Raises:
-        ConfigError: no such section or setting, or a setting in another one's section.
+    Raises `ConfigError`: no such section or setting, or a setting in another one's section.
     """
     if path in SYNONYMS:
         return SYNONYMS[path]
@@ -196,8 +195,7 @@ def _plain(field: str, value: Any) -> Any:
 def canonical_names(settings: Mapping[str, Any], base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Reduce settings in any accepted form to field -> value; the values are not validated here.
 
-    Raises:
-        ConfigError: unknown names, or one setting given twice with different values.
+    Raises `ConfigError`: unknown names, or one setting given twice with different values.
     """
     values: dict[str, Any] = {}
     written: dict[str, str] = {}  # the way in which each was written

@@ -212,8 +212,7 @@ def _requirement(path: str, field: FieldInfo, value: Any) -> str:
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """`["algorithm.beta=0.02", "run.report_to=wandb"]` -> path -> value; of equal paths the last one holds.
 
-    Raises:
-        ConfigError: an override without `=`, or with an unknown name.
+    Raises `ConfigError`: an override without `=`, or with an unknown name.
     """
     settings: dict[str, Any] = {}
     problems = []

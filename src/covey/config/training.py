@@ -88,9 +88,7 @@ class OptimConfig(Section, frozen=True):
 
 
 class PhaseConfig(Section, frozen=True):
-    """A stretch of a run with settings of its own. Exactly one of `steps`, `tokens`, `minutes` says how long
-    it is.
-    """
+    """A stretch of a run with settings of its own. Exactly one of `steps`, `tokens`, `minutes` says how long it is."""
 
     name: str = ""
     """Name in logs."""

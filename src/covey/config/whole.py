@@ -72,8 +72,7 @@ class GRPOConfig(Section, frozen=True):
         """Take settings by field name, by section (a mapping or a section object) or by synonym.
         `GRPOConfig("runs/first")` names the run folder.
 
-        Raises:
-            ConfigError: one message with every unknown name or every bad value, one a line.
+        Raises `ConfigError`: one message with every unknown name or every bad value, one a line.
         """
         if output_dir is not None:
             settings = canonical_names({"output_dir": output_dir}) | settings
@@ -117,17 +116,14 @@ class GRPOConfig(Section, frozen=True):
 
     @classmethod
     def from_toml(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
-        """Read a TOML file whose tables are sections, then apply overrides such as
-        `sampling.num_generations=8`.
+        """Read a TOML file whose tables are sections, then apply overrides such as `sampling.num_generations=8`.
 
-        An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The
-        section may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked
-        for beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an
-        override names, there only. What is found has its whole path from then on, so that a run can be resumed from
-        anywhere.
+        An override's value is read as TOML and otherwise taken as text; `none` unsets an optional field. The section
+        may be left out (`beta=0.02`), and synonyms do as well. A `FILE.py:NAME` and a file of data are looked for
+        beside the TOML file and then in the working directory; a model's or an adapter's folder, and what an override
+        names, there only. What is found has its whole path from then on, so that a run can be resumed from anywhere.
 
-        Raises:
-            ConfigError: the file cannot be read, is not TOML, or holds unknown names or bad values.
+        Raises `ConfigError`: the file cannot be read, is not TOML, or holds unknown names or bad values.
         """
         try:
             is_odd = os.path.exists(path) and not os.path.isfile(path)
@@ -146,8 +142,7 @@ class GRPOConfig(Section, frozen=True):
     def from_overrides(cls, overrides: Iterable[str]) -> Self:
         """The defaults with overrides such as `sampling.num_generations=8`, read as in `from_toml`.
 
-        Raises:
-            ConfigError: unknown names or bad values.
+        Raises `ConfigError`: unknown names or bad values.
         """
         return cls(**_whole_paths(canonical_names(parse_overrides(overrides)), Path()))
 
@@ -156,8 +151,7 @@ class GRPOConfig(Section, frozen=True):
 
         What equals the default that another setting gives it follows that setting.
 
-        Raises:
-            ConfigError: unknown names or bad values.
+        Raises `ConfigError`: unknown names or bad values.
         """
         own = AlgorithmConfig(loss_type=self.algorithm.loss_type).epsilon  # follows the loss until somebody sets it
         written = {
@@ -176,9 +170,7 @@ class GRPOConfig(Section, frozen=True):
         return self.replace(**changed) if changed else self
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) ==
-        config`.
-        """
+        """Section -> field -> value, in plain types that JSON can hold. `GRPOConfig(**config.to_dict()) == config`."""
         return self.model_dump(mode="json")
 
     def to_toml(self) -> str:
@@ -193,8 +185,7 @@ class GRPOConfig(Section, frozen=True):
 
         What nobody has set keeps following its default, also where that depends on another setting.
 
-        Raises:
-            ConfigError: as the constructor.
+        Raises `ConfigError`: as the constructor.
         """
         written: dict[str, Any] = {}
         for name in SECTIONS:
