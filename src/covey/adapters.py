@@ -177,8 +177,7 @@ class Adapter:
         parameters = {"rank": first.a.shape[0], "scale": first.scaling, "dropout": 0.0, "keys": sorted(keys)}
         every = -1  # layers, counted from the last
         return Adapter(
-            tensors,
-            {"model": base_model, "fine_tune_type": "lora", "num_layers": every, "lora_parameters": parameters},
+            tensors, {"model": base_model, "fine_tune_type": "lora", "num_layers": every, "lora_parameters": parameters}
         )
 
     @property

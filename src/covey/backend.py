@@ -50,10 +50,12 @@ class Backend(Protocol):
 def adamw_options(config: GRPOConfig) -> dict[str, Any]:
     """`config.optim` under the names of the learners' arguments."""
     fields = ("learning_rate", "embedding_lr", "max_grad_norm", "tokens_per_micro_batch")
-    adamw: dict[str, Any] = {"weight_decay": 0.0, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-    adamw = {**adamw, **config.optim.optimizer_parameters}
-    betas = (adamw.pop("beta1"), adamw.pop("beta2"))
-    return adamw | {"betas": betas} | {field: getattr(config.optim, field) for field in fields}
+    own = config.optim.optimizer_parameters
+    return {field: getattr(config.optim, field) for field in fields} | {
+        "weight_decay": own.get("weight_decay", 0.0),
+        "betas": (own.get("beta1", 0.9), own.get("beta2", 0.999)),
+        "epsilon": own.get("epsilon", 1e-8),
+    }
 
 
 def adapter_options(config: GRPOConfig) -> dict[str, Any]:

@@ -21,8 +21,7 @@ err = Console(stderr=True, emoji=False)
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[SECTION.FIELD=VALUE]...",
-        help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5.",
+        metavar="[SECTION.FIELD=VALUE]...", help="Settings that replace the recipe's, e.g. optim.learning_rate=2e-5."
     ),
 ]
 

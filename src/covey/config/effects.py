@@ -101,10 +101,7 @@ _ACTS_WHEN: dict[tuple[str, ...], tuple[Callable[[Any], object], str]] = {
     ("gpus_per_sampler",): (lambda c: c.distributed.samplers, "distributed.samplers is above 0"),
     tuple(VLLMConfig.model_fields): (lambda c: c.sampling.engine == "vllm", "sampling.engine is vllm"),
     ("offload",): (lambda c: c.model.device != "cpu", "the model is on a GPU"),
-    ("reward_workers",): (
-        lambda c: c.environment.world is None,
-        "there is no environment.world, which scores itself",
-    ),
+    ("reward_workers",): (lambda c: c.environment.world is None, "there is no environment.world, which scores itself"),
     ("adapter_folder",): (
         lambda c: c.server.inference_server_kind != "covey",
         "server.inference_server_kind is not covey",

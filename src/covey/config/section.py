@@ -12,9 +12,7 @@ from covey.errors import ConfigError
 
 PathText = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)]
 Texts = Annotated[
-    tuple[str, ...],
-    Field(strict=False),
-    BeforeValidator(lambda value: (value,) if isinstance(value, str) else value),
+    tuple[str, ...], Field(strict=False), BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
 Options = Annotated[dict[str, bool | int | float | str], BeforeValidator(lambda value: {} if value is None else value)]
 
